@@ -32,6 +32,10 @@ def main(options: list[str]) -> None:
         y, scale = elementwise_cpu.rms_norm(x, weight, 1e-5)
         elementwise_cpu.rms_norm_backward(y, x, weight, scale)
         elementwise_cpu.swiglu_backward(elementwise_cpu.swiglu(x, y), x, y)
+        weights = torch.randn(300)
+        elementwise_cpu.weighted_swiglu_backward_(
+            elementwise_cpu.weighted_swiglu(x, y, weights), x, y, weights
+        )
         elementwise_cpu.cross_entropy_(x, torch.randint(97, (300,)), -100, True, 1.0)
         for tables in ((), (1,), (3,)):
             for width in (16, 32):

@@ -7,10 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model import cpu_kernels, elementwise_cpu
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
+from meshwright.model.experts import _inner as inner
+from meshwright.model.experts import _inner_backward_ as inner_backward_
 from meshwright.model.mlp import _SiluProduct, swiglu
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import rotate, with_signs
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 ROUNDED = {torch.float32: 5e-7, torch.bfloat16: 3e-3}
 """Largest relative errors of results that are rounded once, or are products of such."""
+kernels_take = elementwise_cpu.takes
 FORMATS = pytest.mark.parametrize("dtype", ROUNDED, ids=["fp32", "bf16"])
 
 
@@ -41,7 +45,6 @@ def compare(compute: Callable[..., Tensor], *inputs: Tensor) -> None:
         grad = drawn(inputs[0].dtype, *out.shape).to(dtype)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    kernels_take = elementwise_cpu.takes
     with patch.object(elementwise_cpu, "takes", takes):
         found = results(inputs[0].dtype)
     assert taken and all(taken)  # in the forward and in the backward
@@ -84,6 +87,26 @@ def test_swiglu_of_any_number() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -87.0, -0.0, 0.0, 87.0, 88.0, 200.0, 1e30, torch.nan])
     wanted = torch.nn.functional.silu(gate.double()).float()
     torch.testing.assert_close(swiglu(gate, torch.ones(11)), wanted, equal_nan=True, rtol=1e-6, atol=1e-35)
+
+
+@FORMATS
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "operators"])
+def test_weighted_swiglu(dtype: torch.dtype, kernel: bool) -> None:
+    """The activation of experts, whose backward computes its result again in the place of the gradient."""
+    gate, up, weight = 8 * drawn(dtype, 70, 301), drawn(dtype, 70, 301), drawn(torch.float32, 70)
+    weight[3] = 0
+    grad = drawn(dtype, 70, 301)
+    exact = [x.double().requires_grad_() for x in (gate, up, weight)]
+    y = F.silu(exact[0]) * exact[1] * exact[2].unsqueeze(1)
+    wanted = [y.detach(), *torch.autograd.grad(y, exact, grad.double())]
+    with patch.object(elementwise_cpu, "takes", lambda *given: kernel and kernels_take(*given)):
+        out = inner(gate, up, weight)
+        *found, again = inner_backward_(grad, gate, up, weight)
+    assert torch.equal(again, out) and (again is grad) == kernel
+    assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
+    for mine, right in zip([out, *found], wanted, strict=True):
+        bound = ROUNDED[dtype] * (1 if kernel else 3)  # operators round between
+        assert (mine.double() - right).norm() <= bound * right.norm()
 
 
 @FORMATS

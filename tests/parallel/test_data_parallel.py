@@ -5,9 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
+from meshwright.parallel.flat_param import ParamSlot
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.grad_norm import norms
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -84,6 +89,55 @@ def test_inner_microbatches_send_no_gradients(ranks: Ranks, zero: int, operation
     assert spec.microbatches == 4
     for calls in ranks.run(spec.layout, inner_microbatches, spec):
         assert calls["shard", operation] == 5  # one for each unit
+
+
+def gradients_of_experts(mesh: Mesh, spec: RunSpec, lend: bool) -> tuple[list[bool], list[Tensor]]:
+    """True for each gradient of experts that came in its place, in two steps; those of the second step."""
+    trainer, places = Trainer(spec, mesh), list[bool]()
+    trainer.initialise()
+    pack = Unit.pack
+
+    def noted(unit: Unit, slot: ParamSlot, grad: Tensor) -> None:
+        if slot.piece.routed:
+            unit._ensure_packed()
+            places.append(unit.ranks == 1 and grad.is_set_to(unit._part_of_packed(slot)))
+        pack(unit, slot, grad)
+
+    if not lend:
+        trainer.pipeline.store.buffer = lambda _parameter: None
+    with patch.object(Unit, "pack", noted):
+        for batch in first_batches(spec, mesh, 2):
+            trainer.gradients(batch)
+    found = {name: grad.full_tensor() for name, grad in trainer.states.gradients() if "experts" in name}
+    return places, list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "in_place"),
+    [
+        ({"dp": 2, "micro_batch": 4}, [True]),
+        ({"dp": 2, "micro_batch": 2}, [True, False]),  # a second microbatch's gradient is added
+        ({"pp": 2, "micro_batch": 4, "schedule": "zb-h1"}, [True, False]),  # deferred
+        ({"dp": 2, "micro_batch": 4, "zero": 3}, [False]),  # the rows of the ranks lie apart
+        (
+            {"dp": 2, "micro_batch": 4, "ep": 2, "expert_parts": 2},
+            [False],
+        ),  # autograd adds those of two parts
+    ],
+    ids=str,
+)
+def test_gradients_of_experts_are_computed_in_place(
+    ranks: Ranks, layout: dict[str, object], in_place: list[bool]
+) -> None:
+    experts = {"model.moe.experts": 4, "model.moe.top_k": 2, "model.moe.ffn": 16}
+    base = BASE | experts | {"layout.dp": 1}
+    spec = spec_of(base, **{f"layout__{key}": value for key, value in layout.items()})
+    plain = ranks.run(spec.layout, gradients_of_experts, spec, False)
+    lent = ranks.run(spec.layout, gradients_of_experts, spec, True)
+    for (places, found), (never, wanted) in zip(lent, plain, strict=True):
+        tensors = len(places) // (2 * len(in_place))  # of this rank's layers
+        assert places == 2 * [place for place in in_place for _ in range(tensors)] and not any(never)
+        assert tensors % 3 == 0 and len(found) == tensors and all(map(torch.equal, found, wanted))
 
 
 def memory_after_steps(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, int], int, int]:

@@ -109,6 +109,43 @@ void swiglu_backward(int64_t threads, int64_t size, const T* grad, const T* gate
   }
 }
 
+// y = silu(gate) * up * weight, a weight for each of the rows (rows, width).
+template <typename T>
+void weighted_swiglu(int64_t threads, int64_t rows, int64_t width, const T* gate, const T* up, const float* weights,
+                     T* y) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < rows; ++i) {
+    const float weight = weights[i];
+#pragma omp simd
+    for (int64_t j = i * width; j < (i + 1) * width; ++j) {
+      const float x = cast<float>(gate[j]);
+      y[j] = cast<T>(x * sigmoid(x) * cast<float>(up[j]) * weight);
+    }
+  }
+}
+
+// The gradients of gate, up and the weights (rows) from that of `weighted_swiglu`'s result, which is computed again
+// in the place of its gradient.
+template <typename T>
+void weighted_swiglu_backward(int64_t threads, int64_t rows, int64_t width, T* grad, const T* gate, const T* up,
+                              const float* weights, T* grad_gate, T* grad_up, float* grad_weights) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < rows; ++i) {
+    const float weight = weights[i];
+    float along = 0;
+#pragma omp simd reduction(+ : along)
+    for (int64_t j = i * width; j < (i + 1) * width; ++j) {
+      const float x = cast<float>(gate[j]), other = cast<float>(up[j]), part = sigmoid(x);
+      const float slope = cast<float>(grad[j]), product = x * part * other;
+      along += slope * product;
+      grad_gate[j] = cast<T>(slope * weight * other * part * (1.0f + x * (1.0f - part)));
+      grad_up[j] = cast<T>(slope * weight * x * part);
+      grad[j] = cast<T>(product * weight);
+    }
+    grad_weights[i] = along;
+  }
+}
+
 // y = x with the last `turned` of each head's `dim` channels rotated in the direction of `sign`, and the others as
 // they are; x (batch, tokens, heads, dim). The tables are of `tables` sequences, 1 or batch: cosines (tokens,
 // turned), and sines (tokens, sine_width), whose last turned / 2 count.
@@ -185,6 +222,15 @@ bool cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t ignored
   extern "C" void NAME##_swiglu_backward(int64_t threads, int64_t size, const T* grad, const T* gate,           \
                                          const T* up, T* grad_gate, T* grad_up) {                               \
     swiglu_backward(threads, size, grad, gate, up, grad_gate, grad_up);                                         \
+  }                                                                                                             \
+  extern "C" void NAME##_weighted_swiglu(int64_t threads, int64_t rows, int64_t width, const T* gate,           \
+                                         const T* up, const float* weights, T* y) {                             \
+    weighted_swiglu(threads, rows, width, gate, up, weights, y);                                                \
+  }                                                                                                             \
+  extern "C" void NAME##_weighted_swiglu_backward(int64_t threads, int64_t rows, int64_t width, T* grad,        \
+                                                  const T* gate, const T* up, const float* weights,             \
+                                                  T* grad_gate, T* grad_up, float* grad_weights) {              \
+    weighted_swiglu_backward(threads, rows, width, grad, gate, up, weights, grad_gate, grad_up, grad_weights);  \
   }                                                                                                             \
   extern "C" void NAME##_rotate(int64_t threads, int64_t batch, int64_t tokens, int64_t heads, int64_t dim,     \
                                 int64_t turned, int64_t sine_width, int64_t tables, float sign, const T* x,     \

@@ -68,6 +68,23 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate, grad_up
 
 
+def weighted_swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up * weight of rows (R, F), with a weight (R,) in fp32 each."""
+    y = torch.empty_like(gate)
+    _call(gate, "weighted_swiglu", *gate.shape, *pointers(gate, up, weight, y))
+    return y
+
+
+def weighted_swiglu_backward_(
+    grad: Tensor, gate: Tensor, up: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate, up and weight from that of `weighted_swiglu`, whose result replaces `grad`."""
+    grad_gate, grad_up, grad_weight = torch.empty_like(gate), torch.empty_like(up), torch.empty_like(weight)
+    given = pointers(grad, gate, up, weight, grad_gate, grad_up, grad_weight)
+    _call(gate, "weighted_swiglu_backward", *gate.shape, *given)
+    return grad_gate, grad_up, grad_weight
+
+
 def tables_fit(x: Tensor, cosine: Tensor, sine: Tensor) -> bool:
     """True if x is (B, T, H, d) and the tables of `rope.Rope` are (T, 1, ...) or (1 or B, T, 1, ...)."""
     *rows, _, turned = cosine.shape

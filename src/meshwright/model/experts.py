@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.model import elementwise_cpu
 from meshwright.model.hooks import ExpertsHooks
 from meshwright.model.token_dispatcher import RowGroups
 
@@ -76,7 +77,7 @@ class _Experts(torch.autograd.Function):
         # Detached, and apart from ctx: a deferred weight gradient must not keep the graph behind its inputs
         # alive.
         x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
-        groups, scale, products = ctx.groups, weight.to(x.dtype).unsqueeze(1), ctx.hooks.products
+        groups, products = ctx.groups, ctx.hooks.products
 
         def of_input(grad: Tensor, weight: Tensor, parameter: nn.Parameter) -> Tensor:
             turned = products.operand(weight, "weight", -2, parameter).mT
@@ -84,20 +85,18 @@ class _Experts(torch.autograd.Function):
 
         of_gate, of_up, of_down = parameters = ctx.parameters
         grad_inner = of_input(grad, down, of_down)
-        silu = F.silu(gate_x)
-        grad_weight = (grad_inner * (silu * up_x)).sum(1, dtype=weight.dtype)
-        grad_inner = grad_inner * scale
-        grad_up = grad_inner * silu
-        grad_gate = torch.ops.aten.silu_backward(grad_inner.mul_(up_x), gate_x)
+        grad_gate, grad_up, grad_weight, inner = _inner_backward_(grad_inner, gate_x, up_x, weight)
         grad_x = of_input(grad_gate, gate, of_gate)
         grad_x.add_(of_input(grad_up, up, of_up))
 
         def weight_grads() -> list[Tensor]:
-            inner = _inner(gate_x, up_x, weight)
             found = zip((grad_gate, grad_up, grad), (x, x, inner), parameters, strict=True)
             return [
                 grouped_outer(
-                    products.rows(gradient, "gradient", each), products.rows(inputs, "input", each), groups
+                    products.rows(gradient, "gradient", each),
+                    products.rows(inputs, "input", each),
+                    groups,
+                    ctx.hooks.gradient_buffer(each),
                 )
                 for gradient, inputs, each in found
             ]
@@ -109,7 +108,25 @@ class _Experts(torch.autograd.Function):
 
 def _inner(gate_x: Tensor, up_x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate x) * up x * weight (R, F): the input of `down`."""
+    if weight.dtype == torch.float32 and elementwise_cpu.takes(gate_x, up_x):
+        return elementwise_cpu.weighted_swiglu(gate_x, up_x, weight.contiguous())
     return F.silu(gate_x).mul_(up_x).mul_(weight.to(up_x.dtype).unsqueeze(1))
+
+
+def _inner_backward_(
+    grad: Tensor, gate_x: Tensor, up_x: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of gate x, up x and weight from that of `_inner`, which is overwritten; and `_inner`
+    itself."""
+    if weight.dtype == torch.float32 and elementwise_cpu.takes(grad, gate_x, up_x):
+        found = elementwise_cpu.weighted_swiglu_backward_(grad, gate_x, up_x, weight.contiguous())
+        return *found, grad
+    scale, silu = weight.to(grad.dtype).unsqueeze(1), F.silu(gate_x)
+    product = silu * up_x
+    grad_weight = (grad * product).sum(1, dtype=weight.dtype)
+    grad_up = silu.mul_(grad.mul_(scale))
+    grad_gate = torch.ops.aten.silu_backward(grad.mul_(up_x), gate_x)
+    return grad_gate, grad_up, grad_weight, product.mul_(scale)
 
 
 # Grouped matmuls -----------------------------------------------------------------------------------------
@@ -130,11 +147,14 @@ def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
     return out
 
 
-def grouped_outer(grad_RO: Tensor, x_RI: Tensor, groups: RowGroups) -> Tensor:
-    """Weight gradients: the sum of outer products over each expert's rows: (E, O, I)."""
+def grouped_outer(grad_RO: Tensor, x_RI: Tensor, groups: RowGroups, buffer: Tensor | None = None) -> Tensor:
+    """Weight gradients: the sum of outer products over each expert's rows: (E, O, I), in `buffer` if it is in
+    the format of the gradients."""
     if one_kernel(grad_RO) and len(grad_RO):
         return torch._grouped_mm(grad_RO.T, x_RI, offs=groups.ends)
-    out = grad_RO.new_empty(len(groups.ends), grad_RO.shape[1], x_RI.shape[1])
+    out = buffer
+    if out is None or out.dtype != grad_RO.dtype:
+        out = grad_RO.new_empty(len(groups.ends), grad_RO.shape[1], x_RI.shape[1])
     for expert, rows in _slices(groups):
         if rows.start < rows.stop:
             torch.mm(grad_RO[rows].T, x_RI[rows], out=out[expert])

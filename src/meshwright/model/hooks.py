@@ -38,6 +38,9 @@ cache."""
 Defer = Callable[[Sequence[nn.Parameter], Callable[[], Sequence[Tensor]]], bool]
 """Takes a computation of parameters' gradients to run later; returns False if they are due now."""
 
+GradientBuffer = Callable[[nn.Parameter], Tensor | None]
+"""Parameter -> where its gradient may be written, whatever was there; None for a tensor of its own."""
+
 Admit = Callable[[MoeSpec, int, Routing, int], tuple[Tensor, Tensor | None]]
 """(moe, layer, routing, B) -> weights (N, k), and which copies (N, k) their experts admit; None for all."""
 
@@ -104,6 +107,7 @@ class ExpertsHooks:
 
     cached: Cached = lambda compute, _read_again: compute()
     defer: Defer = lambda _parameters, _compute: False
+    gradient_buffer: GradientBuffer = lambda _parameter: None
     products: Products = field(default_factory=Products)
 
 

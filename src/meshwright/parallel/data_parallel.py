@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -43,6 +44,7 @@ from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 from meshwright.spec.parameters import Piece
 
+T = TypeVar("T")
 UnitModules = Sequence[nn.Module]
 """The modules of one unit, in the order in which the forward runs them."""
 
@@ -109,7 +111,7 @@ class DataParallel:
         self._before_head = {index for index, _ in turns[-2:]}
         """Groups whose backward comes next after the last forward: the last block and the head."""
         self._head = turns[-1][0] if turns else None  # a stage may hold nothing
-        on_gradient = _weak(self._on_gradient)
+        on_gradient = weak(self._on_gradient)
         for unit in self.units:
             for parameter in unit.parameters.values():
                 parameter.register_post_accumulate_grad_hook(on_gradient)
@@ -195,6 +197,11 @@ class DataParallel:
             del unit.waiting[slot.key]
         if not unit.waiting:
             self._unit_done(unit)
+
+    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor | None:
+        """Where a parameter's gradient may be written, so that `take` need not copy it."""
+        unit, slot = self._places[parameter]
+        return unit.lend(slot)
 
     def begin_step(self, microbatches: int) -> None:
         """Call before a step's first forward."""
@@ -400,13 +407,13 @@ class DataParallel:
         return sum(storages.values())
 
 
-def _weak(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+def weak(method: Callable[[nn.Parameter], T]) -> Callable[[nn.Parameter], T]:
     """The method as a hook that does not hold its object: autograd's hooks are not garbage-collected."""
     reference = WeakMethod(method)
 
-    def hook(parameter: nn.Parameter) -> None:
+    def hook(parameter: nn.Parameter) -> T:
         bound = reference()
         assert bound is not None, "a backward through parameters whose `DataParallel` is gone"
-        bound(parameter)
+        return bound(parameter)
 
     return hook

@@ -22,6 +22,8 @@ class WeightGradStore:
 
     def __init__(self) -> None:
         self._works: list[Work] | None = None
+        self.buffer: Callable[[nn.Parameter], Tensor | None] = lambda _parameter: None
+        """Where a parameter's gradient may be written, deferred or not; None for a tensor of its own."""
 
     @property
     def open(self) -> bool:

@@ -145,23 +145,26 @@ def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def expert_parallel_hooks(
-    mesh: Mesh, admit: Admit, cache: RecomputeCache, store: WeightGradStore | None, products: Products
+    mesh: Mesh, admit: Admit, cache: RecomputeCache, store: WeightGradStore, products: Products
 ) -> MoeHooks:
     """Hooks of the MoE layers on one rank: dispatch over the expert axis, with `admit` of the load balancer.
 
-    `cache` keeps results for a recomputing forward; `store` takes deferred weight gradients. Each rank routes
-    its own tokens, even where tensor ranks hold them all.
+    `cache` keeps results for a recomputing forward; `store` takes deferred weight gradients, and says
+    where any are written. Each rank routes its own tokens, even where tensor ranks hold them all.
     """
     layout, tensor = mesh.layout, mesh.tensor
 
     def defer(parameters: Any, compute: Any) -> bool:
-        if store is None or not store.open:
+        if not store.open:
             return False
         store.put(parameters, compute)
         return True
 
     experts = ExpertsHooks(
-        lambda compute, read_again: cache.run("matmul", compute, read_again), defer, products
+        cached=lambda compute, read_again: cache.run("matmul", compute, read_again),
+        defer=defer,
+        gradient_buffer=lambda parameter: store.buffer(parameter),
+        products=products,
     )
     hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, experts=experts)
     if mesh.expert.size > 1:

@@ -98,6 +98,7 @@ class Unit:
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
+        self._lent: set[str] = set()
         self.waiting: dict[str, int] = {}
         """Parameter -> number of gradients still expected before the unit can be reduced."""
         self._packed_format = formats.reduce
@@ -217,6 +218,9 @@ class Unit:
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""
         self._ensure_packed()
+        if slot.key in self._lent and grad.is_set_to(self._part_of_packed(slot)):
+            self.arrived.add(slot.key)
+            return
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)
         whole, rest = divmod(grad.shape[dim], per_rank)
@@ -235,6 +239,20 @@ class Unit:
         rows[whole + (1 if rest else 0) :].zero_()
         self.arrived.add(slot.key)
 
+    def lend(self, slot: ParamSlot) -> Tensor | None:
+        """The part of `packed` where a parameter's first gradient may be written, before `pack` is given it.
+
+        None where this part is not contiguous, and after the first call for a gradient of this parameter.
+        """
+        if self.ranks > 1 or slot.key in self.arrived or slot.key in self._lent:
+            return None
+        self._ensure_packed()
+        self._lent.add(slot.key)
+        return self._part_of_packed(slot)
+
+    def _part_of_packed(self, slot: ParamSlot) -> Tensor:
+        return self._packed_rows(slot)[0].view(slot.part)
+
     def _ensure_packed(self) -> Tensor:
         if self.packed is None:
             size, device = self.ranks * self.part, self.stored.device
@@ -248,7 +266,7 @@ class Unit:
         for slot in self.slots:
             if slot.key not in self.arrived:
                 self._packed_rows(slot).zero_()
-        self.arrived = set()
+        self.arrived, self._lent = set(), set()
         if self.shards is not None:
             self.packed = None
             self._notify("packed taken", packed)

@@ -14,7 +14,7 @@ from meshwright.model.low_precision_linear import LowPrecision, Products, produc
 from meshwright.model.moe import Moe
 from meshwright.parallel.activation_offload import ActivationOffload
 from meshwright.parallel.context_parallel import context_parallel_hooks
-from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.data_parallel import DataParallel, weak
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.fp8_gather import Fp8Gather
@@ -49,10 +49,10 @@ def parallelize(
     schedule = schedule_of(layout, spec.microbatches)
     # In compiled blocks operations that communicate are operators, which a policy knows by name.
     cache, store = None if spec.train.compile else RecomputeCache(), WeightGradStore()
-    moe_cache, deferred = cache or RecomputeCache(), store if schedule.splits_backward else None
+    moe_cache = cache or RecomputeCache()
     balance = RouterBalance(model, mesh, moe_cache)
     products = products_of(spec.precision, mesh.device)
-    hooks = decoder_hooks(spec, mesh, cache, moe_cache, deferred, balance, products)
+    hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
     with torch.device("meta"):
         decoder = Decoder(model, hooks)
     pieces = parameter_pieces(model, mesh)
@@ -75,6 +75,7 @@ def parallelize(
         fp8 = Fp8Gather(products)
     stale = spec.outer.staleness > 0
     states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale)
+    store.buffer = weak(states.gradient_buffer)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
@@ -87,7 +88,7 @@ def decoder_hooks(
     mesh: Mesh,
     cache: RecomputeCache | None,
     moe_cache: RecomputeCache,
-    store: WeightGradStore | None,
+    store: WeightGradStore,
     balance: RouterBalance,
     products: Products,
 ) -> Hooks:
@@ -96,8 +97,9 @@ def decoder_hooks(
     `cache` and `moe_cache` serve dense blocks (None if compiled) and MoE blocks; `store` takes weight
     gradients that the schedule defers.
     """
+    deferred = store if schedule_of(spec.layout, spec.microbatches).splits_backward else None
     model, sequence = spec.model, spec.layout.sequence_parallel
-    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products)
+    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, deferred, products)
     hooks = Hooks(attention=attention, mlp=mlp)
     if mesh.tensor.size > 1:
         pieces = parameter_pieces(model, mesh)

@@ -85,14 +85,13 @@ class RouterBalance:
         if not torch.is_grad_enabled():
             return routing.weights, admitted
         weights = routing.weights
-        shares = routing.scores / routing.scores.sum(-1, keepdim=True)
-        aux = z = shares.new_zeros(())
+        aux = z = routing.scores.new_zeros(())
         if moe.aux_loss:
-            aux = self._aux_loss(routing.experts, shares, batch, length)
+            aux = self._aux_loss(routing.experts, routing.scores, batch, length)
         if moe.z_loss:
             z = routing.logits.logsumexp(-1).square().sum() / length
         if not self._cache.recomputing:
-            self._count(layer, routing.experts, shares.detach(), admitted, [aux.detach(), z.detach()])
+            self._count(layer, routing, admitted, [aux.detach(), z.detach()])
         if moe.aux_loss or moe.z_loss:
             loss = moe.aux_loss * aux + moe.z_loss * z
             # The weights are unchanged; in the backward the loss gets the gradient `scale`.
@@ -104,7 +103,7 @@ class RouterBalance:
             )
         return weights, admitted
 
-    def _aux_loss(self, experts_Nk: Tensor, shares_NE: Tensor, batch: int, length: int) -> Tensor:
+    def _aux_loss(self, experts_Nk: Tensor, scores_NE: Tensor, batch: int, length: int) -> Tensor:
         """This rank's part of the sum of its sequences' balance losses, a scalar."""
         moe = self.moe
         sequence = self._sequences(len(experts_Nk), batch)
@@ -113,8 +112,8 @@ class RouterBalance:
         counts = add_counts_(zeros.view(-1), key).view_as(zeros)
         (counts,) = self._cache.run(None, lambda: (self._summed(counts),))
         even = moe.experts / (moe.top_k * length)
-        per_sequence = shares_NE.new_zeros(batch, moe.experts).index_add(0, sequence, shares_NE)
-        return (per_sequence * counts.to(shares_NE.dtype)).sum() * (even / length)
+        counts_NE = counts.to(scores_NE.dtype).index_select(0, sequence)
+        return ((counts_NE * scores_NE).sum(-1) / scores_NE.sum(-1)).sum() * (even / length)
 
     def _summed(self, counts: Tensor) -> Tensor:
         start_all_reduce(counts, self.mesh.sequence).wait()
@@ -143,12 +142,12 @@ class RouterBalance:
         return own.reshape(tensor.size, -1, self.moe.top_k)[tensor.rank]
 
     @torch.no_grad()
-    def _count(
-        self, layer: int, experts_Nk: Tensor, shares_NE: Tensor, admitted: Tensor | None, losses: list[Tensor]
-    ) -> None:
+    def _count(self, layer: int, routing: Routing, admitted: Tensor | None, losses: list[Tensor]) -> None:
         assert self.counts is not None
         experts, sums = self.moe.experts, self.counts[self._layers.index(layer)]
-        add_counts_(sums[:experts], experts_Nk.flatten())
+        scores_NE = routing.scores.detach()
+        shares_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        add_counts_(sums[:experts], routing.experts.flatten())
         if admitted is not None:
             sums[experts] += (~admitted).sum()
         sums[experts + 1] += torch.special.entr(shares_NE).sum()
