@@ -82,6 +82,39 @@ def test_a_signal_in_the_last_save_does_not_break_it(ranks: Ranks, corpus: Path,
     assert latest_step(spec.checkpoint.folder(tmp_path)) == 2
 
 
+def stopped_in_the_last_validation(
+    mesh: Mesh, spec: RunSpec, out: Path
+) -> tuple[str, int, list[tuple[str, dict[str, Any]]]]:
+    """The sentence, exit code and events of a run that gets SIGTERM twice while it validates last."""
+    notes, validate = Notes(), TrainingRun._validate
+
+    def signalled(run: TrainingRun) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+        validate(run)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with patch.object(TrainingRun, "_validate", signalled), pytest.raises(Stopped) as caught:
+        TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+    assert signal.getsignal(signal.SIGTERM) is before
+    return str(caught.value), caught.value.code, notes.events
+
+
+def test_a_signal_in_the_last_validation_ends_the_run_whose_last_step_is_saved(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    """It ended by the signal, with nothing saved for it as it said, so that no scheduler would requeue it."""
+    spec = spec_of(corpus, layout__dp=2, train__steps=2)
+    for sentence, code, events in ranks.run(spec.layout, stopped_in_the_last_validation, spec, tmp_path):
+        assert "SIGTERM after step 2, which is saved" in sentence and code == REQUEUE
+        assert [kind for kind, _ in events] == ["start", "checkpoint", "stopped"]
+        assert events[-1][1] == {"step": 2, "signal": "SIGTERM"}
+    again, _ = start(ranks, spec, tmp_path, "auto")
+    assert again["steps"] == 2 and again["val_bits_per_byte"] is not None
+
+
 class Died(BaseException):
     """The process is gone."""
 

@@ -54,8 +54,8 @@ class SyntheticTokens:
         """Return the bytes of each document spelt in decimal numbers with one space between."""
         ids = self.take(np.arange(self._starts[-1]))
         ids[self._starts[:-1]] = 0
-        digits = 1 + (ids[:, None] >= 10 ** np.arange(1, 10)).sum(axis=1)
-        sums = np.concatenate([[0], np.cumsum(digits + 1)])
+        digits = 1 + (np.arange(self._vocab_size)[:, None] >= 10 ** np.arange(1, 10)).sum(axis=1)
+        sums = np.concatenate([[0], np.cumsum(digits[ids] + 1)])
         # END counts as one digit and a space, and so does the space after the last number.
         return sums[self._starts[1:]] - sums[self._starts[:-1]] - 3
 

@@ -33,6 +33,7 @@ from meshwright.launch.scratch import remove_folders_of
 from meshwright.profile.machine import has_gpu_driver
 from meshwright.recover.processes import send_signal
 from meshwright.spec.errors import STOP_SIGNALS
+from meshwright.spec.schema import known_keys
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def main(arguments: Sequence[str]) -> None:
     }
     for module in preload:
         importlib.import_module(module)
+    known_keys()  # each rank reads its run by them, and they take a quarter of a second
     gc.freeze()  # modules live as long as a rank: its collections need not look through them
     wake, wakened = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakened)

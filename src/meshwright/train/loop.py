@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -123,6 +123,8 @@ class TrainingRun:
         self.loss = math.nan
         self.validation: Row = {}
         self.warned = 0
+        self.stopped_by: str | None = None
+        """The signal that has ended the run."""
 
     def _loader(self) -> Loader:
         """The batches of this rank; an island that is a world of its own has its share of each."""
@@ -163,7 +165,7 @@ class TrainingRun:
 
         A first stop signal (`train/signals.py`) on any rank ends the run after the step that runs, or after
         the next one where that has already ended its backward, with a checkpoint: then every rank raises
-        `Stopped`.
+        `Stopped`. One after that, in the last validation, raises `Stopped` at once: the last step is saved.
         """
         started = time.perf_counter()
         self.heartbeat.phase("start")
@@ -174,18 +176,24 @@ class TrainingRun:
                 outer = self.trainer.outer
                 restore = partial(self._restore_anchors, outer)
                 self.arrivals.join(outer, self.done, self.spec.islands, restore)
-            with stop_signals() as noted, SteppedCollection() as garbage:
-                if self.done < self.spec.train.last_step:
-                    self.batch = self.control.together(lambda: self.loader.step(self.done))
-                    self.trainer.expect(self.batch)
-                while self.done < self.spec.train.last_step:
-                    if self._step(lambda: bool(noted)):
-                        self._stop(noted[0] if noted else signal.SIGTERM)
-                    garbage.after_step()
-                self._save_last()
+            with stop_signals() as noted:
+                with SteppedCollection() as garbage:
+                    if self.done < self.spec.train.last_step:
+                        self.batch = self.control.together(lambda: self.loader.step(self.done))
+                        self.trainer.expect(self.batch)
+                    while self.done < self.spec.train.last_step:
+                        if self._step(lambda: bool(noted)):
+                            self._stop(noted[0] if noted else signal.SIGTERM)
+                        garbage.after_step()
+                    self._save_last()
                 if self.control.any(bool(noted)):  # in the last save
                     self._stop(noted[0] if noted else signal.SIGTERM)
-            return self._end(time.perf_counter() - started)
+                with stop_signals(self._interrupt):
+                    return self._end(time.perf_counter() - started)
+        except Stopped:
+            if self.stopped_by is not None:
+                self.observers.on_event("stopped", {"step": self.done, "signal": self.stopped_by})
+            raise
         except CorruptionError:
             if self.snapshots is not None:  # they may be of the corrupted state
                 self.snapshots.clear()
@@ -479,10 +487,13 @@ class TrainingRun:
         self._save_last()
         if self.arrivals is not None:
             self.arrivals.leave("stopped")
-        name = signal.Signals(number).name
-        self.observers.on_event("stopped", {"step": self.done, "signal": name})
+        self._interrupt(number)
+
+    def _interrupt(self, number: int) -> NoReturn:
+        """End the run, whose last step is saved."""
+        self.stopped_by = signal.Signals(number).name
         raise Stopped(
-            f"stopped by {name} after step {self.done}, which is saved; go on with --resume auto",
+            f"stopped by {self.stopped_by} after step {self.done}, which is saved; go on with --resume auto",
             128 + number if number == signal.SIGINT else REQUEUE,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -21,8 +21,9 @@ two. Whoever presses Ctrl-C again means it.
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Context in which the first of the `STOP_SIGNALS` is only noted, in the list that it yields.
+def stop_signals(react: Callable[[int], None] | None = None) -> Iterator[list[int]]:
+    """Context in which the first of the `STOP_SIGNALS` is noted, in the list that it yields, and `react` is
+    called with its number, which may raise; without `react` nothing else happens.
 
     One that comes after the first's echo is obeyed at once. Signals that this process ignores stay ignored: a
     run under nohup outlives its terminal. Python delivers signals to the main thread alone, so in any other
@@ -41,6 +42,8 @@ def stop_signals() -> Iterator[list[int]]:
         if not noted:
             noted.append(number)
             first = time.monotonic()
+            if react is not None:
+                react(number)
         elif time.monotonic() - first >= ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS):
             restore()
             signal.raise_signal(number)
