@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -44,7 +43,6 @@ from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 from meshwright.spec.parameters import Piece
 
-T = TypeVar("T")
 UnitModules = Sequence[nn.Module]
 """The modules of one unit, in the order in which the forward runs them."""
 
@@ -111,7 +109,7 @@ class DataParallel:
         self._before_head = {index for index, _ in turns[-2:]}
         """Groups whose backward comes next after the last forward: the last block and the head."""
         self._head = turns[-1][0] if turns else None  # a stage may hold nothing
-        on_gradient = weak(self._on_gradient)
+        on_gradient = _weak(self._on_gradient)
         for unit in self.units:
             for parameter in unit.parameters.values():
                 parameter.register_post_accumulate_grad_hook(on_gradient)
@@ -407,13 +405,13 @@ class DataParallel:
         return sum(storages.values())
 
 
-def weak(method: Callable[[nn.Parameter], T]) -> Callable[[nn.Parameter], T]:
+def _weak(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
     """The method as a hook that does not hold its object: autograd's hooks are not garbage-collected."""
     reference = WeakMethod(method)
 
-    def hook(parameter: nn.Parameter) -> T:
+    def hook(parameter: nn.Parameter) -> None:
         bound = reference()
         assert bound is not None, "a backward through parameters whose `DataParallel` is gone"
-        return bound(parameter)
+        bound(parameter)
 
     return hook

@@ -14,7 +14,7 @@ from meshwright.model.low_precision_linear import LowPrecision, Products, produc
 from meshwright.model.moe import Moe
 from meshwright.parallel.activation_offload import ActivationOffload
 from meshwright.parallel.context_parallel import context_parallel_hooks
-from meshwright.parallel.data_parallel import DataParallel, weak
+from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.fp8_gather import Fp8Gather
@@ -75,7 +75,7 @@ def parallelize(
         fp8 = Fp8Gather(products)
     stale = spec.outer.staleness > 0
     states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale)
-    store.buffer = weak(states.gradient_buffer)
+    store.buffer = states.gradient_buffer
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take

@@ -69,11 +69,12 @@ class Stopped(KeyboardInterrupt):
     """A run ended early because a signal asked it to.
 
     `code` is the exit code: 130 for Ctrl-C, else `REQUEUE` if the run has saved, and 128 + the signal if not.
+    `signal` is the signal's name where the run tells of it itself.
     """
 
-    def __init__(self, sentence: str, code: int) -> None:
+    def __init__(self, sentence: str, code: int, signal: str | None = None) -> None:
         super().__init__(sentence)
-        self.code = code
+        self.code, self.signal = code, signal
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -123,8 +123,6 @@ class TrainingRun:
         self.loss = math.nan
         self.validation: Row = {}
         self.warned = 0
-        self.stopped_by: str | None = None
-        """The signal that has ended the run."""
 
     def _loader(self) -> Loader:
         """The batches of this rank; an island that is a world of its own has its share of each."""
@@ -165,7 +163,7 @@ class TrainingRun:
 
         A first stop signal (`train/signals.py`) on any rank ends the run after the step that runs, or after
         the next one where that has already ended its backward, with a checkpoint: then every rank raises
-        `Stopped`. One after that, in the last validation, raises `Stopped` at once: the last step is saved.
+        `Stopped`. In the last validation a rank that gets one raises it at once, as the last step is saved.
         """
         started = time.perf_counter()
         self.heartbeat.phase("start")
@@ -190,9 +188,9 @@ class TrainingRun:
                     self._stop(noted[0] if noted else signal.SIGTERM)
                 with stop_signals(self._interrupt):
                     return self._end(time.perf_counter() - started)
-        except Stopped:
-            if self.stopped_by is not None:
-                self.observers.on_event("stopped", {"step": self.done, "signal": self.stopped_by})
+        except Stopped as stop:
+            if stop.signal is not None:
+                self.observers.on_event("stopped", {"step": self.done, "signal": stop.signal})
             raise
         except CorruptionError:
             if self.snapshots is not None:  # they may be of the corrupted state
@@ -491,10 +489,11 @@ class TrainingRun:
 
     def _interrupt(self, number: int) -> NoReturn:
         """End the run, whose last step is saved."""
-        self.stopped_by = signal.Signals(number).name
+        name = signal.Signals(number).name
         raise Stopped(
-            f"stopped by {self.stopped_by} after step {self.done}, which is saved; go on with --resume auto",
+            f"stopped by {name} after step {self.done}, which is saved; go on with --resume auto",
             128 + number if number == signal.SIGINT else REQUEUE,
+            name,
         )
 
     # End --------------------------------------------------------------------------------------------
