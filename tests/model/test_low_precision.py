@@ -26,6 +26,7 @@ from meshwright.model.low_precision import (
     scale_of,
 )
 from meshwright.model.low_precision_linear import KernelProducts, LowPrecision, Scaling, products_of, rotate
+from meshwright.model.running_sum import RunningSum
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import PrecisionSpec
 
@@ -191,6 +192,9 @@ def test_kernels_compute_the_products_of_rounded_operands(recipe: str, gradients
                 products.of_weight(grads[0], x.flatten(0, 1), weights[0]),
             ]
         )
+        total = torch.ones(64, 128)
+        assert products.of_weight(grads[0], x.flatten(0, 1), weights[0], RunningSum(total, True)) is None
+        torch.testing.assert_close(total, found[-1][-1].float() + 1)
     for kernel, emulated in zip(*found, strict=True):
         assert kernel.dtype == emulated.dtype == torch.bfloat16
         error = (kernel.float() - emulated.float()).abs().max() / emulated.float().abs().max()

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.model.decoder import Decoder
-from meshwright.model.experts import grouped_mm
+from meshwright.model.experts import grouped_mm, grouped_outer
 from meshwright.model.init import init_whole_
 from meshwright.model.moe import Moe
 from meshwright.model.router import Router, within_capacity
+from meshwright.model.running_sum import RunningSum
 from meshwright.model.token_dispatcher import ALIGN, RowGroups, TokenDispatcher
 from meshwright.spec import ModelSpec, MoeSpec
 
@@ -197,6 +198,25 @@ def test_grouped_products_of_empty_groups() -> None:
     maps = torch.randn(3, 4, 5, dtype=torch.float64)
     nowhere = RowGroups(torch.zeros(3, dtype=torch.int32), (0, 0, 0))
     assert grouped_mm(torch.randn(0, 5, dtype=torch.float64), maps, nowhere).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_grouped_products_add_to_sums(dtype: torch.dtype) -> None:
+    """In the sum's own format within the product, in another after it; an expert without rows has zeros."""
+    sizes = (3, 0, 5)
+    groups = RowGroups(torch.tensor(sizes).cumsum(0, dtype=torch.int32), sizes)
+    x, grad = torch.randn(8, 5).to(dtype), torch.randn(8, 4).to(dtype)
+    whole = grouped_outer(grad, x, groups)
+    total = torch.full((3, 4, 5), torch.nan, dtype=torch.float64)
+    for begun in (False, True):
+        assert grouped_outer(grad, x, groups, RunningSum(total, begun)) is None
+        torch.testing.assert_close(total, (1 + begun) * whole.double())
+    maps = torch.randn(3, 4, 5).to(dtype)
+    rows = torch.randn(8, 4).to(dtype)
+    wanted = rows + grouped_mm(x, maps, groups)
+    assert grouped_mm(x, maps, groups, onto=rows) is rows
+    close = 2**-6 if dtype == torch.bfloat16 else 1e-12
+    torch.testing.assert_close(rows, wanted, rtol=close, atol=close)
 
 
 def test_the_bias_keeps_its_format_when_a_model_changes_its_own() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.model.running_sum import no_sum
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.grad_norm import norms
@@ -91,51 +92,55 @@ def test_inner_microbatches_send_no_gradients(ranks: Ranks, zero: int, operation
         assert calls["shard", operation] == 5  # one for each unit
 
 
-def gradients_of_experts(mesh: Mesh, spec: RunSpec, lend: bool) -> tuple[list[bool], list[Tensor]]:
-    """True for each gradient of experts that came in its place, in two steps; those of the second step."""
-    trainer, places = Trainer(spec, mesh), list[bool]()
+def gradients_of_weights(mesh: Mesh, spec: RunSpec, adds: bool) -> tuple[set[str], dict[str, Tensor]]:
+    """Names of the blocks' maps whose gradients are packed, not added by the products themselves; gradients
+    of the second step."""
+    trainer, packed, pack = Trainer(spec, mesh), set[str](), Unit.pack
     trainer.initialise()
-    pack = Unit.pack
 
     def noted(unit: Unit, slot: ParamSlot, grad: Tensor) -> None:
-        if slot.piece.routed:
-            unit._ensure_packed()
-            places.append(unit.ranks == 1 and grad.is_set_to(unit._part_of_packed(slot)))
+        if slot.key.startswith("blocks.") and grad.ndim > 1:
+            packed.add(slot.key.split(".", 2)[2])
         pack(unit, slot, grad)
 
-    if not lend:
-        trainer.pipeline.store.buffer = lambda _parameter: None
+    if not adds:
+        trainer.pipeline.store.gradient_sum = no_sum
     with patch.object(Unit, "pack", noted):
         for batch in first_batches(spec, mesh, 2):
             trainer.gradients(batch)
-    found = {name: grad.full_tensor() for name, grad in trainer.states.gradients() if "experts" in name}
-    return places, list(found.values())
+    return packed, {name: grad.full_tensor() for name, grad in trainer.states.gradients()}
+
+
+ROUTER = ["mlp.router.weight"]
+DENSE = [f"attn.{name}.weight" for name in "koqv"] + [f"mlp.{name}.weight" for name in ("down", "gate", "up")]
 
 
 @pytest.mark.parametrize(
-    ("layout", "in_place"),
+    ("layout", "experts", "packed"),
     [
-        ({"dp": 2, "micro_batch": 4}, [True]),
-        ({"dp": 2, "micro_batch": 2}, [True, False]),  # a second microbatch's gradient is added
-        ({"pp": 2, "micro_batch": 4, "schedule": "zb-h1"}, [True, False]),  # deferred
-        ({"dp": 2, "micro_batch": 4, "zero": 3}, [False]),  # the rows of the ranks lie apart
-        # Autograd adds the gradients of two parts in a tensor of its own.
-        ({"dp": 2, "micro_batch": 4, "ep": 2, "expert_parts": 2}, [False]),
+        ({"dp": 2, "micro_batch": 4}, 0, []),
+        ({"dp": 2, "micro_batch": 2}, 0, []),  # a second microbatch's products add to the first's
+        ({"tp": 2, "micro_batch": 4}, 0, []),
+        ({"pp": 2, "micro_batch": 2, "schedule": "zb-h1"}, 0, []),  # deferred
+        ({"dp": 2, "micro_batch": 4, "zero": 3}, 0, DENSE),  # the rows of the ranks lie apart
+        ({"dp": 2, "micro_batch": 2}, 4, ROUTER),
+        ({"pp": 2, "micro_batch": 2, "schedule": "zb-h1"}, 4, ROUTER),
+        ({"dp": 2, "micro_batch": 2, "ep": 2, "expert_parts": 2}, 4, ROUTER),
     ],
     ids=str,
 )
-def test_gradients_of_experts_are_computed_in_place(
-    ranks: Ranks, layout: dict[str, object], in_place: list[bool]
+def test_products_add_gradients_where_they_are_packed(
+    ranks: Ranks, layout: dict[str, object], experts: int, packed: list[str]
 ) -> None:
-    experts = {"model.moe.experts": 4, "model.moe.top_k": 2, "model.moe.ffn": 16}
-    base = BASE | experts | {"layout.dp": 1}
+    moe = {"model.moe.experts": experts, "model.moe.top_k": 2, "model.moe.ffn": 16} if experts else {}
+    base = BASE | moe | {"layout.dp": 1, "precision.compute": "fp64"}
     spec = spec_of(base, **{f"layout__{key}": value for key, value in layout.items()})
-    plain = ranks.run(spec.layout, gradients_of_experts, spec, False)
-    lent = ranks.run(spec.layout, gradients_of_experts, spec, True)
-    for (places, found), (never, wanted) in zip(lent, plain, strict=True):
-        tensors = len(places) // (2 * len(in_place))  # of this rank's layers
-        assert places == 2 * [place for place in in_place for _ in range(tensors)] and not any(never)
-        assert tensors % 3 == 0 and len(found) == tensors and all(map(torch.equal, found, wanted))
+    plain = ranks.run(spec.layout, gradients_of_weights, spec, False)
+    added = ranks.run(spec.layout, gradients_of_weights, spec, True)
+    for (every, wanted), (own, found) in zip(plain, added, strict=True):
+        assert sorted(own) == packed and len(every) == len(DENSE) + bool(experts)
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
 
 
 def memory_after_steps(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, int], int, int]:

@@ -82,7 +82,10 @@ def verify_with(mesh: Mesh, spec: RunSpec, bug: Bug | None) -> dict[str, object]
 
 
 LOSS = Bug(
-    "model.chunked_cross_entropy", "_LinearCrossEntropy.forward", "x[rows], first == 0)", "x[rows], True)"
+    "model.chunked_cross_entropy",
+    "_LinearCrossEntropy.forward",
+    "grad_weight, first > 0",
+    "grad_weight, False",
 )
 """The gradient of the head's weight is that of the last chunk."""
 BLOCK = Bug("model.attention_cpu", "_scores", "triu_(1)", "triu_(1 + first)")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright import api
 from meshwright.model import low_precision
 from meshwright.model.chunked_cross_entropy import _LinearCrossEntropy
+from meshwright.model.running_sum import no_sum
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import step as train_step
@@ -289,14 +290,16 @@ def stale_slice(trainer: train_step.Trainer) -> None:
     """In the second microbatch some rows have the gradient of the first."""
     take, kept = trainer.states.take, list[Tensor]()
 
-    def taken(parameter: nn.Parameter, grad: Tensor) -> None:
+    def taken(parameter: nn.Parameter, grad: Tensor | None) -> None:
         if trainer.states._places[parameter][1].key == "blocks.1.mlp.up.weight":
+            assert grad is not None
             kept.append(grad.clone())
             if len(kept) == 2:
                 grad[10:20] = kept[0][10:20]
         take(parameter, grad)
 
     trainer.states.take = taken  # type: ignore[method-assign]
+    trainer.pipeline.store.gradient_sum = no_sum
 
 
 def stale_copy(trainer: train_step.Trainer) -> None:

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.model import elementwise_cpu
 from meshwright.model.distillation import Place, StudentLoss, Taught
+from meshwright.model.running_sum import RunningSum
 from meshwright.spec.tiling import loss_rows
 
 IGNORE = -100
@@ -92,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=grad_x[rows])
                 for tokens, student in students:
                     student.add_grad_x(grad_x[tokens], _scales(targets[tokens] != IGNORE, exact, scale))
-                _add_product(grad_weight, logits, x[rows], first == 0)
+                RunningSum(grad_weight, first > 0).add_product(logits.T, x[rows])
             del students, logits  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
         return total * scale
@@ -105,16 +106,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
         grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
         return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 7
-
-
-def _add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
-    """Add grad^T x to `total` (V, D), or write it there if it is the `first`."""
-    if total.dtype == grad.dtype:
-        torch.addmm(total, grad.T, x, beta=0 if first else 1, out=total)
-    elif first:
-        total.copy_(grad.T @ x)
-    else:
-        total += grad.T @ x
 
 
 def _loss(

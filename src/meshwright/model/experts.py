@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.model import elementwise_cpu
 from meshwright.model.hooks import ExpertsHooks
+from meshwright.model.running_sum import RunningSum
 from meshwright.model.token_dispatcher import RowGroups
 
 
@@ -79,24 +80,25 @@ class _Experts(torch.autograd.Function):
         x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
         groups, products = ctx.groups, ctx.hooks.products
 
-        def of_input(grad: Tensor, weight: Tensor, parameter: nn.Parameter) -> Tensor:
+        def of_input(
+            grad: Tensor, weight: Tensor, parameter: nn.Parameter, onto: Tensor | None = None
+        ) -> Tensor:
             turned = products.operand(weight, "weight", -2, parameter).mT
-            return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, groups)
+            return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, groups, onto)
 
         of_gate, of_up, of_down = parameters = ctx.parameters
         grad_inner = of_input(grad, down, of_down)
         grad_gate, grad_up, grad_weight, inner = _inner_backward_(grad_inner, gate_x, up_x, weight)
-        grad_x = of_input(grad_gate, gate, of_gate)
-        grad_x.add_(of_input(grad_up, up, of_up))
+        grad_x = of_input(grad_up, up, of_up, onto=of_input(grad_gate, gate, of_gate))
 
-        def weight_grads() -> list[Tensor]:
+        def weight_grads() -> list[Tensor | None]:
             found = zip((grad_gate, grad_up, grad), (x, x, inner), parameters, strict=True)
             return [
                 grouped_outer(
                     products.rows(gradient, "gradient", each),
                     products.rows(inputs, "input", each),
                     groups,
-                    ctx.hooks.gradient_buffer(each),
+                    ctx.hooks.gradient_sum(each),
                 )
                 for gradient, inputs, each in found
             ]
@@ -137,30 +139,36 @@ def one_kernel(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
-def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
-    """Each expert's rows x (., I) times the transpose of its weight (O, I): (R, O)."""
+def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, groups: RowGroups, onto: Tensor | None = None) -> Tensor:
+    """Each expert's rows x (., I) times the transpose of its weight (O, I): (R, O), added to `onto` in its
+    memory."""
     if one_kernel(x_RI) and len(x_RI):
-        return torch._grouped_mm(x_RI, weight_EOI.mT, offs=groups.ends)
-    out = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+        product = torch._grouped_mm(x_RI, weight_EOI.mT, offs=groups.ends)
+        return product if onto is None else onto.add_(product)
+    out = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1]) if onto is None else onto
     for expert, rows in _slices(groups):
-        torch.mm(x_RI[rows], weight_EOI[expert].T, out=out[rows])
+        RunningSum(out[rows], onto is not None).add_product(x_RI[rows], weight_EOI[expert].T)
     return out
 
 
-def grouped_outer(grad_RO: Tensor, x_RI: Tensor, groups: RowGroups, buffer: Tensor | None = None) -> Tensor:
-    """Weight gradients: the sum of outer products over each expert's rows: (E, O, I), in `buffer` if it is in
-    the format of the gradients."""
+def grouped_outer(
+    grad_RO: Tensor, x_RI: Tensor, groups: RowGroups, into: RunningSum | None = None
+) -> Tensor | None:
+    """Weight gradients: the sum of outer products over each expert's rows: (E, O, I), or None if added
+    `into` a sum."""
     if one_kernel(grad_RO) and len(grad_RO):
-        return torch._grouped_mm(grad_RO.T, x_RI, offs=groups.ends)
-    out = buffer
-    if out is None or out.dtype != grad_RO.dtype:
-        out = grad_RO.new_empty(len(groups.ends), grad_RO.shape[1], x_RI.shape[1])
+        product = torch._grouped_mm(grad_RO.T, x_RI, offs=groups.ends)
+        if into is None:
+            return product
+        into.add(product)
+        return None
+    out = into or RunningSum(grad_RO.new_empty(len(groups.ends), grad_RO.shape[1], x_RI.shape[1]), False)
     for expert, rows in _slices(groups):
         if rows.start < rows.stop:
-            torch.mm(grad_RO[rows].T, x_RI[rows], out=out[expert])
-        else:
-            out[expert].zero_()
-    return out
+            RunningSum(out.total[expert], out.begun).add_product(grad_RO[rows].T, x_RI[rows])
+        elif not out.begun:
+            out.total[expert].zero_()
+    return out.total if into is None else None
 
 
 def _slices(groups: RowGroups) -> Iterator[tuple[int, slice]]:

@@ -21,6 +21,7 @@ from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
 from meshwright.model.low_precision_linear import Products
 from meshwright.model.router import Routing, admit_by_capacity
+from meshwright.model.running_sum import GradientSum, no_sum
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.spec import MoeSpec
 
@@ -35,11 +36,8 @@ Cached = Callable[[Callable[[], Results], bool], Results]
 """(computation, whether a recomputing forward reads its results) -> results, now or from a recompute
 cache."""
 
-Defer = Callable[[Sequence[nn.Parameter], Callable[[], Sequence[Tensor]]], bool]
+Defer = Callable[[Sequence[nn.Parameter], Callable[[], Sequence[Tensor | None]]], bool]
 """Takes a computation of parameters' gradients to run later; returns False if they are due now."""
-
-GradientBuffer = Callable[[nn.Parameter], Tensor | None]
-"""Parameter -> where its gradient may be written, whatever was there; None for a tensor of its own."""
 
 Admit = Callable[[MoeSpec, int, Routing, int], tuple[Tensor, Tensor | None]]
 """(moe, layer, routing, B) -> weights (N, k), and which copies (N, k) their experts admit; None for all."""
@@ -107,7 +105,7 @@ class ExpertsHooks:
 
     cached: Cached = lambda compute, _read_again: compute()
     defer: Defer = lambda _parameters, _compute: False
-    gradient_buffer: GradientBuffer = lambda _parameter: None
+    gradient_sum: GradientSum = no_sum
     products: Products = field(default_factory=Products)
 
 

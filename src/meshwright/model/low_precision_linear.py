@@ -29,6 +29,7 @@ from meshwright.model.low_precision import (
     to_numbers,
 )
 from meshwright.model.quantisation import fake_quantise, fake_quantise_tokens
+from meshwright.model.running_sum import RunningSum
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BLOCKS, DELAYED, PrecisionSpec
 
@@ -66,13 +67,19 @@ class Products:
         grads = [self.operand(grad, "gradient", -1, each) for grad, each in zip_longest(grads, own)]
         total = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            total.addmm_(grad, weight)
+            torch.addmm(total, grad, weight, out=total)  # counters of operations know no `addmm_`
         return total
 
-    def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
-        """The gradient (O, I) of a weight."""
-        grad_NO = self.operand(grad_NO, "gradient", -2, parameter)
-        return grad_NO.T @ self.operand(x_NI, "input", -2, parameter)
+    def of_weight(
+        self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None, into: RunningSum | None = None
+    ) -> Tensor | None:
+        """The gradient (O, I) of a weight, or None if added `into` a sum."""
+        left_ON = self.operand(grad_NO, "gradient", -2, parameter).T
+        right_NI = self.operand(x_NI, "input", -2, parameter)
+        if into is None:
+            return left_ON @ right_NI
+        into.add_product(left_ON, right_NI)
+        return None
 
 
 class Scaling(NamedTuple):
@@ -191,11 +198,17 @@ class KernelProducts(LowPrecision):
             total.add_(product)
         return total
 
-    def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
+    def of_weight(
+        self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None, into: RunningSum | None = None
+    ) -> Tensor | None:
         if not self.scaled or self.recipe == "fp8-rowwise":
-            return super().of_weight(grad_NO, x_NI, parameter)
+            return super().of_weight(grad_NO, x_NI, parameter, into)
         left = turned(self.rounded(grad_NO, "gradient", -2, parameter))
-        return scaled_mm(left, turned(self.rounded(x_NI, "input", -2, parameter)), x_NI.dtype)
+        product = scaled_mm(left, turned(self.rounded(x_NI, "input", -2, parameter)), x_NI.dtype)
+        if into is None:
+            return product
+        into.add(product)
+        return None
 
     def rounded(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Rounded:
         """An operand (R, C) for the kernel."""

@@ -35,6 +35,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from meshwright.model.running_sum import RunningSum
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
 from meshwright.parallel.flat_param import Stored, make_slots
 from meshwright.parallel.fsdp_unit import Encoding, Unit, UnitObserver
@@ -99,6 +100,8 @@ class DataParallel:
         self._norms: list[Tensor] = []
         self._unmeasured: list[Unit] = []
         self._microbatches, self._last_microbatch = 1, True
+        self._in_place: set[nn.Parameter] = set()
+        """Parameters with a gradient that was added where it is packed, and was not counted yet."""
         self.unreached: list[str] = []
         """Names of parameters that had no gradient in the last step, of which zeros took the place."""
         self._gradient_bytes = 0
@@ -181,25 +184,34 @@ class DataParallel:
         return unit in self._groups[1] or (len(self.modules[0]) > 1 and unit in self._groups[0])
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        # Autograd calls this after each backward that reaches a parameter, with or without a gradient of it.
         grad, parameter.grad = parameter.grad, None
-        if grad is not None:  # else the backward left it to `take`
-            self.take(parameter, grad)
+        self.take(parameter, grad)
 
-    def take(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Add a parameter's gradient; for gradients computed outside autograd's hooks, such as deferred
-        ones."""
+    def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Add a parameter's gradient, or None: then it is in its place already, or will be taken later.
+
+        For gradients computed outside autograd's hooks, too, such as deferred ones.
+        """
         unit, slot = self._places[parameter]
-        unit.pack(slot, grad)
+        if grad is not None:
+            unit.pack(slot, grad)
+        elif parameter not in self._in_place:
+            return
+        self._in_place.discard(parameter)
         unit.waiting[slot.key] -= 1
         if not unit.waiting[slot.key]:
             del unit.waiting[slot.key]
         if not unit.waiting:
             self._unit_done(unit)
 
-    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where a parameter's gradient may be written, so that `take` need not copy it."""
+    def gradient_sum(self, parameter: nn.Parameter) -> RunningSum | None:
+        """Where a backward adds a parameter's gradient, which `take` then need not copy."""
         unit, slot = self._places[parameter]
-        return unit.lend(slot)
+        found = unit.gradient_sum(slot)
+        if found is not None:
+            self._in_place.add(parameter)
+        return found
 
     def begin_step(self, microbatches: int) -> None:
         """Call before a step's first forward."""

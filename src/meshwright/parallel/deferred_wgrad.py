@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from meshwright.model.running_sum import GradientSum, no_sum
+
 Gradients = Sequence[Tensor | None]
 Work = tuple[Sequence[nn.Parameter], Callable[[], Gradients]]
 """Parameters, and the computation of the gradient of each."""
@@ -22,8 +24,8 @@ class WeightGradStore:
 
     def __init__(self) -> None:
         self._works: list[Work] | None = None
-        self.buffer: Callable[[nn.Parameter], Tensor | None] = lambda _parameter: None
-        """Where a parameter's gradient may be written, deferred or not; None for a tensor of its own."""
+        self.gradient_sum: GradientSum = no_sum
+        """Where a parameter's gradient is added, deferred or not."""
 
     @property
     def open(self) -> bool:

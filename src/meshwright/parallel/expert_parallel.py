@@ -163,7 +163,7 @@ def expert_parallel_hooks(
     experts = ExpertsHooks(
         cached=lambda compute, read_again: cache.run("matmul", compute, read_again),
         defer=defer,
-        gradient_buffer=lambda parameter: store.buffer(parameter),
+        gradient_sum=lambda parameter: store.gradient_sum(parameter),
         products=products,
     )
     hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, experts=experts)

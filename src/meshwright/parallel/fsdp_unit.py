@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
 
+from meshwright.model.running_sum import RunningSum
 from meshwright.parallel.collectives import DONE, start_all_gather
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.mesh import Axis, Mesh, Pending
@@ -98,7 +99,6 @@ class Unit:
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
-        self._lent: set[str] = set()
         self.waiting: dict[str, int] = {}
         """Parameter -> number of gradients still expected before the unit can be reduced."""
         self._packed_format = formats.reduce
@@ -218,9 +218,6 @@ class Unit:
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""
         self._ensure_packed()
-        if slot.key in self._lent and grad.is_set_to(self._part_of_packed(slot)):
-            self.arrived.add(slot.key)
-            return
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)
         whole, rest = divmod(grad.shape[dim], per_rank)
@@ -239,19 +236,14 @@ class Unit:
         rows[whole + (1 if rest else 0) :].zero_()
         self.arrived.add(slot.key)
 
-    def lend(self, slot: ParamSlot) -> Tensor | None:
-        """The part of `packed` where a parameter's first gradient may be written, before `pack` is given it.
-
-        None where this part is not contiguous, and after the first call for a gradient of this parameter.
-        """
-        if self.ranks > 1 or slot.key in self.arrived or slot.key in self._lent:
+    def gradient_sum(self, slot: ParamSlot) -> RunningSum | None:
+        """A parameter's part of `packed`, to which the caller adds the gradient that `pack` would be given;
+        None where it is not contiguous."""
+        if self.ranks > 1:
             return None
-        self._ensure_packed()
-        self._lent.add(slot.key)
-        return self._part_of_packed(slot)
-
-    def _part_of_packed(self, slot: ParamSlot) -> Tensor:
-        return self._packed_rows(slot)[0].view(slot.part)
+        rows, begun = self._ensure_packed()[slot.start : slot.start + slot.padded], slot.key in self.arrived
+        self.arrived.add(slot.key)
+        return RunningSum(rows.view(slot.part), begun)
 
     def _ensure_packed(self) -> Tensor:
         if self.packed is None:
@@ -266,7 +258,7 @@ class Unit:
         for slot in self.slots:
             if slot.key not in self.arrived:
                 self._packed_rows(slot).zero_()
-        self.arrived, self._lent = set(), set()
+        self.arrived = set()
         if self.shards is not None:
             self.packed = None
             self._notify("packed taken", packed)

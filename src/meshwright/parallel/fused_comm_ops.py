@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.deferred_wgrad import WeightGradStore
+from meshwright.parallel.deferred_wgrad import Gradients, WeightGradStore
 from meshwright.parallel.recompute_cache import RecomputeCache
 
 Kind = Literal["matmul", "attention", "exchange"]
@@ -63,10 +63,11 @@ class FusedCommOp(ABC):
         return inputs
 
     @abstractmethod
-    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Gradients:
         """Gradients of the first inputs, given those of the results; the other inputs have none.
 
-        `parameters` are those of the inputs that are one; `store` takes their gradients where it is open.
+        `parameters` are those of the inputs that are one; `store` takes their gradients where it is open, and
+        may know the sum that one was added to, for which None is returned.
         """
 
     @abstractmethod
@@ -120,7 +121,8 @@ def _define(kind: Kind) -> Any:
 
     @torch.library.custom_op(f"meshwright::joint_{kind}_backward", mutates_args=(), schema=schema_backward)
     def backward(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].backward(saved, grads))
+        found = _ops[name].backward(saved, grads)
+        return [grad for grad in found if grad is not None]  # all: no parameter is known here
 
     @joint.register_fake
     def _(name: str, inputs: list[Tensor]) -> list[Tensor]:

@@ -75,7 +75,7 @@ def parallelize(
         fp8 = Fp8Gather(products)
     stale = spec.outer.staleness > 0
     states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale)
-    store.buffer = states.gradient_buffer
+    store.gradient_sum = states.gradient_sum
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
@@ -95,11 +95,11 @@ def decoder_hooks(
     """The operations that this rank's place on each axis puts in the place of one device's.
 
     `cache` and `moe_cache` serve dense blocks (None if compiled) and MoE blocks; `store` takes weight
-    gradients that the schedule defers.
+    gradients that the schedule defers, and knows the sums of others.
     """
-    deferred = store if schedule_of(spec.layout, spec.microbatches).splits_backward else None
+    splits = schedule_of(spec.layout, spec.microbatches).splits_backward
     model, sequence = spec.model, spec.layout.sequence_parallel
-    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, deferred, products)
+    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products, splits)
     hooks = Hooks(attention=attention, mlp=mlp)
     if mesh.tensor.size > 1:
         pieces = parameter_pieces(model, mesh)

@@ -87,7 +87,7 @@ class Pipeline:
         make: Callable[[int], Schedule],
         store: WeightGradStore,
         begin: Callable[[bool], None],
-        take: Callable[[nn.Parameter, Tensor], None],
+        take: Callable[[nn.Parameter, Tensor | None], None],
     ) -> None:
         self.stages, self.mesh, self.store, self.begin, self.take = stages, mesh, store, begin, take
         self.make = lru_cache(make)
@@ -266,8 +266,7 @@ class _Run:
     def _weights(self, place: tuple[int, int]) -> None:
         for parameters, found in weight_gradients(self.deferred.pop(place)):
             for parameter, grad in zip(parameters, found, strict=True):
-                if grad is not None:
-                    self.of.take(parameter, grad)
+                self.of.take(parameter, grad)
 
 
 def _waits(action: Action) -> Action:

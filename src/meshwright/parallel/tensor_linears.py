@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.model.low_precision_linear import Products
 from meshwright.model.with_backward import with_backward
@@ -22,7 +22,7 @@ from meshwright.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from meshwright.parallel.deferred_wgrad import WeightGradStore
+from meshwright.parallel.deferred_wgrad import Gradients, WeightGradStore
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty, own_parameters
 from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
@@ -88,6 +88,11 @@ class _TensorOp(FusedCommOp):
         # Compiled, a product overlaps with its own messages where ranks can read each other's memory.
         self._fused = cache is None and sequence and not self._products.low and reach_each_other(axis)
 
+    def _of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor | None:
+        """The gradient (O, I) of a weight, or None if it was added to the parameter's gradients."""
+        into = self.store.gradient_sum(parameter) if self.store and parameter is not None else None
+        return self._products.of_weight(grad_NO, x_NI, parameter, into)
+
     def _like(self, x: Tensor, channels: int, gathered: bool) -> Tensor:
         """An empty (B, T, channels) for x (B, T/n or T, D) if `gathered`; else with the lengths reversed."""
         ranks = self._axis.size if self._sequence else 1
@@ -138,7 +143,7 @@ class ColumnParallel(_TensorOp):
         whole = gather_tokens(x, self._axis, self._sequence)
         return self._products.forward(whole, weights, biases, own_parameters(inputs))
 
-    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Gradients:
         x, (weights, biases) = saved[0], self._parameters(saved)
         axis, sequence = self._axis, self._sequence
         flat = [grad.flatten(0, -2) for grad in grads]
@@ -147,13 +152,10 @@ class ColumnParallel(_TensorOp):
             total = self._products.of_input(flat, weights, parameters)
             return total.view(*grads[0].shape[:-1], -1)
 
-        def weight_grads(whole: Tensor) -> list[Tensor]:
+        def weight_grads(whole: Tensor) -> Gradients:
             of_biases = [grad.sum(0) for grad in flat] if biases else []
             own = zip_longest(flat, parameters[: len(flat)])
-            return [
-                *(self._products.of_weight(grad, whole.flatten(0, -2), each) for grad, each in own),
-                *of_biases,
-            ]
+            return [*(self._of_weight(grad, whole.flatten(0, -2), each) for grad, each in own), *of_biases]
 
         if self.store is not None and self.store.open:
             grad_x = _sum(input_gradient(), axis, sequence)
@@ -187,7 +189,7 @@ class RowParallel(_TensorOp):
         (part,) = self._products.forward(x, [weight], [], own_parameters(inputs))
         return [_sum(part, self._axis, self._sequence)]
 
-    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Gradients:
         x, weight = saved
         if self._fused:
             gathered, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
@@ -198,9 +200,9 @@ class RowParallel(_TensorOp):
         parameter = parameters[0] if parameters else None
         if self.store is not None and self.store.open:
             x = x.detach()
-            self.store.put(parameters, lambda: [self._products.of_weight(grad, x.flatten(0, -2), parameter)])
+            self.store.put(parameters, lambda: [self._of_weight(grad, x.flatten(0, -2), parameter)])
             return [grad_x]
-        return [grad_x, self._products.of_weight(grad, x.flatten(0, -2), parameter)]
+        return [grad_x, self._of_weight(grad, x.flatten(0, -2), parameter)]
 
     def results_like(self, inputs: Tensors) -> Tensors:
         return [self._like(inputs[0], inputs[1].shape[0], False)]

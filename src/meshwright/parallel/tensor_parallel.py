@@ -47,7 +47,8 @@ from meshwright.spec.parameters import Piece, expert_piece, parameters, piece_of
 class TensorLinears:
     """Column- and row-parallel linear layers of the blocks on one rank of the tensor axis.
 
-    With `cache` None they are operators of compiled blocks. `store` takes deferred weight gradients.
+    With `cache` None they are operators of compiled blocks. `store` takes deferred weight gradients, and
+    knows the sums of others.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TensorLinears:
         axis: Axis,
         sequence: bool,
         cache: RecomputeCache | None,
-        store: WeightGradStore | None,
+        store: WeightGradStore,
         products: Products,
     ) -> None:
         sequence = sequence and axis.size > 1
@@ -86,16 +87,20 @@ def tensor_parallel_hooks(
     mesh: Mesh,
     sequence: bool,
     cache: RecomputeCache | None,
-    store: WeightGradStore | None,
+    store: WeightGradStore,
     products: Products,
+    splits_backward: bool,
 ) -> tuple[AttentionHooks, MlpHooks]:
-    """Hooks for blocks whose linear layers are split over the tensor axis, defer weight gradients, or compute
-    in low precision.
+    """Hooks for blocks whose linear layers are split over the tensor axis, defer weight gradients, compute
+    in low precision, or add gradients within products.
 
-    On one rank with none of these they are the defaults.
+    On one rank with none of these they are the defaults. The last is for CPUs, since it takes some tens of
+    microseconds a layer of Python, and for one context rank: beside others a recomputing forward would read
+    these layers' results from the cache.
     """
     axis = mesh.tensor
-    if axis.size == 1 and store is None and not products.low:
+    adds = cache is not None and mesh.device.type == "cpu" and mesh.context.size == 1
+    if axis.size == 1 and not (splits_backward or products.low or adds):
         return AttentionHooks(), MlpHooks()
     split = TensorLinears(axis, sequence, cache, store, products)
     whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store, products)
@@ -103,7 +108,9 @@ def tensor_parallel_hooks(
     attention = AttentionHooks(
         project=split.project, output=split.output, project_latents=latents, gather_rotary_key=split.gather
     )
-    return attention, MlpHooks(project=split.project, output=split.last_output)
+    # A policy saves operators of one rank whether they are read or not.
+    output = split.last_output if axis.size > 1 or splits_backward or products.low else split.output
+    return attention, MlpHooks(project=split.project, output=output)
 
 
 def parameter_pieces(model: ModelSpec, mesh: Mesh) -> dict[str, Piece]:

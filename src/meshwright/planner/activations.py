@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
 from meshwright.planner import activations_moe as experts
-from meshwright.planner.rank_view import widths
+from meshwright.planner.rank_view import added_by_products, sum_width, widths
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layout import SPLIT
 from meshwright.spec.sections import SelectiveRecompute
@@ -129,7 +130,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     whole, moved = [of_kind[model.has_experts(layer)] for layer in range(model.layers)], _moved(s)
     tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
     length = spec.data.seq_len
-    peaks = backward_peaks(s, last)
+    peaks = backward_peaks(s, last, cpu)
     return Activations(
         tuple(kept - away for kept, away in zip(whole, moved, strict=True)),
         moved,
@@ -138,7 +139,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
         embed=9 * s.tokens if layout.tp > 1 else 0,
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
-        in_block=max(peaks.feed_forward, peaks.experts, peaks.attention)
+        in_block=max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention)
         + peaks.kept
         - whole[last]
         + sum(moved[-2:-1]),
@@ -154,18 +155,18 @@ class BackwardPeaks(NamedTuple):
     feed_forward: int
     experts: int
     packed: int
-    """While gradients of the experts' weights are accumulated."""
+    """While gradients of the experts' weights are packed."""
     attention: int
     """In attention, and in the norm before the feed-forward layer."""
 
 
-def backward_peaks(s: Sizes, layer: int) -> BackwardPeaks:
-    """The peaks of a block's backward."""
+def backward_peaks(s: Sizes, layer: int, cpu: bool) -> BackwardPeaks:
+    """The peaks of a block's backward, on a CPU or on another device."""
     return BackwardPeaks(
         everything(s, layer),
-        _at_feed_forward(s, layer),
-        s.width.compute * s.stream + of_experts(s, layer, experts.routed_backward),
-        s.width.compute * s.stream + of_experts(s, layer, experts.routed_packed),
+        _at_feed_forward(s, layer, cpu),
+        s.width.compute * s.stream + of_experts(s, layer, partial(experts.routed_backward, cpu=cpu)),
+        s.width.compute * s.stream + of_experts(s, layer, partial(experts.routed_packed, cpu=cpu)),
         max(_at_norm(s, layer), _at_attention(s, layer)),
     )
 
@@ -308,9 +309,11 @@ def _in_norm(s: Sizes) -> int:
     return s.stream * exact * (2 if s.spec.model.norm == "rmsnorm" else 1)
 
 
-def _at_feed_forward(s: Sizes, layer: int) -> int:
+def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     """Peak bytes beyond those that the last block keeps, in the backward of its feed-forward layer."""
     weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
+    if added_by_products(s.spec, cpu) and sum_width(s.spec) == s.width.compute:
+        weight = 0  # its gradient is where it is packed
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
     return s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
 

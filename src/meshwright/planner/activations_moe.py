@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from meshwright.planner.rank_view import recomputed, widths
+from meshwright.planner.rank_view import added_by_products, recomputed, sum_width, widths
 from meshwright.planner.traffic.layer_shape import admitted, routed_tokens
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.tiling import ALIGN
@@ -100,14 +100,32 @@ def _weights(spec: RunSpec, moe: MoeSpec) -> int:
     return 3 * (moe.experts // spec.layout.ep) * spec.model.hidden * (moe.ffn // spec.layout.etp)
 
 
-def routed_backward(spec: RunSpec, moe: MoeSpec) -> int:
-    """Peak bytes beyond kept ones in the backward: gradients of rows, and of all three weights."""
+def routed_backward(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
+    """Peak bytes beyond kept ones in the backward, before any weight's gradient is packed."""
+    width, rows = widths(spec), _rows(spec, moe) // len(_parts(spec))
+    # A CPU sums the gradients of rows' weights in a wider copy.
+    times = 6 if cpu and width.compute < width.exact else 4
+    activation = rows * (spec.model.hidden + times * (moe.ffn // spec.layout.etp))
+    if added_by_products(spec, cpu, routed=True):
+        return width.compute * activation
+    return width.compute * max(activation, _row_gradients(spec, moe) + _weights(spec, moe))
+
+
+def routed_packed(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
+    """Bytes beyond kept ones while weight gradients are packed: by products, or after saved activations were
+    freed."""
+    width, weights = widths(spec), _weights(spec, moe)
+    if not added_by_products(spec, cpu, routed=True):
+        return width.compute * (weights - 2 * (moe.ffn // spec.layout.etp) * _rows(spec, moe))
+    found = width.compute * _row_gradients(spec, moe)
+    if sum_width(spec) == width.compute:
+        return found
+    one_kernel = not cpu and spec.precision.base == "bf16"
+    product = weights // (3 if one_kernel else 3 * (moe.experts // spec.layout.ep))
+    return found + product * (width.compute + (width.exact if cpu else 0))
+
+
+def _row_gradients(spec: RunSpec, moe: MoeSpec) -> int:
+    """Elements of the gradients of a part's rows, from those of its outputs to those of its inputs."""
     rows = _rows(spec, moe) // len(_parts(spec))
-    channels = 2 * spec.model.hidden + 5 * (moe.ffn // spec.layout.etp)
-    return widths(spec).compute * (rows * channels + _weights(spec, moe))
-
-
-def routed_packed(spec: RunSpec, moe: MoeSpec) -> int:
-    """Bytes after saved activations are freed, while weight gradients are accumulated."""
-    freed = 2 * (moe.ffn // spec.layout.etp) * _rows(spec, moe)
-    return widths(spec).compute * (_weights(spec, moe) - freed)
+    return rows * (2 * spec.model.hidden + 4 * (moe.ffn // spec.layout.etp))

@@ -9,6 +9,7 @@ from math import ceil, prod
 from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
+from meshwright.spec.layout import SPLIT
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
 from meshwright.spec.precision import FP8_TILE, WORD
@@ -33,6 +34,25 @@ def widths(spec: RunSpec) -> Widths:
     if compute == 8:
         return Widths(8, 8, 8, 8)
     return Widths(compute, DTYPE_BYTES[spec.precision.master], DTYPE_BYTES[spec.precision.reduce], 4)
+
+
+def sum_width(spec: RunSpec) -> int:
+    """Bytes of an element of the sum of a unit's gradients in a step, where it is packed whole."""
+    return widths(spec).exact if spec.microbatches > 1 else widths(spec).reduce
+
+
+def added_by_products(spec: RunSpec, cpu: bool, routed: bool = False) -> bool:
+    """True if products add weight gradients where they are packed (`model/running_sum.py`): those of a unit
+    that is packed whole, of experts if `routed`.
+
+    Compiled blocks know no parameters. Layers of one tensor rank leave gradients to autograd on other
+    devices, and beside context ranks.
+    """
+    layout, precision = spec.layout, spec.precision
+    splits = layout.pp > 1 and layout.schedule in SPLIT
+    own = (cpu and layout.cp == 1) or layout.tp > 1 or splits or precision.low or precision.qat is not None
+    ranks = layout.expert_data_ranks if routed else layout.shard_ranks
+    return (routed or (own and not spec.train.compile)) and (layout.zero == 0 or ranks == 1)
 
 
 def moment_width(spec: RunSpec) -> float:

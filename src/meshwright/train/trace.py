@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from meshwright.model.running_sum import no_sum
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.schedule import Action, Kind
 from meshwright.train.step import Trainer
@@ -41,15 +42,18 @@ class StepTracer(ActionHook):
 
     def __enter__(self) -> Self:
         pipeline, decoder = self._trainer.pipeline, self._trainer.decoder
-        watch, take = pipeline.watch, pipeline.take
+        watch, take, gradient_sum = pipeline.watch, pipeline.take, pipeline.store.gradient_sum
         names = {parameter: name for name, parameter in decoder.named_parameters()}
 
-        def taken(parameter: nn.Parameter, gradient: Tensor) -> None:
-            self._gradient(f"the gradient of {names[parameter]}", gradient)
+        def taken(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+            if gradient is not None:
+                self._gradient(f"the gradient of {names[parameter]}", gradient)
             take(parameter, gradient)
 
         pipeline.watch, pipeline.take = self, taken
+        pipeline.store.gradient_sum = no_sum  # each gradient is looked at before it is added
         self._stack.callback(lambda: vars(pipeline).update(watch=watch, take=take))
+        self._stack.callback(lambda: vars(pipeline.store).update(gradient_sum=gradient_sum))
         for name, module in decoder.named_modules():
             inner = name not in ("embed", "head") and not name.removeprefix("blocks.").isdecimal()
             if name not in ("", "blocks") and not (inner and self._trainer.spec.train.compile):

@@ -84,7 +84,9 @@ class LowerBound(Generic):
         each = self._of_microbatch(blocks, False)
         head = each.all.head if held.head else 0
         if spec.layout.pp > 1:
-            block = each.all.in_block - head if held.blocks else 0
+            # A schedule that splits backwards may need less in a block: its products add gradients.
+            in_block = min(self._of_microbatch(blocks, split).all.in_block for split in (False, True))
+            block = in_block - head if held.blocks else 0
             kept = float(max(each.all.at_head if held.head else 0, block, 0))
         else:
             # With two microbatches, ZeRO-1 frees the head's gradients before any others of a block are whole.

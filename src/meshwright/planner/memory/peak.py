@@ -77,7 +77,9 @@ class _Step:
         self.head = head_peaks(self.sizes, on_cpu)
         self.tied = "head" not in self.groups
         self.blocks = [f"blocks.{layer}" for layer in range(view.spec.model.layers)]
-        self.peaks = {kind: backward_peaks(self.sizes, layer) for kind, layer in self.sizes.kinds.items()}
+        self.peaks = {
+            kind: backward_peaks(self.sizes, layer, on_cpu) for kind, layer in self.sizes.kinds.items()
+        }
 
     def look(self, temporaries: int) -> None:
         """Record the moment if it is the fullest so far."""
