@@ -49,7 +49,6 @@ INSIDE = (
 OWN = {
     "aten::mm": "products",
     "aten::addmm": "products",
-    "aten::addmm_": "products",
     "aten::silu": "activation",
     "aten::silu_backward": "activation",
     "aten::_fused_adamw_": "optimiser",

@@ -31,7 +31,6 @@ from typing import NamedTuple
 from meshwright.planner import activations_moe as experts
 from meshwright.planner.rank_view import added_by_products, sum_width, widths
 from meshwright.spec import MoeSpec, RunSpec
-from meshwright.spec.layout import SPLIT
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
 from meshwright.spec.tiling import loss_rows, part_tile, query_rows, tiling
@@ -102,8 +101,6 @@ class Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
-        self.splits_backward = layout.pp > 1 and layout.schedule in SPLIT
-        """True if the schedule defers weight gradients."""
         every = range(model.layers) if model.moe is not None else [model.layers - 1]
         self.kinds = {model.has_experts(layer): layer for layer in every}
         """Has experts -> the last such block: blocks of one kind are alike."""
@@ -227,7 +224,7 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
         return found
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        outputs = 2 if layout.tp == 1 and s.channels(layer) and not s.splits_backward else 1
+        outputs = 2 if layout.tp == 1 and s.channels(layer) and not layout.splits_backward else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
     if "attention" in recompute.save:
         found += [b * s.out, s.tokens * s.heads * s.width.exact]

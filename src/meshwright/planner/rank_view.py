@@ -9,7 +9,6 @@ from math import ceil, prod
 from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
-from meshwright.spec.layout import SPLIT
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
 from meshwright.spec.precision import FP8_TILE, WORD
@@ -49,8 +48,8 @@ def added_by_products(spec: RunSpec, cpu: bool, routed: bool = False) -> bool:
     devices, and beside context ranks.
     """
     layout, precision = spec.layout, spec.precision
-    splits = layout.pp > 1 and layout.schedule in SPLIT
-    own = (cpu and layout.cp == 1) or layout.tp > 1 or splits or precision.low or precision.qat is not None
+    low = precision.low or precision.qat is not None
+    own = (cpu and layout.cp == 1) or layout.tp > 1 or layout.splits_backward or low
     ranks = layout.expert_data_ranks if routed else layout.shard_ranks
     return (routed or (own and not spec.train.compile)) and (layout.zero == 0 or ranks == 1)
 

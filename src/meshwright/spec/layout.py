@@ -171,6 +171,11 @@ class Layout(FrozenModel):
         return self.replicate * self.dp
 
     @property
+    def splits_backward(self) -> bool:
+        """True if the schedule of a pipeline defers gradients of weights."""
+        return self.pp > 1 and self.schedule in SPLIT
+
+    @property
     def shard_ranks(self) -> int:
         """Number of ranks that ZeRO shards states over."""
         return self.dp * self.cp

@@ -12,7 +12,7 @@ from meshwright.spec.base import MAX_RANKS
 from meshwright.spec.distil_rules import DISTIL_RULES
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
+from meshwright.spec.layout import TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer_rules import OUTER_RULES, islands_are_several
@@ -344,7 +344,7 @@ def one_corpus_or_a_mixture(spec: Sections) -> None:
 
 def compiled_backwards_are_whole(spec: Sections) -> None:
     """The backward of a compiled block is one program, which also computes the gradients of weights."""
-    if spec.train.compile and spec.layout.pp > 1 and spec.layout.schedule in SPLIT:
+    if spec.train.compile and spec.layout.splits_backward:
         raise UserError(
             f"train.compile: true does not go with layout.schedule = {spec.layout.schedule!r}, which defers "
             f"gradients of weights; try layout.schedule = '1f1b', or train.compile = false"

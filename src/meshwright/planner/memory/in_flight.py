@@ -20,7 +20,6 @@ from meshwright.planner.activations_moe import routed_deferred, routed_everythin
 from meshwright.planner.rank_view import place_of
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import MoeSpec, RunSpec
-from meshwright.spec.layout import SPLIT
 from meshwright.spec.stages import Stage
 
 
@@ -67,8 +66,8 @@ def _most(
 
     `once` is kept as long as any microbatch is in flight in a stage with blocks.
     """
-    own, splits = place_of(spec, pipeline_rank).own, spec.layout.pp > 1 and spec.layout.schedule in SPLIT
-    halves = [deferred(stage) if splits else 0 for stage in own]
+    own = place_of(spec, pipeline_rank).own
+    halves = [deferred(stage) if spec.layout.splits_backward else 0 for stage in own]
     flight = in_flight(spec.layout, spec.microbatches)[pipeline_rank]
     if not once:
         return int(flight.most([*map(whole, own)], halves))

@@ -18,7 +18,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, stored
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
-from meshwright.planner.rank_view import moment_width, widths
+from meshwright.planner.rank_view import moment_width, sum_width, widths
 from meshwright.spec import RunSpec
 
 
@@ -115,7 +115,7 @@ class LowerBound(Generic):
         several, zero = spec.microbatches > 1, layout.zero
         ranks = (layout.shard_ranks, layout.expert_data_ranks) if zero else (1, 1)
         waits = met and several and (zero < 2 or layout.pp > 1)
-        packed = width.exact if several else width.reduce
+        packed = sum_width(spec)
         parameters = optimiser = buffers = 0.0
         during = after = 0.0
         """Gradients while a last microbatch's activations are there, and at the end of the step."""
