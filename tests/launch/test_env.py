@@ -218,7 +218,9 @@ def test_steps_that_are_alike_take_the_memory_of_the_first() -> None:
         return int(ran.stdout)
 
     usual = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
-    assert growth(env.without_small_caches(usual)) < 16e6 < growth(usual)
+    assert growth(env.without_small_caches(usual)) < 16e6
+    # Where the heap happens to lie decides too: 1 process of 120 kept to its first step's memory by chance.
+    assert any(growth(usual) > 16e6 for _ in range(5))
 
 
 def test_tunables_that_are_given_stay() -> None:
