@@ -184,6 +184,21 @@ def test_rows_of_a_case_on_a_processor_replace_those_before(run: ModuleType, tmp
     assert [json.loads(line)["value"] for line in file.read_text().splitlines()] == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("fma avx2 avx512f avx512_bf16 amx_bf16", "(AMX)"),
+        ("fma avx2 avx512f avx512_bf16", "(AVX-512 with bf16)"),
+        ("fma avx2 avx512f avx512_fp16", "(AVX-512)"),
+        ("fma avx avx2", "(AVX2)"),
+        ("avx512_vnni", ""),
+        ("", ""),
+    ],
+)
+def test_processors_of_one_name_differ_by_their_instructions(run: ModuleType, flags: str, told: str) -> None:
+    assert run.instructions(flags) == told
+
+
 def test_each_case_has_a_table_for_each_processor(run: ModuleType) -> None:
     rows = [
         run.row_of(

@@ -49,6 +49,7 @@ import numpy
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
+from meshwright.host import cpu_info
 from meshwright.profile.machine import processor
 from meshwright.spec import RunSpec, load
 from page import case_of, page, processor_of
@@ -231,9 +232,24 @@ def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path
 
 
 def machine() -> str:
-    """The processor, its cores, torch's version and today's date."""
+    """The processor, its instructions and cores, torch's version and today's date."""
     cores = len(os.sched_getaffinity(0))
-    return f"{processor()}, {cores} cores; torch {version('torch')}; {datetime.date.today()}"
+    name = f"{processor()} {instructions(cpu_info('flags'))}".rstrip()
+    return f"{name}, {cores} cores; torch {version('torch')}; {datetime.date.today()}"
+
+
+def instructions(flags: str) -> str:
+    """The best of the instructions that decide an x86's rate of products, in parentheses; "" for others.
+
+    Processors that differ in them may share a name, as those of virtual machines do.
+    """
+    known = {
+        "amx_bf16": "AMX",
+        "avx512_bf16": "AVX-512 with bf16",
+        "avx512f": "AVX-512",
+        "avx2": "AVX2",
+    }
+    return next((f"({name})" for flag, name in known.items() if flag in flags.split()), "")
 
 
 def matmul_rate(case: Case) -> float:
