@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import small
+from layouts import EXPERTS
 from meshwright import api
 from meshwright.checkpoint import Lease
 from meshwright.cli.main import main
@@ -84,6 +85,23 @@ def test_resume_in_this_process_from_two(run: Path, folder: Path, tmp_path: Path
     assert [row["step"] for row in map(json.loads, (tmp_path / "metrics.jsonl").open()) if "loss" in row] == [
         *range(1, 11)
     ]
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
+def test_a_run_imports_no_compiler(folder: Path, tmp_path: Path, model: dict[str, int]) -> None:
+    """Nor does one that goes on from a checkpoint: Dynamo takes most of a second to import."""
+    spec = spec_of(folder, **{**model, "train.steps": 2, "checkpoint.every": 1})
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"spec": spec.to_json()}))
+    script = (
+        "import sys; from pathlib import Path; from meshwright import api; from meshwright.spec import load\n"
+        "spec, out = load(Path(sys.argv[1])), Path(sys.argv[2])\n"
+        "api.train(spec, out=out, quiet=True); api.train(spec, out=out, resume=1, quiet=True)\n"
+        "print([name for name in ('torch.optim', 'torch._dynamo') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, str(file), str(tmp_path / "run")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.splitlines()[-1] == "['torch.optim']"
 
 
 def test_generate_and_export_agree(run: Path, tmp_path: Path) -> None:

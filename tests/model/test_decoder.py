@@ -182,7 +182,8 @@ def test_recomputed_blocks_give_the_same_gradients_bitwise() -> None:
 def test_units_touch_their_parameters_only_when_called() -> None:
     """Parameters that exist only inside their unit's call (as gathered ones do) suffice for a forward."""
     decoder, x = make(), tokens(1, 8)
-    expected = decoder.loss(x, x).detach()
+    with torch.no_grad():  # torch's RMSNorm rounds otherwise with gradients, on processors with AVX2 at most
+        expected = decoder.loss(x, x)
     units = [decoder.embed, *decoder.blocks, decoder.head]
     values = {parameter: parameter.data.clone() for parameter in decoder.parameters()}
 

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 import small
 from equality import equal_to_one_device, verify_and_count
-from meshwright.parallel.flat_param import over_host
+from meshwright.parallel.flat_param import dtensor
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.memory.states import moment_bytes, states, units
 from meshwright.planner.rank_view import place_of
@@ -189,8 +189,9 @@ def test_a_tensor_outside_its_meshs_device_shares_its_memory(ranks: Ranks) -> No
 def shares_memory(mesh: Mesh) -> bool:
     local = torch.arange(6.0).view(2, 3)
     dims = [Replicate()] * mesh.storage.ndim
-    described = DTensor.from_local(local.to("meta"), mesh.storage, dims, run_check=False)
-    found = over_host(described, local)
+    outside = dtensor(local.to("meta"), mesh.storage, dims)
+    assert outside.to_local().is_meta and outside.device_mesh is mesh.storage
+    found = dtensor(local, mesh.storage, dims)
     found.to_local()[0, 0] = 7
     return float(local[0, 0]) == 7 and found.shape == local.shape and found.placements == tuple(dims)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.mesh import Mesh
 
 Result = dict[str, Any]
-WORKER = ("meshwright.infer.scores", "meshwright.data.corpus", "torch._dynamo")
+WORKER = ("meshwright.infer.scores", "meshwright.data.corpus")
 """Modules that the ranks need."""
 
 

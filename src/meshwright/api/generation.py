@@ -32,7 +32,7 @@ OnText = Callable[[int, str], None]
 
 MOST_TOKENS = 2**31 - 1
 """Largest number of tokens, and of prompts at a time."""
-WORKER = ("meshwright.infer.sharded", "torch._dynamo")
+WORKER = ("meshwright.infer.sharded",)
 """Modules that the ranks need."""
 
 

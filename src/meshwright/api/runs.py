@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
+from meshwright.profile.machine import has_gpu_driver
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
@@ -35,14 +36,22 @@ WORKERS = {
         "meshwright.infer.sample",
         "meshwright.infer.teacher",
         "meshwright.report.run_page",
-        "torch._dynamo",
     ),
-    "verify": ("meshwright.verify.verify", "torch._dynamo"),
+    "verify": ("meshwright.verify.verify",),
     "distil": ("meshwright.infer.teacher",),
 }
-"""Modules that the ranks of a verb need; making an optimiser imports Dynamo, which takes a second."""
+"""Modules that the ranks of a verb need."""
 COMPILER = ("torch._inductor.compile_fx",)
 """Modules that torch.compile imports when it is first used, which takes seconds."""
+DYNAMO = ("torch._dynamo",)
+"""Torch's checkpointing, and custom operators such as attention on GPUs, import it at their first call."""
+
+
+def preload(verb: str, spec: RunSpec) -> tuple[str, ...]:
+    """Modules that are imported before the ranks of a verb are forked."""
+    if spec.train.compile:
+        return WORKERS[verb] + COMPILER
+    return WORKERS[verb] + (DYNAMO if spec.recompute.policy != "none" or has_gpu_driver() else ())
 
 
 def train(
@@ -136,8 +145,7 @@ def _train_with_others(
             file.write_text(json.dumps({"spec": specs[size].to_json()}), encoding="utf-8")
             again = resume if first else "auto"
             argv = ["train", str(file), *flags, *([] if again is None else ["--resume", again])]
-            preload = WORKERS["train"] + (COMPILER if spec.train.compile else ())
-            return Job(argv, ranks, "meshwright", preload, spec.recovery, spec.layout.pp)
+            return Job(argv, ranks, "meshwright", preload("train", spec), spec.recovery, spec.layout.pp)
 
         job = ElasticJob(out / "hosts", sorted(specs), job_of, partial(_record, out, None))
         HostSupervisor(job, Host(f"{own}-{os.getpid()}", own, interface, ranks)).run().raise_for_failure()
@@ -334,7 +342,7 @@ def launch(
         run_ranks(
             [verb, str(file), *flags],
             ranks,
-            preload=WORKERS[verb] + (COMPILER if spec.train.compile else ()),
+            preload=preload(verb, spec),
             restarts=restarts,
             recovery=spec.recovery,
             stages=spec.layout.pp,

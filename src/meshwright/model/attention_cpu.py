@@ -49,17 +49,9 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tu
     return out, lse
 
 
-_forward = torch.library.custom_op("meshwright::blocked_attention", attend_in_blocks, mutates_args=())
-
-
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention (B, T, H, v) of `attend_in_blocks`, as one operator."""
-    return _forward(q, k, v, bias)[0]
-
-
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(q, v)
+    return torch.ops.meshwright.blocked_attention.default(q, k, v, bias)[0]
 
 
 def _differentiate_in_blocks(
@@ -87,16 +79,24 @@ def _differentiate_in_blocks(
     return grad_q, from_key_head(grad_k.mul_(scale), k), from_key_head(grad_v, v)
 
 
-_backward = torch.library.custom_op(
-    "meshwright::blocked_attention_backward", _differentiate_in_blocks, mutates_args=()
-)
+def _like_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(q, v)
 
 
-@_backward.register_fake
-def _(
+def _like_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# Not `torch.library.custom_op`, whose first call imports Dynamo, which takes most of a second.
+for _name, _function, _fake in (
+    ("meshwright::blocked_attention", attend_in_blocks, _like_forward),
+    ("meshwright::blocked_attention_backward", _differentiate_in_blocks, _like_backward),
+):
+    torch.library.define(_name, torch.library.infer_schema(_function, mutates_args=()))
+    torch.library.impl(_name, "default", _function)
+    torch.library.register_fake(_name, _fake)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -105,10 +105,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(*ctx.saved_tensors, grad), None)
+    backward = torch.ops.meshwright.blocked_attention_backward.default
+    return (*backward(*ctx.saved_tensors, grad), None)
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+torch.library.register_autograd("meshwright::blocked_attention", _differentiate, setup_context=_keep)
 
 BODIES: dict[Any, Callable[..., Any]] = {
     torch.ops.meshwright.blocked_attention.default: attend_in_blocks,

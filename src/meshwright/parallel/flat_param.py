@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.parallel.mesh import Mesh
@@ -134,23 +137,21 @@ def stored(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
         if split:
             shape[piece.dim] = piece.size * piece.parts
     assert storage.mesh_dim_names is not None
-    elsewhere = local.device.type != mesh.device.type
-    tensor = DTensor.from_local(
-        local.to("meta") if elsewhere else local,  # which would be copied to the mesh's device
-        storage,
-        [placements.get(name, Replicate()) for name in storage.mesh_dim_names],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    if elsewhere:
-        tensor = over_host(tensor, local)
+    dims = [placements.get(name, Replicate()) for name in storage.mesh_dim_names]
+    tensor = dtensor(local, storage, dims, shape)
     return UnpaddedDTensor(tensor, slot.global_shape[0]) if shape[0] > slot.global_shape[0] else tensor
 
 
-def over_host(described: DTensor, local: Tensor) -> DTensor:
-    """The DTensor that `described` is, over the memory of `local`, which may be outside its mesh's device.
+def dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+) -> DTensor:
+    """The DTensor of `shape` (default that of `local`) whose part on this rank is `local`, in its memory.
 
-    It is for reading and writing the local part: collectives of its own would want it on the mesh's device.
+    That may be outside its mesh's device, for reading and writing the local part: collectives of its own
+    would want it there. `DTensor.from_local` would copy it to the device; and it calls the constructor, which
+    imports Dynamo, in most of a second.
     """
-    return DTensor(local, described._spec, requires_grad=False)
+    size = torch.Size(local.shape if shape is None else shape)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)

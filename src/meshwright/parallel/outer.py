@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.parallel.collectives import DONE, start_all_reduce, start_broadcast
 from meshwright.parallel.data_parallel import DataParallel
-from meshwright.parallel.flat_param import Stored, stored
+from meshwright.parallel.flat_param import Stored, dtensor, stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.loss_normalization import share_of_an_island
 from meshwright.parallel.mesh import Axis, Mesh
@@ -238,7 +238,7 @@ class Outer:
     @staticmethod
     def _replicated(local: Tensor, mesh: Mesh) -> DTensor:
         storage = mesh.storage
-        return DTensor.from_local(local, storage, [Replicate()] * storage.ndim, run_check=False)
+        return dtensor(local, storage, [Replicate()] * storage.ndim)
 
     def state(self) -> list[list[int]]:
         """(fragment, the step after which its result is due) of each exchange under way, as JSON."""

@@ -31,6 +31,7 @@ from meshwright.model.token_dispatcher import add_counts_
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.context_parallel import zigzag
+from meshwright.parallel.flat_param import dtensor
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.spec import ModelSpec, MoeSpec
@@ -200,9 +201,7 @@ class RouterBalance:
         """Biases (E,) of this rank's stages by name, replicated over the ranks of a stage."""
         mesh = self.mesh.storage
         return {
-            f"blocks.{layer}.mlp.router.bias": DTensor.from_local(
-                router.bias, mesh, [Replicate()] * mesh.ndim, run_check=False
-            )
+            f"blocks.{layer}.mlp.router.bias": dtensor(router.bias, mesh, [Replicate()] * mesh.ndim)
             for layer, router in self._routers.items()
             if router.bias is not None
         }

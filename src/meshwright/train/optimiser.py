@@ -204,37 +204,20 @@ class Optimiser:
 class AdamW(Optimiser):
     """PyTorch's fused AdamW (Loshchilov & Hutter 2019), with decoupled decay.
 
-    One call updates all parts, or with weights in bf16, and with staged moments, a chunk of one. In fp32 its
-    kernel divides gradients, too, which saves a pass over them.
+    One call updates all parts of a group, or with weights in bf16, and with staged moments, a chunk of one.
+    In fp32 its kernel divides gradients, too, which saves a pass over them. `torch.optim.AdamW` is not used,
+    since it would import Dynamo, which takes most of a second.
     """
 
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
         super().__init__(states, spec, memory)
-        train, device, groups = spec.train, states.mesh.device, dict[Group, list[Tensor]]()
+        self._in_chunks = states.formats.rounded or memory.staged
         self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
-        self._adam: torch.optim.AdamW | None = None
-        if states.formats.rounded or memory.staged:
-            return
-        for part in self._adam_parts:
-            groups.setdefault(part.group, []).append(part.flat)
-        if not groups:  # a stage may hold nothing
-            groups[Group(1.0, 0.0)] = [torch.zeros(0, device=device)]
-        self._adam = torch.optim.AdamW(
-            [
-                {"params": flats, "weight_decay": group.decay, "factor": group.factor}
-                for group, flats in groups.items()
-            ],
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            fused=True,
-        )
-        for part in self._adam_parts:
-            count = torch.zeros((), dtype=torch.float32, device=device)
-            self._adam.state[part.flat] = {
-                "step": count,
-                **dict(zip(self.moments, part.moments, strict=True)),
-            }
+        self._groups: dict[Group, list[tuple[Part, Tensor]]] = {}
+        """The parts that are updated alike, each with the number of its updates on the device."""
+        for part in self._adam_parts if not self._in_chunks else ():
+            count = torch.zeros((), dtype=torch.float32, device=states.mesh.device)
+            self._groups.setdefault(part.group, []).append((part, count))
 
     @property
     def _divides(self) -> bool:
@@ -256,39 +239,35 @@ class AdamW(Optimiser):
         self.step_divided(rate, divisor)
         self.updates += 1
 
+    @torch.no_grad()
     def step_divided(self, rate: float, divisor: Tensor | None = None, skipped: Tensor | None = None) -> None:
         """Update the stored parameters from gradients divided by a number on the device, unless skipped."""
-        if self._adam is None:
-            self._step_in_chunks(rate, divisor, skipped)
-            return
-        for group in self._adam.param_groups:
-            group["lr"] = rate * group["factor"]
-        for part in self._adam_parts:
-            part.flat.grad = part.gradient
-        # `step` reads these, which `GradScaler` gives it.
-        self._adam.grad_scale, self._adam.found_inf = divisor, skipped  # type: ignore[attr-defined]
-        self._adam.step()
-        for part in self._adam_parts:
-            part.flat.grad = None
-
-    @torch.no_grad()
-    def _step_in_chunks(self, rate: float, divisor: Tensor | None, skipped: Tensor | None) -> None:
-        train, device = self.train, self.states.mesh.device
-        for part, flat, gradient, first, second in self.pieces(self._adam_parts):
-            count = torch.full((), self.updates, dtype=torch.float32, device=device)
+        train = self.train
+        for group, flats, gradients, first, second, counts in self._tensors():
             adamw(
-                [flat], [gradient], [first], [second], [], [count], fused=True, amsgrad=False,
-                lr=rate * part.group.factor, beta1=train.beta1, beta2=train.beta2,
-                weight_decay=part.group.decay, eps=train.eps, maximize=False,
+                flats, gradients, first, second, [], counts, fused=True, amsgrad=False,
+                lr=rate * group.factor, beta1=train.beta1, beta2=train.beta2,
+                weight_decay=group.decay, eps=train.eps, maximize=False,
                 grad_scale=divisor, found_inf=skipped,
             )  # fmt: skip
+
+    def _tensors(self) -> Iterator[tuple[Any, ...]]:
+        """(group, parameters, gradients, first and second moments, counts of updates) of a kernel's call."""
+        if self._in_chunks:
+            for part, *tensors in self.pieces(self._adam_parts):
+                count = torch.full((), self.updates, dtype=torch.float32, device=self.states.mesh.device)
+                yield part.group, *([tensor] for tensor in (*tensors, count))
+            return
+        for group, members in self._groups.items():
+            listed = [(part.flat, part.gradient, *part.moments, count) for part, count in members]
+            yield group, *map(list, zip(*listed, strict=True))
 
     def resume(self, updates: int) -> None:
         """Go on after `updates` updates; the moments are restored by themselves."""
         super().resume(updates)
-        if self._adam is not None:
-            for part in self._adam_parts:
-                self._adam.state[part.flat]["step"].fill_(updates)
+        for members in self._groups.values():
+            for _, count in members:
+                count.fill_(updates)
 
 
 class Lion(Optimiser):
