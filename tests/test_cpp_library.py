@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import warnings
@@ -48,7 +49,8 @@ def test_a_damaged_library_is_compiled_again(library: CppLibrary, size: int | No
 @pytest.mark.parametrize(
     ("compiler", "words"),
     [
-        ("g++ 'x", "No closing quotation; install g\\+\\+"),
+        ("g++ 'x", "CXX: .*cannot be read .No closing quotation.; install g\\+\\+"),
+        ("/", "Permission denied: '/'; install g\\+\\+"),
         ("false", "false has ended with exit code 1; install g\\+\\+"),
         ("true", "true has made no file; install g\\+\\+"),
         ("no-compiler", "No such file or directory: 'no-compiler'; install g\\+\\+"),
@@ -68,6 +70,53 @@ def test_a_cache_that_cannot_be_written_is_told(library: CppLibrary, monkeypatch
         assert library.load(WITHOUT) is None
 
 
+def test_a_blank_compiler_is_the_default_one(library: CppLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", " ")
+    assert library.load(WITHOUT) is not None
+
+
+def test_a_user_without_a_home_folder_is_told(library: CppLibrary) -> None:
+    lost = patch.object(Path, "expanduser", side_effect=RuntimeError("Could not determine home directory."))
+    with lost, pytest.warns(UserWarning, match=f"{WITHOUT}: Could not determine home.*; set HOME, or set"):
+        assert library.load(WITHOUT) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            ["ld: final link failed: No space left on device", "collect2: error: ld returned 1 exit status"],
+            "ld: final link failed: No space left on device; make room in {folder}",
+        ),
+        (
+            ["ld: error: no such file", "collect2: error: ld returned 1 exit status"],
+            "ld: error: no such file; install",
+        ),
+        (
+            ["ld: cannot find -lx", "collect2: error: ld returned 1"],
+            "collect2: error: ld returned 1; install",
+        ),
+        (["it is not for this machine"], "it is not for this machine; install"),
+    ],
+)
+def test_why_it_was_not_compiled_is_told(library: CppLibrary, lines: list[str], words: str) -> None:
+    failed = subprocess.CalledProcessError(1, ["g++"], stderr="\n".join(lines))
+    told = re.escape(f"{WITHOUT}: {words.format(folder=cache_folder())}")
+    with patch.object(subprocess, "run", side_effect=failed), pytest.warns(UserWarning, match=told):
+        assert library.load(WITHOUT) is None
+
+
+def test_what_a_killed_process_left_is_removed(library: CppLibrary) -> None:
+    name = library.build(cache_folder()).stem.rpartition("-")[0]
+    next(cache_folder().glob("*.so")).unlink()
+    left, of_another = cache_folder() / f"{name}-x1.tmp", cache_folder() / "other-x1.tmp"
+    for each in (left, of_another):
+        each.mkdir()
+        (each / "made.so").write_text("half of it")
+    library.build(cache_folder())
+    assert not left.exists() and of_another.exists()
+
+
 def test_a_compiler_that_does_not_end_is_told(library: CppLibrary) -> None:
     late = subprocess.TimeoutExpired("g++", 600, stderr=b"error")
     with (
@@ -77,10 +126,13 @@ def test_a_compiler_that_does_not_end_is_told(library: CppLibrary) -> None:
         assert library.load(WITHOUT) is None
 
 
-def test_the_switch_asks_for_no_library(library: CppLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
+@pytest.mark.parametrize(("value", "without"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_switch_asks_for_no_library(
+    library: CppLibrary, monkeypatch: pytest.MonkeyPatch, value: str, without: bool
+) -> None:
+    monkeypatch.setenv(SWITCH, value)
     with warnings.catch_warnings(action="error"):
-        assert library.load(WITHOUT) is None
+        assert (library.load(WITHOUT) is None) == without
 
 
 def test_one_of_several_processes_compiles(

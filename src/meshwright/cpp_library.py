@@ -7,11 +7,13 @@ host or on one like it, load it at once.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -20,16 +22,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from meshwright import atomic
-from meshwright.host import cpu_info
+from meshwright.host import cpu_info, is_switched_on
 
 SWITCH = "MESHWRIGHT_CPP_DISABLE"
-"""Set to 1 to do without these libraries."""
+"""Set to 1 (anything but 0) to do without these libraries."""
 _COMPILER = "install g++, name another compiler in CXX"
+_FULL = os.strerror(errno.ENOSPC)
 _OPTIONS = ("-std=c++20", "-O3", "-shared", "-fPIC")
 
 
 def cache_folder() -> Path:
-    """The folder of compiled libraries."""
+    """The folder of compiled libraries. Raises `RuntimeError` where the user has no home folder."""
     return Path("~/.cache/meshwright/kernels").expanduser()
 
 
@@ -50,17 +53,17 @@ class CppLibrary:
 
         `without` tells in a warning what it means that it could not be compiled.
         """
-        if os.environ.get(SWITCH) == "1":
+        if is_switched_on(SWITCH):
             return None
-        folder = cache_folder()
+        folder: Path | None = None
         try:
+            folder = cache_folder()
             return ctypes.CDLL(str(self.build(folder)))
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            path = Path(getattr(error, "filename", None) or "")
-            in_folder = path.is_relative_to(folder) or (path.parts and folder.is_relative_to(path))
-            remedy = f"make {folder} a folder that can be written" if in_folder else _COMPILER
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            reason = _reason(error)
+            remedy = _remedy(error, reason, folder)
             warnings.warn(
-                f"{without}: {_reason(error)}; {remedy}, or set {SWITCH}=1 to be told no more", stacklevel=3
+                f"{without}: {reason}; {remedy}, or set {SWITCH}=1 to be told no more", stacklevel=3
             )
             return None
 
@@ -71,7 +74,7 @@ class CppLibrary:
         processes one compiles, and the others wait for it. Raises `OSError`, `ValueError` for a CXX that
         cannot be read, and `subprocess.SubprocessError`.
         """
-        compiler = shlex.split(os.environ.get("CXX") or "g++")
+        compiler = _compiler()
         command = [*compiler, *_OPTIONS, *self.options, *options]
         machine = sys.platform, platform.machine(), cpu_info("model name"), cpu_info("flags")
         known = command, self.linked, self.built_for, machine
@@ -84,7 +87,9 @@ class CppLibrary:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if found := _whole(folder, name):
                 return found
-            with TemporaryDirectory(dir=folder) as temporary:
+            for left in folder.glob(f"{name}-*.tmp"):  # by a process that was killed while it compiled
+                shutil.rmtree(left, ignore_errors=True)
+            with TemporaryDirectory(prefix=f"{name}-", suffix=".tmp", dir=folder) as temporary:
                 made = Path(temporary) / "made.so"
                 subprocess.run(
                     [*command, *map(str, self.sources), "-o", str(made), *self.linked],
@@ -110,9 +115,33 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def _compiler() -> list[str]:
+    """The words of CXX, or `g++`. Raises `ValueError`."""
+    given = os.environ.get("CXX", "")
+    try:
+        return shlex.split(given) or ["g++"]
+    except ValueError as error:
+        raise ValueError(f"CXX: {given!r} cannot be read ({error})") from error
+
+
 def _reason(error: Exception) -> str:
     """One line on why a library was not compiled."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     output = error.stderr.strip() or f"{error.cmd[0]} has ended with exit code {error.returncode}"
-    return next((line for line in output.splitlines() if "error" in line), output)
+    lines = [line for line in output.splitlines() if "error" in line or _FULL in line]
+    # A linker's own line comes before the one in which the compiler says that it failed.
+    return next((line for line in lines if not line.startswith("collect2")), [*lines, output][0])
+
+
+def _remedy(error: Exception, reason: str, folder: Path | None) -> str:
+    """Advice on an error, for a cache in `folder`; None stands for one that has no place."""
+    if folder is None:
+        return "set HOME"
+    if _FULL in reason:
+        return f"make room in {folder} and for temporary files"
+    path = Path(getattr(error, "filename", None) or "")
+    in_folder = path.is_relative_to(folder) or (path.parts and folder.is_relative_to(path))
+    if in_folder and str(path) != _compiler()[0]:
+        return f"make {folder} a folder that can be written"
+    return _COMPILER

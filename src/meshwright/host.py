@@ -33,6 +33,11 @@ def cpu_info(key: str) -> str:
     return found[1] if found else ""
 
 
+def is_switched_on(name: str) -> bool:
+    """True if the environment variable `name` is set to anything but 0."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
 def cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Cores that this process may use, at most as many as the `quota` of its container is worth."""
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

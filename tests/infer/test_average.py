@@ -90,6 +90,22 @@ def test_an_average_is_numpys_in_float64(
     assert json.loads((out / "run.json").read_text())["average"]["steps"] == steps
 
 
+def test_checkpoints_that_a_later_start_undid_are_not_the_newest(run: Path, tmp_path: Path) -> None:
+    kinds = [("checkpoint", 2), ("checkpoint", 4), ("resumed", 2), ("checkpoint", 6)]
+    events = [{"kind": kind, "step": step} for kind, step in kinds]
+    file = run / "events.jsonl"
+    try:
+        file.write_text("".join(json.dumps(row) + "\n" for row in events))
+        assert api.average(run, tmp_path / "two", last=2) == [2, 6]
+        assert api.average(run, tmp_path / "given", steps=[4, 6]) == [4, 6]
+        with pytest.raises(UserError, match=r"3 is more than the 2 checkpoints of .* \(steps 2, 6\)"):
+            api.average(run, tmp_path / "three", last=3)
+        file.write_text(file.read_text() + json.dumps({"kind": "checkpoint", "step": 4}) + "\n")
+        assert api.average(run, tmp_path / "again", last=2) == [4, 6]  # saved again
+    finally:
+        file.unlink()
+
+
 def test_an_average_is_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["average", str(run), "--steps", "2,4", "--out", str(out)]) == 0

@@ -19,7 +19,7 @@ from meshwright.recover.supervisor import run_ranks
 from meshwright.train.signals import ECHO_SECONDS
 
 PROGRAM = """
-import os, sys, time
+import os, subprocess, sys, time
 from meshwright.spec import UserError
 
 def listening():
@@ -37,6 +37,10 @@ rank = int(os.environ["RANK"])
 mode, folder = sys.argv[1], sys.argv[2]
 with open(f"{folder}/pid{rank}", "w") as file:
     file.write(str(os.getpid()))
+if mode in ("wait", "exit", "kill"):
+    started = subprocess.Popen(["sleep", "60"])  # as a compiler is
+    with open(f"{folder}/pid{rank}-started", "w") as file:
+        file.write(str(started.pid))
 if mode == "print":
     print("said", rank, sys.argv[3:], flush=True)
 if mode == "mistake":
@@ -170,10 +174,10 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_signals(module: str, tmp_pa
     program = launcher_of(["wait", str(tmp_path)], module)
     launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:
+    while len(pids(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     ranks = pids(tmp_path)
-    assert len(ranks) == 2
+    assert len(ranks) == 4
     for rank in ranks:
         os.kill(rank, signal.SIGSTOP)
     launcher.send_signal(signal.SIGINT)
@@ -192,15 +196,15 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_signals(module: str, tmp_pa
 def test_no_rank_outlives_its_launcher(
     number: signal.Signals, code: int, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do its temporary folders, also where it is killed."""
+    """Nor does what ranks have started, nor a temporary folder, also where it is killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     program = launcher_of(["wait", str(tmp_path)], module)
     launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:
+    while len(pids(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     ranks = pids(tmp_path)
-    assert len(ranks) == 2
+    assert len(ranks) == 4
     assert all(map(alive, ranks))
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=60)

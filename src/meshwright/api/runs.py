@@ -103,6 +103,8 @@ def train(
 
         out = island_folder(out, spec.outer.island)
         make_folder(out)
+    if resume is None:  # else what tells is read by the ranks, which have imported what reads it
+        _check_folder(spec, out, resume)
     if ranks == 1 and not supervise:
         return train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
@@ -183,10 +185,14 @@ def train_worker(
         stale_s = STALE_S if supervision is None else supervision.lease_seconds
         lease = Lease(out, "meshwright", stale_s, wait=resume == "auto")
 
+        def check() -> None:
+            if first:
+                _check_folder(spec, out, resume)
+
         def start() -> Observers:
             if not first:
                 return Observers([])
-            _check_folder(spec, out, resume)
+            check()
             make_folder(out)
             return _observers(spec, out, stack.enter_context(lease), quiet)
 
@@ -195,8 +201,9 @@ def train_worker(
                 make_folder(out)
                 run.corpus.tokenizer.save(out, spec.model.max_seq_len)
 
+        ranks.together(check)
+        once_per_host(ranks, lambda: open_corpus(spec))  # if it fails, there is no folder yet
         observers = stack.enter_context(ranks.together(start))
-        once_per_host(ranks, lambda: open_corpus(spec))
         slots = supervision.snapshots if supervision is not None else ()
         injection = _injection(supervision)
         disk = injection.disk if injection else None
@@ -263,22 +270,23 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Refuse a start that would replace or ignore what the folder `out` holds, or learn from itself."""
+    if resume is None:
+        if (out / "run.json").exists():
+            raise UserError(
+                f"--out: {out} already holds a run; continue it with --resume auto, or give another --out"
+            )
+        return
     from meshwright.checkpoint.directory import candidates, latest_step
     from meshwright.report.record import last_checkpoint
 
-    teacher = None if spec.distil is None or resume is None else spec.distil.teacher
+    teacher = None if spec.distil is None else spec.distil.teacher
     if teacher is not None and Path(teacher).resolve() == out.resolve():
         raise UserError(
             f"distil.teacher: {out} is the run's own folder, whose weights change; copy the folder, and "
             f"resume the copy"
         )
     checkpoints = spec.checkpoint.folder(out)
-    if resume is None:
-        if (out / "run.json").exists():
-            raise UserError(
-                f"--out: {out} already holds a run; continue it with --resume auto, or give another --out"
-            )
-    elif resume != "auto":
+    if resume != "auto":
         if not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         candidates(checkpoints, int(resume))

@@ -22,8 +22,8 @@ def average(
 ) -> list[int]:
     """Make the run's folder `out` with the mean of checkpoints of `run`; return their steps, in order.
 
-    Give `last`, a number of newest checkpoints, or `steps`. `weights` 'ema' takes each checkpoint's moving
-    average of the weights (`train.ema`). Raises `UserError`.
+    Give `last`, a number of newest checkpoints (but for those that a later start undid), or `steps`.
+    `weights` 'ema' takes each checkpoint's moving average of the weights (`train.ema`). Raises `UserError`.
     """
     run = existing(run, "the folder of a run")
     if (last is None) == (steps is None):
@@ -35,8 +35,9 @@ def average(
     if weights not in WEIGHTS:
         raise UserError(f"--weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
     from meshwright.infer.average import average_run
+    from meshwright.report.record import given_up
 
-    return average_run(run, Path(out), last, steps, weights == "ema")
+    return average_run(run, Path(out), last, steps, weights == "ema", given_up(run))
 
 
 def merge(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +17,23 @@ from meshwright.spec.special_tokens import side_files
 
 
 def average_run(
-    run: Path, out: Path, last: int | None, steps: Sequence[int] | None, ema: bool = False
+    run: Path,
+    out: Path,
+    last: int | None,
+    steps: Sequence[int] | None,
+    ema: bool = False,
+    given_up: Collection[int] = (),
 ) -> list[int]:
     """Make the run's folder `out` with the mean of checkpoints of `run`, and return their steps in order.
 
-    These are the newest `last`, or those of `steps`; one of the two is given. Their layouts may differ.
-    Weights become float32, or float64 in a run of that precision; routers' biases are averaged, too. `ema`
-    takes each checkpoint's moving average of the weights. Memory holds the result, and of one parameter a
-    checkpoint's values and the sum. Raises `UserError`.
+    These are the newest `last`, without those `given_up`, or those of `steps`; one of the two is given. Their
+    layouts may differ. Weights become float32, or float64 in a run of that precision; routers' biases are
+    averaged, too. `ema` takes each checkpoint's moving average of the weights. Memory holds the result, and
+    of one parameter a checkpoint's values and the sum. Raises `UserError`.
     """
     check_new(out)
     spec = load(run)
-    chosen = chosen_steps(spec.checkpoint.folder(run), last, steps)
+    chosen = chosen_steps(spec.checkpoint.folder(run), last, steps, given_up)
     opened = [SavedWeights(run, step, ema) for step in chosen]
     tensors = {name: stored(name, _mean(each.read(name) for each in opened), opened[0].exact)
                for name in opened[0].shapes}  # fmt: skip
@@ -39,11 +44,13 @@ def average_run(
     return chosen
 
 
-def chosen_steps(folder: Path, last: int | None, steps: Sequence[int] | None) -> list[int]:
+def chosen_steps(
+    folder: Path, last: int | None, steps: Sequence[int] | None, given_up: Collection[int] = ()
+) -> list[int]:
     """Return the steps of a folder's checkpoints to average, in order.
 
-    The newest `last` are those up to the one that LATEST names: later ones were given up. Raises `UserError`
-    naming the steps that there are.
+    The newest `last` are without those `given_up`, and up to the one that LATEST names, as later ones were,
+    too. Raises `UserError` naming the steps that there are.
     """
     there = list(published(folder))
     if not there:
@@ -57,7 +64,7 @@ def chosen_steps(folder: Path, last: int | None, steps: Sequence[int] | None) ->
                 raise UserError(f"--steps: {step} is given twice; give each step once")
         return sorted(steps)
     newest = parse_step_name(candidates(folder, None)[0].name)
-    until = [step for step in there if newest is None or step <= newest[0]]
+    until = [step for step in there if step not in given_up and (newest is None or step <= newest[0])]
     if last is None or last > len(until):
         raise UserError(
             f"--last: {last} is more than the {len(until)} checkpoints of {folder} (steps "

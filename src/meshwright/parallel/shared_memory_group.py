@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.host import host_number
+from meshwright.host import host_number, is_switched_on
 
 SWITCH = "MESHWRIGHT_SHM_DISABLE"
-"""Set to 1, it leaves all collectives to gloo."""
+"""Set to 1 (anything but 0), it leaves all collectives to gloo."""
 
 MOST_RANKS = 8
 """Ranks of a group at most: each adds up the parts of all, so that work grows with their number."""
@@ -143,7 +143,7 @@ class SharedMemoryGroup:
             sys.platform == "linux"
             and platform.machine() == "x86_64"  # where stores are seen in the order in which they were made
             and hasattr(os, "pidfd_open")
-            and os.environ.get(SWITCH, "0") in ("", "0")
+            and not is_switched_on(SWITCH)
         )
         place, own = [-1 - self.rank, 0, 0, 0], None
         with suppress(OSError):  # no descriptor is left: gloo needs none

@@ -31,7 +31,7 @@ from meshwright.launch.child import run_rank, tie_to_parent
 from meshwright.launch.env import without_small_caches
 from meshwright.launch.scratch import remove_folders_of
 from meshwright.profile.machine import has_gpu_driver
-from meshwright.recover.processes import send_signal
+from meshwright.recover.processes import kill_session
 from meshwright.spec.errors import STOP_SIGNALS
 from meshwright.spec.schema import known_keys
 
@@ -191,7 +191,7 @@ def _end_if_orphaned(supervisor: int, ranks: Collection[int]) -> None:
         return
     signal.signal(signal.SIGCONT, signal.SIG_IGN)  # another would end this process while it removes them
     for pid in ranks:
-        send_signal(pid, signal.SIGKILL)
+        kill_session(pid)
     for pid in ranks:
         with suppress(ChildProcessError):  # it was just reaped
             os.waitpid(pid, 0)
@@ -200,8 +200,12 @@ def _end_if_orphaned(supervisor: int, ranks: Collection[int]) -> None:
 
 
 def _report_ends(connection: socket.socket, ranks: dict[int, int]) -> None:
-    """Reap the ranks that have ended, and report them."""
+    """Reap the ranks that have ended with what they have started, such as a compiler, and report them."""
     for pid, number in list(ranks.items()):
+        if sys.platform == "linux":
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            kill_session(pid)  # before it is reaped, when its number may become another process's
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             del ranks[pid]

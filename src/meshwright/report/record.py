@@ -134,6 +134,20 @@ def last_checkpoint(out: Path) -> int | None:
     return int(steps[-1] or 0) if steps else None
 
 
+def given_up(out: Path) -> set[int]:
+    """Return the steps of checkpoints of the run in folder `out` that a later start, or a rollback, undid."""
+    kept: set[int] = set()
+    gone: set[int] = set()
+    for row in _read_lines(out / EVENTS):
+        step = int(row.get("step") or 0)
+        if row.get("kind") == "checkpoint":
+            kept.add(step)
+        elif row.get("kind") in ("resumed", "rollback"):
+            gone |= {each for each in kept if each > step}
+            kept -= gone
+    return gone - kept
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The record of a run: its spec and set-up, metrics, events, and the result if it ended."""

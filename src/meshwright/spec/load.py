@@ -135,7 +135,8 @@ def read_tree(path: Path) -> dict[str, Any]:
                 f"{path.parent} --out FOLDER"
             )
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
-        raise UserError(f"there is no run file, and no run's folder, {path}{near}")
+        remedy = near or "; give a TOML file, or the folder of a run, which has a run.json"
+        raise UserError(f"there is no run file, and no run's folder, {path}{remedy}")
     try:
         if path.suffix != ".json":
             return parse_toml(read_text(path, MAX_TOML))
