@@ -340,7 +340,8 @@ def train(decoder: Decoder, text: Tensor, steps: int = 400) -> None:
 def test_bits_per_byte_of_a_trained_model(run: Path) -> None:
     told: list[str] = []
     found = api.compare_quantisation(
-        run, recipe="int4", group_size=64, sensitivity="linear", eval_tokens=4096, calibration_tokens=4096,
+        run, recipe="int4", group_size=64, sensitivity="linear", calibration_tokens=4096,
+        eval_tokens=16384,  # over 4,096 tokens int4 is ahead by 0.07% on one kind of processor
         told=lambda kind, row: told.append(row["recipe"]),
     )  # fmt: skip
     table = {row["recipe"]: row for row in found["table"]}
