@@ -76,6 +76,20 @@ def test_a_run_is_not_overwritten(run: Path, folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+def test_a_used_folder_is_refused_before_any_rank_starts(
+    run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.api.runs.launch", None)
+    with pytest.raises(UserError, match="already holds a run; continue it with --resume auto"):
+        api.train(spec_of(folder), out=run, supervise=True)
+
+
+def test_a_corpus_that_is_not_there_leaves_no_folder(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.corpus"):
+        api.train(spec_of(folder, data__corpus=tmp_path / "gone"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_resume_in_this_process_from_two(run: Path, folder: Path, tmp_path: Path) -> None:
     spec = spec_of(folder, layout__dp=2, layout__zero=3, train__steps=10, train__stop_at=6)
     api.train(spec, out=tmp_path, quiet=True)

@@ -92,7 +92,7 @@ def test_an_average_is_numpys_in_float64(
 
 def test_checkpoints_that_a_later_start_undid_are_not_the_newest(run: Path, tmp_path: Path) -> None:
     kinds = [("checkpoint", 2), ("checkpoint", 4), ("resumed", 2), ("checkpoint", 6)]
-    events = [{"kind": kind, "step": step} for kind, step in kinds]
+    events = [{"kind": kind, "step": step} for kind, step in (*kinds, ("warning", None))]
     file = run / "events.jsonl"
     try:
         file.write_text("".join(json.dumps(row) + "\n" for row in events))

@@ -398,7 +398,10 @@ def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
         (tmp_path / "latin.toml", ["latin.toml", "cannot be read"]),
         (tmp_path / "run.json", ["run.json", "spec"]),
         (tmp_path, ["run.json", "spec"]),
-        (tmp_path / "gone" / "run.toml", ["there is no run file"]),
+        (
+            tmp_path / "gone" / "run.toml",
+            ["there is no run file", "give a TOML file, or the folder of a run"],
+        ),
     ]:
         with pytest.raises(UserError) as caught:
             read_tree(path)

@@ -103,7 +103,7 @@ def train(
 
         out = island_folder(out, spec.outer.island)
         make_folder(out)
-    if resume is None:  # else what tells is read by the ranks, which have imported what reads it
+    if resume is None:  # else the ranks do it, since to read checkpoints takes torch
         _check_folder(spec, out, resume)
     if ranks == 1 and not supervise:
         return train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
@@ -190,16 +190,11 @@ def train_worker(
                 _check_folder(spec, out, resume)
 
         def start() -> Observers:
+            check()
             if not first:
                 return Observers([])
-            check()
             make_folder(out)
             return _observers(spec, out, stack.enter_context(lease), quiet)
-
-        def keep_tokenizer() -> None:  # where `generate` and `export` look for it
-            if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
-                make_folder(out)
-                run.corpus.tokenizer.save(out, spec.model.max_seq_len)
 
         ranks.together(check)
         once_per_host(ranks, lambda: open_corpus(spec))  # if it fails, there is no folder yet
@@ -214,7 +209,7 @@ def train_worker(
         )  # fmt: skip
         if injection is not None:
             injection.attach(run)
-        ranks.together(keep_tokenizer)
+        ranks.together(lambda: _keep_tokenizer(run))
         result = run.execute(resume)
         _add_figures(result, run, supervision)
         ranks.together(lambda: observers.on_end(result))
@@ -233,6 +228,14 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
     shown = [] if quiet else [Progress()]
     trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
     return Observers([RunRecord(out, lease), *shown, *trackers])
+
+
+def _keep_tokenizer(run: TrainingRun) -> None:
+    """Save the corpus's tokenizer in the run's folder, where `generate` and `export` look for it."""
+    first = run.mesh.control.rank == 0
+    if first and run.corpus.has_text and not (run.out / "tokenizer.json").exists():
+        make_folder(run.out)
+        run.corpus.tokenizer.save(run.out, run.spec.model.max_seq_len)
 
 
 def _add_figures(result: Result, run: TrainingRun, supervision: Supervision | None) -> None:

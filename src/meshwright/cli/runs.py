@@ -16,7 +16,7 @@ RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", requ
 NPROC = Flag(
     "nproc",
     "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's world "
-    "size; sets layout.dp if no axis is set",
+    "size; if no axis is set, `train` plans a layout of so many, and other verbs set layout.dp",
     "N|auto",
     str,
 )

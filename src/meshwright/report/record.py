@@ -139,7 +139,9 @@ def given_up(out: Path) -> set[int]:
     kept: set[int] = set()
     gone: set[int] = set()
     for row in _read_lines(out / EVENTS):
-        step = int(row.get("step") or 0)
+        step = row.get("step")
+        if type(step) is not int:
+            continue
         if row.get("kind") == "checkpoint":
             kept.add(step)
         elif row.get("kind") in ("resumed", "rollback"):

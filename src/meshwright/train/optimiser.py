@@ -214,10 +214,12 @@ class AdamW(Optimiser):
         self._in_chunks = states.formats.rounded or memory.staged
         self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
         self._groups: dict[Group, list[tuple[Part, Tensor]]] = {}
-        """The parts that are updated alike, each with the number of its updates on the device."""
-        for part in self._adam_parts if not self._in_chunks else ():
-            count = torch.zeros((), dtype=torch.float32, device=states.mesh.device)
-            self._groups.setdefault(part.group, []).append((part, count))
+        """Where nothing is in chunks, the parts that are updated alike, each with its count of updates on the
+        device."""
+        if not self._in_chunks:
+            for part in self._adam_parts:
+                count = torch.zeros((), dtype=torch.float32, device=states.mesh.device)
+                self._groups.setdefault(part.group, []).append((part, count))
 
     @property
     def _divides(self) -> bool:
