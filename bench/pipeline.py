@@ -78,6 +78,7 @@ def our_spec(reduce: str) -> RunSpec:
     return small_run(
         layout__pp=RANKS,
         layout__schedule="1f1b",
+        layout__stages="even",
         layout__micro_batch=1,
         precision__compute="bf16",
         precision__reduce=reduce,

@@ -20,8 +20,11 @@ MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 
 
 def spec_of(base: Mapping[str, object], **flags: object) -> RunSpec:
-    """A run of the small model with `base` (dotted keys) and `flags` laid over it."""
-    given = {f"model.{key}": value for key, value in MODEL.items()} | dict(base)
+    """A run of the small model with `base` (dotted keys) and `flags` laid over it.
+
+    Stages are cut evenly: its head outweighs its blocks, and would be alone on its stage.
+    """
+    given = {f"model.{key}": value for key, value in MODEL.items()} | {"layout.stages": "even"} | dict(base)
     given |= {key.replace("__", "."): value for key, value in flags.items()}
     return load(None, [(key, str(value)) for key, value in given.items()])
 

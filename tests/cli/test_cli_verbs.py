@@ -298,8 +298,10 @@ def test_simulate_prints_figures_by_rank_as_json(capsys: pytest.CaptureFixture[s
 
 def test_simulate_takes_its_own_units(capsys: pytest.CaptureFixture[str]) -> None:
     """1F1B with one microbatch on two ranks: two forwards, two backwards, two messages."""
-    words = ["--layout.pp", "2", "--train.batch_tokens", "512", "--forward", "10", "--input", "20"]
-    main(["simulate", *words, "--weight", "5", "--latency", "1000", "--bandwidth", "0.5", "--json"])
+    words = ["--layout.pp", "2", "--layout.schedule", "1f1b", "--train.batch_tokens", "512"]
+    words += ["--forward", "10", "--input", "20", "--weight", "5"]
+    words += ["--latency", "1000", "--bandwidth", "0.5", "--json"]
+    main(["simulate", *words])
     found = last_json(capsys)
     message = 1e-3 + found["message_bytes"] / 0.5e9
     assert found["step_seconds"] == pytest.approx(2 * 0.010 + 2 * 0.025 + 2 * message)

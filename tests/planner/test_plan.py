@@ -178,7 +178,8 @@ def test_a_program_has_its_own_schedules(stack: str, has: set[str]) -> None:
     space = SearchProblem(base, on, STACKS[stack]).space()
     assert {cut.schedule for cut in space.cuts(4)} == has
     assert space.cuts(1)
-    spec = base.model_copy(update={"layout": Layout(dp=2, tp=2, pp=4 if has else 1, cp=1 if has else 4)})
+    axes = {"dp": 2, "tp": 2, "pp": 4 if has else 1, "cp": 1 if has else 4}
+    spec = base.model_copy(update={"layout": Layout(**axes, schedule="1f1b")})
     near = Explanation(spec, CostModel(on, STACKS[stack])).candidates.values()
     assert {each.spec.layout.schedule for each in near if each.spec.layout.pp > 1} == has
 

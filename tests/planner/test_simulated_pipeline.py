@@ -60,7 +60,7 @@ def test_one_rank_keeps_what_a_run_without_a_pipeline_keeps() -> None:
 
 
 def test_a_rank_keeps_its_blocks_of_each_microbatch_in_flight() -> None:
-    spec = spec_of(pp=3, stages=[3, 2, 1])
+    spec = spec_of(pp=3, stages=[3, 2, 1], schedule="1f1b")
     held, timed = activations(spec), step(spec, Machine()).simulation
     assert timed.peak == (3, 2, 1)
     block = held.by_block[0]
@@ -74,7 +74,7 @@ MOE = {"model.moe.experts": 8, "model.moe.top_k": 2, "model.moe.ffn": 96, "model
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_blocks_with_experts_count_as_what_they_are(policy: str) -> None:
     flags = [(key, str(value)) for key, value in MOE.items()] + [("recompute.policy", policy)]
-    spec = spec_of(*flags, pp=3, stages=[3, 1, 2])
+    spec = spec_of(*flags, pp=3, stages=[3, 1, 2], schedule="1f1b")
     held, timed = activations(spec), step(spec, FREE)
     dense, routed = held.by_block[1], held.by_block[2]
     assert held.by_block == (dense, dense, *[routed] * 4) and dense != routed

@@ -168,7 +168,7 @@ RULES = [
     ({"layout": {"pp": 7}}, ["layout.pp = 7 x 1", "7 stages", "model.layers = 4", "try layout.pp = 6"]),
     (
         {"layout": {"pp": 2, "virtual": 2}},
-        ["layout.virtual", "2", "'1f1b'", "layout.virtual = 1", "interleaved, bfs, zb-v"],
+        ["layout.virtual", "2", "'zb-h1'", "layout.virtual = 1", "interleaved, bfs, zb-v"],
     ),
     (
         {"layout": {"pp": 2, "schedule": "v-min", "virtual": 3}},

@@ -129,7 +129,7 @@ def test_a_flag_gives_a_word_or_a_list(text: str, expected: object) -> None:
 
 
 def test_a_pipeline_is_named_in_one_line() -> None:
-    assert from_tree({"layout": {"pp": 2}}).layout.describe() == "dp=1 x pp=2, zero=0, schedule=1f1b"
+    assert from_tree({"layout": {"pp": 2}}).layout.describe() == "dp=1 x pp=2, zero=0, schedule=zb-h1"
     folded = from_tree({"layout": {"pp": 2, "schedule": "zb-v", "dp": 2}}).layout
     assert folded.describe() == "dp=2 x pp=2, zero=0, schedule=zb-v, virtual=2"
 
@@ -138,3 +138,13 @@ def test_a_pipeline_is_left_microbatches_to_be_filled_with() -> None:
     assert from_tree({}).microbatches == 1
     assert from_tree({"layout": {"pp": 2}}).microbatches == 4
     assert from_tree({"layout": {"pp": 6}}).microbatches == 16  # as many as there are sequences
+
+
+def test_blocks_that_are_compiled_or_recomputed_have_whole_backwards_by_default() -> None:
+    compiled = {"train": {"compile": True}}
+    assert from_tree({"layout": {"pp": 2}}, [("recompute.policy", "full")]).layout.schedule == "1f1b"
+    assert from_tree({"layout": {"pp": 2}}, [("recompute.policy", "none")]).layout.schedule == "zb-h1"
+    assert from_tree({"layout": {"pp": 2}} | compiled).layout.schedule == "1f1b"
+    assert from_tree(compiled, [("layout.pp", "2")]).layout.schedule == "1f1b"
+    assert from_tree({"layout": {"pp": 2, "schedule": "gpipe"}} | compiled).layout.schedule == "gpipe"
+    assert from_tree({"layout": {"pp": 2}}, [("train.compile", "false")]).layout.schedule == "zb-h1"

@@ -307,6 +307,7 @@ def test_a_world_of_a_thousand_ranks_takes_one_process() -> None:
         "layout.dp": 64,
         "layout.tp": 4,
         "layout.pp": 4,
+        "layout.schedule": "1f1b",
         "layout.zero": 3,
         "train.batch_tokens": 256 * 256,
     }

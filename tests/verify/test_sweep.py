@@ -64,7 +64,7 @@ def canonical(spec: RunSpec, case: dict[str, Any]) -> bool:
         (case["cp"] > 1 or case["context_mode"] == "ring")
         and (not mixed or 1 < ulysses_ranks(case["cp"], heads, "ring+ulysses") < case["cp"])
         and (case["tp"] > 1 or case["sequence_parallel"])
-        and (case["pp"] > 1 or (case["schedule"], case["virtual"]) == ("1f1b", None))
+        and (case["pp"] > 1 or (case["schedule"], case["virtual"]) == (spec.layout.schedule, None))
         and (case["pp"] == 1 or case["virtual"] is not None)
         and (case["schedule"] not in ("interleaved", "bfs") or case["virtual"] > 1)
         and (case["dp"] * case["replicate"] * case["cp"] > 1 or case["zero"] == 0)

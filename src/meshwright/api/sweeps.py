@@ -137,6 +137,8 @@ def command_of(
             flags.pop(key, None)  # a key of another recompute policy
         elif key not in ("model.preset", "model.hf"):
             flags[key] = _as_flag(value)
+    if small.recompute.policy != spec.recompute.policy:  # on which the default depends
+        flags["layout.schedule"] = small.layout.schedule
     pairs = (word for key, text in flags.items() for word in (f"--{key}", text))
     own = ["--precision", precision] if precision == "run" else []
     return shlex.join(["meshwright", "verify", *words, *pairs, "--steps", str(steps), *own])

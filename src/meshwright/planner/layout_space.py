@@ -255,7 +255,8 @@ class LayoutSpace:
         model, given, virtual = self.model, self.fixed.get("stages"), self.fixed.get("virtual")
         if pp == 1:
             if not isinstance(given, tuple):
-                yield StageSplit(self.fixed.get("schedule", "1f1b"), 1, given or "even", (model.layers,))
+                schedule = self.fixed.get("schedule", self.base.layout.schedule)
+                yield StageSplit(schedule, 1, given or "balanced", (model.layers,))
             return
         for schedule, chunks in self._schedules(pp):
             count = pp * chunks

@@ -86,9 +86,11 @@ class Layout(FrozenModel):
         description="stages of each pipeline rank; by default what the schedule needs: 1, or 2 for "
         "interleaved, bfs and those in a V",
     )
-    schedule: ScheduleName = Field("1f1b", description="pipeline schedule")
+    schedule: ScheduleName = Field(
+        "zb-h1", description="pipeline schedule; by default 1f1b for blocks that are compiled or recomputed"
+    )
     stages: Cut | tuple[NonNegativeInt, ...] = Field(
-        "even",
+        "balanced",
         description="blocks of the stages: as equal as can be, balanced by FLOPs with the head's, or a "
         "number for each of the pp x virtual stages: 3,5",
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import gcd
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.spec.base import MAX_LENGTH, FrozenModel
 from meshwright.spec.distil import DistilSpec
@@ -155,6 +155,24 @@ class Sections(FrozenModel):
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec())
     recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec())
     distil: DistilSpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        """Without a schedule, take 1F1B for blocks that are compiled or recomputed.
+
+        The backward of a compiled block is one program, and a split one keeps what it recomputes for longer.
+        """
+        layout = given.get("layout", {}) if isinstance(given, dict) else None
+        if not isinstance(layout, dict) or "schedule" in layout:
+            return given
+
+        def value(table: str, key: str) -> Any:
+            keys = given.get(table)
+            return keys.get(key) if isinstance(keys, dict) else getattr(keys, key, None)
+
+        whole = value("train", "compile") is True or value("recompute", "policy") not in (None, "none")
+        return {**given, "layout": {**layout, "schedule": "1f1b"}} if whole else given
 
     @property
     def batch_sequences(self) -> int:

@@ -63,7 +63,7 @@ def test_fp8_by_rows_pays_for_its_casts() -> None:
 
 
 def test_what_transformer_engine_keeps_and_gathers_in_fp8() -> None:
-    spec = run("llama3-70b", dp=8, tp=4, pp=2, zero=1)
+    spec = run("llama3-70b", dp=8, tp=4, pp=2, zero=1, schedule="1f1b")
     found = {}
     for stack in (NEMO, replace(NEMO, low_states=False)):
         costs = CostModel(cluster("h100", 64), stack, "fp8")

@@ -332,7 +332,7 @@ def test_layouts_that_differ_look_different() -> None:
     )
     assert describe(run(base, MODELS["experts"])) == plain
     for more, policy, says in (
-        ({"stages": "balanced"}, {}, "virtual=2, stages=balanced, micro"),
+        ({"stages": "even"}, {}, "virtual=2, stages=even, micro"),
         ({"stages": (9, 9, 9, 5)}, {}, "virtual=2, stages=9,9,9,5, micro"),
         (
             {"context_mode": "gather", "sequence_parallel": False},

@@ -86,6 +86,7 @@ def essence(spec: RunSpec) -> tuple[Any, ...]:
 
     at = spec.layout
     schedule = {("interleaved", 1): "1f1b", ("bfs", 1): "gpipe"}.get((at.schedule, at.chunks), at.schedule)
+    schedule = schedule if at.pp > 1 else "none"
     joint = at.ulysses(spec.model.kv_heads) if at.context_mode == "ring+ulysses" else 0
     mode = {1: "ring", at.cp: "ulysses"}.get(joint, at.context_mode) if at.cp > 1 else "ring"
     cut = tuple(len(stage.blocks) for stage in stages(spec.model, at, spec.data.seq_len))

@@ -91,7 +91,7 @@ def describe(spec: RunSpec) -> str:
     """A plan in one line: its layout, microbatch and recomputation, with keys that are not defaults."""
     layout, recompute = spec.layout, spec.recompute
     words = [layout.describe()]
-    if layout.pp > 1 and layout.stages != "even":
+    if layout.pp > 1 and layout.stages != "balanced":
         cut = layout.stages if isinstance(layout.stages, str) else ",".join(map(str, layout.stages))
         words.append(f"stages={cut}")
     if layout.cp > 1 and layout.context_mode != "ring":

@@ -20,7 +20,7 @@ from meshwright.planner.cost.stages import Contents, placed_stages, stored, toge
 from meshwright.planner.rank_view import moment_width, widths
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import Layout, RunSpec
-from meshwright.spec.layout import HOLD_ALL, SPLIT
+from meshwright.spec.layout import HOLD_ALL
 
 _CONTEXT = 0.6e9
 """Bytes of a CUDA context with its kernels."""
@@ -92,7 +92,7 @@ class Generic:
         """Bytes of each rank of the pipeline in a step of `train.batch_tokens`."""
         blocks, placed = self.costs.blocks(spec), placed_stages(spec)
         flights = in_flight(spec.layout, held_microbatches(spec))
-        splits = spec.layout.schedule in SPLIT
+        splits = spec.layout.splits_backward
         known = {held: stage_activations(blocks, held, splits) for held in set(placed.contents)}
         found = []
         for rank, member in enumerate(placed.by_rank):

@@ -40,7 +40,7 @@ from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import MAP_SIZE, PREFIXES, block_of
-from meshwright.spec.layout import HOLD_ALL, SPLIT
+from meshwright.spec.layout import HOLD_ALL
 from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameter_groups import group_of
 from meshwright.spec.parameters import Parameter, Piece, parameters
@@ -272,7 +272,7 @@ def waits(spec: RunSpec, unit: StateShard) -> bool:
 def gradients_meet(spec: RunSpec) -> bool:
     """True if each rank of a pipeline has gradients of all its stages before any are complete."""
     layout = spec.layout
-    if layout.chunks == 1 and layout.schedule not in SPLIT:
+    if layout.chunks == 1 and not layout.splits_backward:
         return spec.microbatches > 1
     return layout.schedule not in HOLD_ALL and spec.microbatches >= 2 * layout.pp
 

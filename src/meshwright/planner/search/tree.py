@@ -118,7 +118,7 @@ class MeshBranch:
 
     def _activations(self, cut: Cut, spec: RunSpec, one: bool) -> list[tuple[Contents, float]]:
         """Contents of each group of ranks, and its most bytes of activations, of one microbatch or of all."""
-        found, split = [], spec.layout.schedule in SPLIT
+        found, split = [], spec.layout.splits_backward
         flights = None if one else in_flight(spec.layout, held_microbatches(spec))
         for total, member, ranks in cut.groups:
             whole = [self._kept(held, None if one else split) for held in member]

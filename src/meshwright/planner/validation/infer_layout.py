@@ -48,6 +48,7 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
             "zero": zero,
             "sequence_parallel": sequence_parallel,
             "schedule": schedule,
+            "stages": "even",
             "virtual": virtual if schedule in ("interleaved", "bfs") else None,
         }
     )
