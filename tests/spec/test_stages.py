@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from itertools import accumulate, pairwise, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import schedule
-from meshwright.spec import Layout, ModelSpec, UserError
-from meshwright.spec.load import from_tree
+from meshwright.spec import Layout, ModelSpec, RunSpec, UserError
+from meshwright.spec.load import from_tree, load
 from meshwright.spec.parameters import parameters
 from meshwright.spec.stages import balanced, even, stages
+from meshwright.spec.train import TrainSpec
 
 
 def model(layers: int, vocab_size: int = 2048) -> ModelSpec:
@@ -148,3 +151,16 @@ def test_blocks_that_are_compiled_or_recomputed_have_whole_backwards_by_default(
     assert from_tree(compiled, [("layout.pp", "2")]).layout.schedule == "1f1b"
     assert from_tree({"layout": {"pp": 2, "schedule": "gpipe"}} | compiled).layout.schedule == "gpipe"
     assert from_tree({"layout": {"pp": 2}}, [("train.compile", "false")]).layout.schedule == "zb-h1"
+
+
+def test_a_schedule_that_nobody_chose_follows_the_keys_that_it_depends_on(tmp_path: Path) -> None:
+    assert RunSpec(layout=Layout(pp=2), train=TrainSpec(compile=True)).layout.schedule == "1f1b"
+    assert (
+        RunSpec(layout=Layout(pp=2, schedule="gpipe"), train=TrainSpec(compile=True)).layout.schedule
+        == "gpipe"
+    )
+    for layout, after in (({}, "1f1b"), ({"pp": 2, "schedule": "gpipe"}, "gpipe")):
+        record = {"spec": from_tree({"layout": layout}).to_json()}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        again = load(tmp_path, [("layout.pp", "2"), ("recompute.policy", "full")])
+        assert again.layout.schedule == after

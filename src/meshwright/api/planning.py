@@ -114,7 +114,10 @@ def explain(
     check_writable(out)
     ranks = spec.layout.world_size
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
-    result = Explanation(spec, CostModel(hardware, stack_named(stack)))
+    software, layout = stack_named(stack), spec.layout
+    if "schedule" not in layout.model_fields_set and layout.schedule not in software.schedules:
+        layout = layout.model_copy(update={"schedule": "1f1b"})  # which every program with pipelines has
+    result = Explanation(spec.model_copy(update={"layout": layout}), CostModel(hardware, software))
     if out is not None:
         write_explanation(Path(out), result)
     return result

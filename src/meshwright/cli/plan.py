@@ -209,7 +209,7 @@ def brief(spec: RunSpec) -> str:
         words.append(layout.context_mode)
     if layout.pp > 1:
         words.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
-        words += [] if layout.stages == "even" else ["balanced" if layout.stages == "balanced" else "stages"]
+        words += [] if layout.stages == "balanced" else ["even" if layout.stages == "even" else "stages"]
     if layout.tp > 1 and not layout.sequence_parallel:
         words.append("no-sp")
     words += [f"every{spec.outer.every}"] if spec.islands > 1 else []

@@ -220,7 +220,7 @@ def _ways(layout: dict[str, Any]) -> list[str]:
     zero = layout.get("zero", 0)
     ways = [_ZERO.get(zero, f"ZeRO {zero}")]
     if layout.get("pp", 1) > 1:
-        cut = layout.get("stages", "balanced")
+        cut = layout.get("stages", "even")
         blocks = cut if isinstance(cut, str) else ", ".join(map(str, cut)) + " blocks"
         virtual = layout.get("virtual")
         chunks = f", {virtual} on a rank" if virtual else ""

@@ -118,14 +118,16 @@ def one_line(text: str) -> str:
 def read_tree(path: Path) -> dict[str, Any]:
     """Read TOML, or the `run.json` of a run's folder, into a nested dict.
 
-    From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. Raises
-    `UserError`.
+    From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. So is the
+    schedule of a run without a pipeline, whose default depends on other keys. Raises `UserError`.
     """
     path = user_path(path, "the run file")
     if path.is_dir():
         tree = read_tree(path / "run.json")
         if isinstance(tree.get("train"), dict):
             tree["train"].pop("stop_at", None)
+        if isinstance(tree.get("layout"), dict) and tree["layout"].get("pp") == 1:
+            tree["layout"].pop("schedule", None)
         _find_tokenizer(tree.get("data"), path / "tokenizer.json")
         return tree
     if not path.is_file():

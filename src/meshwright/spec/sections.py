@@ -164,7 +164,9 @@ class Sections(FrozenModel):
         The backward of a compiled block is one program, and a split one keeps what it recomputes for longer.
         """
         layout = given.get("layout", {}) if isinstance(given, dict) else None
-        if not isinstance(layout, dict) or "schedule" in layout:
+        if not isinstance(layout, dict | Layout):
+            return given
+        if "schedule" in (layout if isinstance(layout, dict) else layout.model_fields_set):
             return given
 
         def value(table: str, key: str) -> Any:
@@ -172,7 +174,11 @@ class Sections(FrozenModel):
             return keys.get(key) if isinstance(keys, dict) else getattr(keys, key, None)
 
         whole = value("train", "compile") is True or value("recompute", "policy") not in (None, "none")
-        return {**given, "layout": {**layout, "schedule": "1f1b"}} if whole else given
+        if not whole:
+            return given
+        chosen = {"schedule": "1f1b"}
+        layout = {**layout, **chosen} if isinstance(layout, dict) else layout.model_copy(update=chosen)
+        return {**given, "layout": layout}
 
     @property
     def batch_sequences(self) -> int:

@@ -255,7 +255,8 @@ class PlanRequest:
 def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
     """Raise `UserError` for keys of pipelines where no layout has one."""
     last, fixed = problems[-1], problems[-1].fixed
-    idle = next((key for key in ("schedule", "virtual") if fixed.get(key, "1f1b") not in ("1f1b", 1)), None)
+    defaults = (None, "1f1b", "zb-h1", 1)
+    idle = next((key for key in ("schedule", "virtual") if fixed.get(key) not in defaults), None)
     if idle is None or fixed.get("pp", 1) > 1 or any(each.space().has_pipelines for each in problems):
         return
     others = [key for key in ("pp", "schedule", "virtual", "max_stages") if key in fixed and key != idle]
