@@ -184,17 +184,6 @@ def test_a_program_has_its_own_schedules(stack: str, has: set[str]) -> None:
     assert {each.spec.layout.schedule for each in near if each.spec.layout.pp > 1} == has
 
 
-def test_a_program_without_the_default_schedule_is_explained_with_1f1b() -> None:
-    tree = {"model": {"preset": "llama2-7b"}, "train": {"batch_tokens": 2**20}}
-    for given, stack, explained in (
-        ({}, "meshwright", "zb-h1"),
-        ({}, "megatron-core", "1f1b"),
-        ({"schedule": "zb-v"}, "megatron-core", "zb-v"),
-    ):
-        spec = RunSpec.model_validate({**tree, "layout": {"pp": 4, "tp": 2, **given}})
-        assert api.explain(spec, cluster="h100", stack=stack).spec.layout.schedule == explained
-
-
 def test_the_default_schedule_may_be_given_where_no_pipeline_is_possible() -> None:
     given = [("layout.schedule", "zb-h1")]
     assert api.plan("tiny", "h100", gpus=1, batch_tokens="4096", overrides=given).best.spec.layout.pp == 1

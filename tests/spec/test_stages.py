@@ -154,12 +154,10 @@ def test_blocks_that_are_compiled_or_recomputed_have_whole_backwards_by_default(
 
 
 def test_a_schedule_that_nobody_chose_follows_the_keys_that_it_depends_on(tmp_path: Path) -> None:
-    assert RunSpec(layout=Layout(pp=2), train=TrainSpec(compile=True)).layout.schedule == "1f1b"
-    assert (
-        RunSpec(layout=Layout(pp=2, schedule="gpipe"), train=TrainSpec(compile=True)).layout.schedule
-        == "gpipe"
-    )
-    for layout, after in (({}, "1f1b"), ({"pp": 2, "schedule": "gpipe"}, "gpipe")):
+    compiled = TrainSpec(compile=True)
+    assert RunSpec(layout=Layout(pp=2), train=compiled).layout.schedule == "1f1b"
+    assert RunSpec(layout=Layout(pp=2, schedule="gpipe"), train=compiled).layout.schedule == "gpipe"
+    for layout, after in (({}, "1f1b"), ({"schedule": "gpipe"}, "gpipe"), ({"pp": 2}, "zb-h1")):
         record = {"spec": from_tree({"layout": layout}).to_json()}
         (tmp_path / "run.json").write_text(json.dumps(record))
         again = load(tmp_path, [("layout.pp", "2"), ("recompute.policy", "full")])

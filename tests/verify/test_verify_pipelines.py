@@ -115,7 +115,7 @@ def test_recomputation_over_context_ranks_in_a_pipeline(ranks: Ranks, case: dict
     check(ranks, 4, **flags, **rest, model__heads=8, model__kv_heads=heads, model__layers=8)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("stages", ["0,4,3,0", "3,0,2,2", "7,0,0,0"])
 def test_cuts_by_hand_and_stages_that_hold_nothing(ranks: Ranks, stages: str, schedule: str) -> None:
     flags = {"layout__pp": 4, "layout__schedule": schedule, "layout__stages": stages}

@@ -20,6 +20,7 @@ from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.layout import WHOLE_SCHEDULE
 from meshwright.spec.load import Overrides
 from meshwright.spec.teacher import refuse_distillation
 
@@ -116,7 +117,9 @@ def explain(
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
     software, layout = stack_named(stack), spec.layout
     if "schedule" not in layout.model_fields_set and layout.schedule not in software.schedules:
-        layout = layout.model_copy(update={"schedule": "1f1b"})  # which every program with pipelines has
+        layout = layout.model_copy(
+            update={"schedule": WHOLE_SCHEDULE}
+        )  # which every program with pipelines has
     result = Explanation(spec.model_copy(update={"layout": layout}), CostModel(hardware, software))
     if out is not None:
         write_explanation(Path(out), result)

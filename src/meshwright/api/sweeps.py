@@ -137,7 +137,7 @@ def command_of(
             flags.pop(key, None)  # a key of another recompute policy
         elif key not in ("model.preset", "model.hf"):
             flags[key] = _as_flag(value)
-    if small.recompute.policy != spec.recompute.policy:  # on which the default depends
+    if small.recompute.policy != spec.recompute.policy:  # on which the default schedule depends
         flags["layout.schedule"] = small.layout.schedule
     pairs = (word for key, text in flags.items() for word in (f"--{key}", text))
     own = ["--precision", precision] if precision == "run" else []

@@ -26,6 +26,10 @@ HOLD_ALL = ("gpipe", "bfs")
 """Schedules whose ranks hold the activations of all microbatches at a time."""
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules that defer gradients of weights."""
+DEFAULT_SCHEDULE: ScheduleName = "zb-h1"
+"""The default schedule, but of blocks that are compiled or recomputed."""
+WHOLE_SCHEDULE: ScheduleName = "1f1b"
+"""The default schedule of blocks that are compiled or recomputed: it does not split backwards."""
 
 Cut = Literal["even", "balanced"]
 GENERATION_KEYS = tuple(f"layout.{name}" for name in ("dp", "tp", "pp", "ep", "etp", "stages", "order"))
@@ -87,7 +91,8 @@ class Layout(FrozenModel):
         "interleaved, bfs and those in a V",
     )
     schedule: ScheduleName = Field(
-        "zb-h1", description="pipeline schedule; by default 1f1b for blocks that are compiled or recomputed"
+        DEFAULT_SCHEDULE,
+        description="pipeline schedule; by default 1f1b for blocks that are compiled or recomputed",
     )
     stages: Cut | tuple[NonNegativeInt, ...] = Field(
         "balanced",

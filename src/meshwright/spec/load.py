@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import DEFAULT_SCHEDULE, WHOLE_SCHEDULE, Layout
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
@@ -26,6 +26,7 @@ Overrides = Sequence[tuple[str, str]]
 Where = Callable[[str], str]
 """Dotted key -> the flag or file that gave it, as messages name it."""
 Model = TypeVar("Model", bound=FrozenModel)
+_DEFAULTS = DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 
 
 def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
@@ -118,16 +119,18 @@ def one_line(text: str) -> str:
 def read_tree(path: Path) -> dict[str, Any]:
     """Read TOML, or the `run.json` of a run's folder, into a nested dict.
 
-    From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. So is the
-    schedule of a run without a pipeline, whose default depends on other keys. Raises `UserError`.
+    From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. So is
+    the default schedule of a run without a pipeline, since it depends on keys that flags may change. Raises
+    `UserError`.
     """
     path = user_path(path, "the run file")
     if path.is_dir():
         tree = read_tree(path / "run.json")
         if isinstance(tree.get("train"), dict):
             tree["train"].pop("stop_at", None)
-        if isinstance(tree.get("layout"), dict) and tree["layout"].get("pp") == 1:
-            tree["layout"].pop("schedule", None)
+        layout = tree.get("layout")
+        if isinstance(layout, dict) and layout.get("pp") == 1 and layout.get("schedule") in _DEFAULTS:
+            del layout["schedule"]
         _find_tokenizer(tree.get("data"), path / "tokenizer.json")
         return tree
     if not path.is_file():

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.spec.base import MAX_LENGTH, FrozenModel
 from meshwright.spec.distil import DistilSpec
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import WHOLE_SCHEDULE, Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.precision import PrecisionSpec
@@ -159,14 +159,15 @@ class Sections(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """Without a schedule, take 1F1B for blocks that are compiled or recomputed.
+        """Choose the schedule of compiled or recomputed blocks where none is given.
 
-        The backward of a compiled block is one program, and a split one keeps what it recomputes for longer.
+        The backward of a compiled block is one program, and a split backward would keep for longer what is
+        recomputed.
         """
         layout = given.get("layout", {}) if isinstance(given, dict) else None
-        if not isinstance(layout, dict | Layout):
-            return given
-        if "schedule" in (layout if isinstance(layout, dict) else layout.model_fields_set):
+        if isinstance(layout, Layout):
+            layout = layout.model_dump(exclude_unset=True)
+        if not isinstance(layout, dict) or "schedule" in layout:
             return given
 
         def value(table: str, key: str) -> Any:
@@ -174,11 +175,7 @@ class Sections(FrozenModel):
             return keys.get(key) if isinstance(keys, dict) else getattr(keys, key, None)
 
         whole = value("train", "compile") is True or value("recompute", "policy") not in (None, "none")
-        if not whole:
-            return given
-        chosen = {"schedule": "1f1b"}
-        layout = {**layout, **chosen} if isinstance(layout, dict) else layout.model_copy(update=chosen)
-        return {**given, "layout": layout}
+        return {**given, "layout": {**layout, "schedule": WHOLE_SCHEDULE}} if whole else given
 
     @property
     def batch_sequences(self) -> int:

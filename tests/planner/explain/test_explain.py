@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from meshwright import api
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import STACKS
@@ -357,3 +358,14 @@ def test_a_cluster_of_another_size_is_a_sentence() -> None:
     spec = run({"dp": 8})
     with pytest.raises(UserError, match=r"is 8 ranks, but h100-sxm has 16 devices"):
         Explanation(spec, CostModel(cluster("h100", 16)))
+
+
+def test_a_program_without_the_default_schedule_is_explained_with_1f1b() -> None:
+    tree = {"model": {"preset": "llama2-7b"}, "train": {"batch_tokens": 2**20}}
+    for given, stack, explained in (
+        ({}, "meshwright", "zb-h1"),
+        ({}, "megatron-core", "1f1b"),
+        ({"schedule": "zb-v"}, "megatron-core", "zb-v"),
+    ):
+        spec = RunSpec.model_validate({**tree, "layout": {"pp": 4, "tp": 2, **given}})
+        assert api.explain(spec, cluster="h100", stack=stack).spec.layout.schedule == explained

@@ -20,6 +20,7 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
+from meshwright.spec.layout import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_outer, read_tree
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.teacher import refuse_distillation
@@ -255,7 +256,7 @@ class PlanRequest:
 def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
     """Raise `UserError` for keys of pipelines where no layout has one."""
     last, fixed = problems[-1], problems[-1].fixed
-    defaults = (None, "1f1b", "zb-h1", 1)
+    defaults = (None, DEFAULT_SCHEDULE, WHOLE_SCHEDULE, 1)
     idle = next((key for key in ("schedule", "virtual") if fixed.get(key) not in defaults), None)
     if idle is None or fixed.get("pp", 1) > 1 or any(each.space().has_pipelines for each in problems):
         return
