@@ -119,6 +119,52 @@ def test_a_program_that_is_stopped_takes_no_steps(run: ModuleType, tmp_path: Pat
     assert max(ends[i + 1] - ends[i] for i in range(4, 9)) < 0.5
 
 
+def test_lines_may_be_those_of_a_file(run: ModuleType, tmp_path: Path) -> None:
+    """A line counts when it is whole, and the last ones when the program has ended."""
+    program = """
+import sys, time
+print("nothing", flush=True)
+time.sleep(0.2)
+with open("lines", "w") as lines:
+    for part in ("1 2", ".5\\n", "2 3.5\\n3 ", "4.5\\n"):
+        lines.write(part)
+        lines.flush()
+        time.sleep(0.2)
+"""
+    found: list[str] = []
+    with run.Program(
+        [sys.executable, "-c", program], [0], os.environ, tmp_path,
+        lambda line, report: found.append(line), tmp_path / "lines",
+    ) as side:  # fmt: skip
+        side.end()
+    assert found == ["1 2.5\n", "2 3.5\n", "3 4.5\n"] and side.report.error is None
+
+
+def test_a_program_that_ends_before_its_file_is_there_has_its_error(run: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise ValueError('no such layout')"]
+    with run.Program(command, [0], os.environ, tmp_path, print, tmp_path / "lines") as side:
+        assert not side.until(1)
+        side.end()
+    assert side.report.error == "ValueError: no such layout"
+
+
+def test_independent_runs_have_the_speed_of_all_together(run: ModuleType, tmp_path: Path) -> None:
+    """Two runs of `tiny` share out a step; a row's seconds are no longer than the slower one's."""
+    case = run.Case("tiny", "fp32", "replicate")
+    (side,) = [each for each in run.SIDES if not each.venv]
+    with run.their_program(side, case, 4, tmp_path / "tokens.npy", tmp_path) as program:
+        program.end()
+    report = program.report
+    assert report.error is None and report.steps == 4 and len(report.held) == 2
+    files = [tmp_path / f"run-{number}" / "metrics.jsonl" for number in (0, 1)]
+    of_runs = [map(json.loads, file.read_text().splitlines()) for file in files]
+    steps = [[row for row in rows if "loss" in row] for rows in of_runs]
+    assert [row["tokens"] for row in steps[0]] == [2048, 4096, 6144, 8192]
+    assert len(steps[1]) == 4 and steps[0][3]["loss"] == steps[1][3]["loss"]
+    slowest = max(row["seconds"] for rows in steps for row in rows)
+    assert all(0 < seconds <= slowest for seconds in report.seconds)
+
+
 def test_memory_is_not_read_while_steps_are_timed(run: ModuleType, tmp_path: Path) -> None:
     with started(run, STEPS, tmp_path) as side:
         side.until(40, timed=True)
@@ -218,6 +264,8 @@ def test_each_case_has_a_table_for_each_processor(run: ModuleType) -> None:
 def test_each_program_and_its_requirements_are_there(run: ModuleType) -> None:
     for side in run.SIDES:
         assert (PEERS / side.program).is_file(), side.name
+        if not side.venv:
+            continue
         listed = (PEERS / "requirements" / f"{side.venv}.txt").read_text()
         assert "torch==2.13.0" in listed
 

@@ -29,6 +29,8 @@ Each row is a program that trains the same model on the same tokens, in turns wi
 runs with all its defaults (but for the document mask, which others do not have), with AdamW and gradient
 clipping, 8 sequences of 512 tokens a step. Both are started, and one goes on for some steps while all
 processes of the other are stopped; rows of before 2026-11-27 are of turns that start and end a program each.
+"Meshwright, independent runs" are two runs of half the batch at the same time, on one core each, that know
+nothing of one another: what the machine gives two processes that never wait and sum nothing.
 `ratio` is our tokens per second over theirs; `of products` is the model's FLOP/s over the rate of plain
 matrix products, measured in each round; `peak` is the most memory that all processes of a program had at
 once; `first step` counts from the command. What each rank of a program held after the last step was counted

@@ -36,7 +36,8 @@ class Report:
 class Program:
     """A command whose lines `read` enters into the report, and whose processes take turns with others'.
 
-    A line may end the wait for a step, so `read` gets each as it comes.
+    A line may end the wait for a step, so `read` gets each as it comes. Lines are those of the standard
+    output, or of `file`, which the command appends to.
     """
 
     def __init__(
@@ -46,15 +47,18 @@ class Program:
         environment: Mapping[str, str],
         folder: Path,
         read: Callable[[str, Report], None],
+        file: Path | None = None,
     ) -> None:
         self.report, self._read = Report(), read
         self._errors = folder / "stderr"
         self._start = time.perf_counter()
         with self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=folder,
-                start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, cores),
+                command, stdout=subprocess.DEVNULL if file else subprocess.PIPE, stderr=stderr, text=True,
+                env=environment, cwd=folder, start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )  # fmt: skip
+        self._source = self._process.stdout if file is None else appended(file, self._process)
         self._over, self._watched = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
@@ -68,8 +72,8 @@ class Program:
         if self._process.poll() is None:
             self._send(signal.SIGKILL)
             self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def until(self, steps: int, *, timed: bool = False) -> bool:
         """Go on until so many steps have ended in all, and stop; False if the program has ended before.
@@ -109,8 +113,8 @@ class Program:
         limit = threading.Timer(LIMIT, kill)
         limit.start()
         try:
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
+            assert self._source is not None
+            for line in self._source:
                 self._read(line, self.report)
                 if self.report.steps and not self.report.first:
                     self.report.first = time.perf_counter() - self._start
@@ -131,6 +135,26 @@ class Program:
         while not self._over.wait(0.5):
             if self._watched.is_set():
                 self.report.peak = max(self.report.peak, memory(self._process.pid))
+
+
+def appended(file: Path, process: subprocess.Popen[Any]) -> Iterator[str]:
+    """Lines of a file that a process appends to, each some 10 ms after it was written, until it has ended."""
+    while not file.exists():
+        if process.poll() is not None:
+            return
+        time.sleep(0.01)
+    with file.open(encoding="utf-8") as opened:
+        line = ""
+        while True:
+            ended = process.poll() is not None
+            while part := opened.readline():
+                line += part
+                if line.endswith("\n"):
+                    yield line
+                    line = ""
+            if ended:
+                return
+            time.sleep(0.01)
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -173,16 +173,23 @@ def python_of(side: Side) -> Path:
     return python
 
 
+def words_of(keys: Mapping[str, object]) -> list[str]:
+    """The words by which a command gets keys of a run."""
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
 def our_program(case: Case, steps: int, folder: Path) -> Program:
     """`meshwright train`; its figures are in its folder when it has ended, see `read_ours`."""
-    words = [word for key, value in case.keys(steps).items() for word in (f"--{key}", str(value))]
+    words = words_of(case.keys(steps))
     command = [sys.executable, "-m", "meshwright", "train", *words, "--out", str(folder / "run")]
 
     def read(line: str, report: Report) -> None:
-        if line.startswith("step "):
-            report.steps = int(line.split()[1].split("/")[0])
+        row = json.loads(line)
+        if "loss" in row:
+            report.steps = row["step"]
 
-    return Program(command, case.cores, os.environ, folder, read)
+    # The output has a line in two seconds, which may be less than one a step.
+    return Program(command, case.cores, os.environ, folder, read, folder / "run" / "metrics.jsonl")
 
 
 def read_ours(report: Report, folder: Path) -> None:
@@ -197,6 +204,12 @@ def read_ours(report: Report, folder: Path) -> None:
 
 def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path) -> Program:
     """A peer's program."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(case.cores) // case.processes))}
+    if not side.venv:
+        part = {"layout.dp": 1, "train.batch_tokens": SEQ_LEN * SEQUENCES // case.processes}
+        words = words_of(case.keys(steps) | part)
+        command = [sys.executable, str(HERE / side.program), str(case.processes), str(folder), *words]
+        return Program(command, case.cores, environment, folder, read_step)
     model = case.spec(steps).model
     moe = None if model.moe is None else model.moe.model_dump(mode="json")
     given = {
@@ -211,24 +224,22 @@ def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path
     if case.processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         command += [*launcher, "--nproc-per-node", str(case.processes)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(max(1, len(case.cores) // case.processes)),
-        "PYTHONPATH": str(HERE),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    environment |= {"PYTHONPATH": str(HERE), "TOKENIZERS_PARALLELISM": "false"}
+    command += [str(HERE / side.program), str(file)]
+    return Program(command, case.cores, environment, folder, read_step)
 
-    def read(line: str, report: Report) -> None:
-        if not line.startswith("{"):
-            return
-        row = json.loads(line)
-        if "seconds" in row:
-            report.steps += 1
-            report.seconds.append(row["seconds"])
-            report.losses.append(row["loss"])
-        else:
-            report.held, report.note = row["held"], row["note"]
 
-    return Program([*command, str(HERE / side.program), str(file)], case.cores, environment, folder, read)
+def read_step(line: str, report: Report) -> None:
+    """Enter a line that a peer wrote."""
+    if not line.startswith("{"):
+        return
+    row = json.loads(line)
+    if "seconds" in row:
+        report.steps += 1
+        report.seconds.append(row["seconds"])
+        report.losses.append(row["loss"])
+    else:
+        report.held, report.note = row["held"], row["note"]
 
 
 def machine() -> str:

@@ -13,7 +13,7 @@ class Side:
     program: str
     """A file beside this one."""
     venv: str
-    """Names the venv, and the file of its requirements under `requirements/`."""
+    """Names the venv, and the file of its requirements under `requirements/`; "" for ours."""
     variant: str
     cases: tuple[str, ...]
     precisions: tuple[str, ...] = ("bf16",)
@@ -41,6 +41,9 @@ SIDES = (
     Side("Accelerate", "accelerate_loop.py", "transformers", "", _DATA, ("bf16", "fp32")),
     Side(
         "transformers' Trainer", "hf_trainer.py", "transformers", "", ("one", "replicate"), ("bf16", "fp32")
+    ),
+    Side(
+        "Meshwright, independent runs", "independent_runs.py", "", "", ("replicate",), ("bf16", "fp32"), _ALL
     ),
     Side("DeepSpeed ZeRO", "deepspeed_zero.py", "deepspeed", "", ("replicate", "zero3"), ("bf16", "fp32")),
 )
