@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.units import gigabytes, short
 
+MODELS = ("small", "base", "moe-small")
 CASES = {
     "one-thread": "one process on one core",
     "one": "one process on all cores",
@@ -28,15 +29,18 @@ make bench-peers ARGS="--models small --precision bf16 --cases one tp2 --sides M
 Each row is a program that trains the same model on the same tokens, in turns with `meshwright train`, which
 runs with all its defaults (but for the document mask, which others do not have), with AdamW and gradient
 clipping, 8 sequences of 512 tokens a step. Both are started, and one goes on for some steps while all
-processes of the other are stopped; rows of before 2026-11-27 are of turns that start and end a program each.
-"Meshwright, independent runs" are two runs of half the batch at the same time, on one core each, that know
-nothing of one another: what the machine gives two processes that never wait and sum nothing.
-`ratio` is our tokens per second over theirs; `of products` is the model's FLOP/s over the rate of plain
-matrix products, measured in each round; `peak` is the most memory that all processes of a program had at
-once; `first step` counts from the command. What each rank of a program held after the last step was counted
-there, not taken from the layout's name. Programs that need a GPU for something have it replaced, as the first
-lines of their files under `bench/peers/` say. Programs with weights in bf16 alone also update them in bf16,
-which is not the same training.
+processes of the other are stopped; rows of before 2026-11-27 are of turns that start and end a program
+each. "Meshwright, independent runs" are two runs of half the batch at the same time, on one core and with
+tokens of their own each: what the machine gives two processes that never wait and sum nothing. A row of
+another day than its table's has its date.
+
+`ratio` is our tokens per second over theirs, the median of pairs of stretches of steps, each with ours
+beside that program: so it differs from the quotient of two rows. `of products` is the model's FLOP/s over
+the rate of plain matrix products, measured in each round; `peak` is the most memory that all processes of a
+program had at once, outside the steps that are timed; `first step` counts from the command. What each rank
+of a program held after the last step was counted there, not taken from the layout's name. Programs that
+need a GPU for something have it replaced, as the first lines of their files under `bench/peers/` say.
+Programs with weights in bf16 alone also update them in bf16, which is not the same training.
 """
 
 
@@ -52,17 +56,24 @@ def processor_of(row: Mapping[str, Any]) -> str:
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """The page, with a table for each model, precision, case and processor."""
-    parts, first = [HEAD], [case_of(row) for row in rows].index
-    together = sorted(rows, key=lambda row: first(case_of(row)))
+    parts, cases = [HEAD], list(CASES)
+    together = sorted(
+        rows, key=lambda row: (MODELS.index(row["model"]), row["precision"], cases.index(row["case"]))
+    )
     for (model, precision, case), of_case in groupby(together, case_of):
         parts.append(f"## {model}, {precision}: {CASES[case]}\n")
         for _, of_processor in groupby(sorted(of_case, key=processor_of), processor_of):
             listed = list(of_processor)
-            rate = next((row["matmul_gflops"] for row in listed if "matmul_gflops" in row), None)
-            if rate is not None:
-                parts.append(f"{listed[0]['machine']}; matrix products at {rate:,.0f} GFLOP/s.\n")
+            measured = [row for row in listed if "matmul_gflops" in row]
+            if measured:
+                last = max(measured, key=_date)
+                parts.append(f"{last['machine']}; matrix products at {last['matmul_gflops']:,.0f} GFLOP/s.\n")
             parts.append("\n".join(_table(listed)) + "\n")
     return "\n".join(parts)
+
+
+def _date(row: Mapping[str, Any]) -> str:
+    return str(row["machine"].rpartition("; ")[2])
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -71,8 +82,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     measured = [row for row in rows if "error" not in row]
     for row in sorted(measured, key=lambda row: -row["tokens_per_second"]):
         low, high = row["quartiles"]
+        date = _date(row)
         cells = (
-            row["side"],
+            row["side"] if date == max(map(_date, measured)) else f"{row['side']} ({date})",
             f"{row['tokens_per_second']:,.0f}",
             f"{low:,.0f} to {high:,.0f}",
             f"{row['ratio']:.2f}",

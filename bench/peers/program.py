@@ -54,8 +54,8 @@ class Program:
         self._start = time.perf_counter()
         with self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL if file else subprocess.PIPE, stderr=stderr, text=True,
-                env=environment, cwd=folder, start_new_session=True,
+                command, stdout=subprocess.PIPE if file is None else subprocess.DEVNULL, stderr=stderr,
+                text=True, env=environment, cwd=folder, start_new_session=True,
                 preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )  # fmt: skip
         self._source = self._process.stdout if file is None else appended(file, self._process)

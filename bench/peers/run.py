@@ -207,7 +207,7 @@ def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(case.cores) // case.processes))}
     if not side.venv:
         part = {"layout.dp": 1, "train.batch_tokens": SEQ_LEN * SEQUENCES // case.processes}
-        words = words_of(case.keys(steps) | part)
+        words = words_of(case.keys(steps + WARM) | part)  # no run ends before the steps that count have
         command = [sys.executable, str(HERE / side.program), str(case.processes), str(folder), *words]
         return Program(command, case.cores, environment, folder, read_step)
     model = case.spec(steps).model
@@ -405,12 +405,12 @@ def row_of(case: Case, side: str, rounds: Sequence[Round], plan: Plan, flops: fl
 
 
 def record(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Put the rows of a case at the end of a file of rows, in place of those that it has of the case on the
-    same processor."""
-    of_case = [(case_of(row), processor_of(row)) for row in rows]
+    """Put rows at the end of a file of rows, in place of those that it has of the same case, processor and
+    side."""
+    of_sides = [(case_of(row), processor_of(row), row["side"]) for row in rows]
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     before = [json.loads(line) for line in lines]
-    kept = [row for row in before if (case_of(row), processor_of(row)) not in of_case]
+    kept = [row for row in before if (case_of(row), processor_of(row), row["side"]) not in of_sides]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]), encoding="utf-8")
 
 
@@ -419,7 +419,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["small"], choices=["small", "base", "moe-small"])
     parser.add_argument("--precision", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--sides", nargs="+", help="names, or parts of them; default all")
+    parser.add_argument("--sides", nargs="+", help="parts of names, in their case; default all")
     parser.add_argument("--rounds", type=int, default=2, help="how often all sides are started")
     parser.add_argument("--stretches", type=int, default=3, help="how often ours and another take turns then")
     parser.add_argument("--steps", type=int, default=3, help="steps of a stretch that count")
@@ -428,8 +428,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 1 or options.stretches < 1 or options.steps < 2:
         parser.error("--rounds, --stretches, --steps: give at least 1, 1 and 2")
-    # Sides that are stopped would stay for ever.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for part in options.sides or []:
+        if not any(part in side.name for side in SIDES):
+            known = ", ".join(side.name for side in SIDES)
+            parser.error(f"--sides: {part!r} is in no name of a side; give parts of these: {known}")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else sides that are stopped would stay for ever
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     plan = Plan(options.rounds, options.stretches, options.steps)
     for model in options.models:
         for precision in options.precision:
@@ -441,6 +445,8 @@ def main() -> None:
                     if layout in side.cases and precision in side.precisions and model in side.models
                     and (not options.sides or any(part in side.name for part in options.sides))
                 ]  # fmt: skip
+                if options.sides and not sides:
+                    continue
                 rows = list(compare(case, sides, plan))
                 record(options.out, rows)
                 for row in rows:

@@ -157,7 +157,7 @@ class _Queue:
 
 
 def _grouped(symbols: I64, counts: I64, places: I64) -> Iterator[tuple[int, int, I64]]:
-    """Yield (symbol, the sum of its counts, its places in their order) of each symbol that is one."""
+    """Yield (symbol, the sum of its counts, its places in their order) of each symbol but marks (< 0)."""
     inside = (symbols >= 0).nonzero()[0]
     if len(inside) == 0:
         return
