@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -250,6 +251,24 @@ def test_a_side_that_is_not_known_is_refused_and_rows_stay(
     assert (tmp_path / "rows.jsonl").read_text() == "kept"
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_leaves_no_process(run: ModuleType, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, str(PEERS / "run.py"), "--cases", "one", "--precision", "fp32"]
+    descendants = sys.modules[run.Program.__module__].descendants
+    with subprocess.Popen([*command, "--out", str(tmp_path / "rows.jsonl")]) as process:
+        deadline = time.monotonic() + 60
+        while len(processes := list(descendants(process.pid))) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 def test_independent_runs_end_when_one_has_failed(run: ModuleType, tmp_path: Path) -> None:
     """The second run finds its folder taken."""
     case = run.Case("tiny", "fp32", "replicate")
@@ -296,6 +315,18 @@ def test_each_case_has_a_table_for_each_processor(run: ModuleType) -> None:
         "A, 2 cores; matrix products at 3 GFLOP/s.",
         "B, 2 cores; matrix products at 1 GFLOP/s.",
     ]
+
+
+def test_a_row_of_another_day_has_its_date(run: ModuleType) -> None:
+    def row(side: str, day: str) -> dict[str, Any]:
+        found = run.row_of(
+            run.Case("small", "bf16", "one"), side, [a_round(run, [1.0], [1.0])], plan(run), 1.0
+        )
+        return {**found, "machine": f"A, 2 cores; torch 2.13.0; {day}"}
+
+    told = run.page([row("before", "2026-11-27"), row("now", "2026-11-28")])
+    assert "| before (2026-11-27) |" in told and "| now |" in told
+    assert "A, 2 cores; torch 2.13.0; 2026-11-28; matrix products" in told
 
 
 def test_each_program_and_its_requirements_are_there(run: ModuleType) -> None:

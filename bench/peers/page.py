@@ -6,17 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from cases import CASES, MODELS
 from meshwright.units import gigabytes, short
 
-MODELS = ("small", "base", "moe-small")
-CASES = {
-    "one-thread": "one process on one core",
-    "one": "one process on all cores",
-    "replicate": "two processes, each with the whole model",
-    "zero3": "two processes, ZeRO-3",
-    "tp2": "two processes, tensor parallel",
-    "pp2": "two processes, pipeline parallel",
-}
 HEAD = """# Beside other programs
 
 This page is made from measurements by
@@ -61,7 +53,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         rows, key=lambda row: (MODELS.index(row["model"]), row["precision"], cases.index(row["case"]))
     )
     for (model, precision, case), of_case in groupby(together, case_of):
-        parts.append(f"## {model}, {precision}: {CASES[case]}\n")
+        parts.append(f"## {model}, {precision}: {CASES[case].title}\n")
         for _, of_processor in groupby(sorted(of_case, key=processor_of), processor_of):
             listed = list(of_processor)
             measured = [row for row in listed if "matmul_gflops" in row]
@@ -80,11 +72,12 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "| | tokens/s | quartiles | ratio | of products | peak | first step, s | each rank held |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     measured = [row for row in rows if "error" not in row]
+    last = max(map(_date, measured), default="")
     for row in sorted(measured, key=lambda row: -row["tokens_per_second"]):
         low, high = row["quartiles"]
         date = _date(row)
         cells = (
-            row["side"] if date == max(map(_date, measured)) else f"{row['side']} ({date})",
+            row["side"] if date == last else f"{row['side']} ({date})",
             f"{row['tokens_per_second']:,.0f}",
             f"{low:,.0f} to {high:,.0f}",
             f"{row['ratio']:.2f}",

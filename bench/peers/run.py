@@ -38,7 +38,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,70 +47,24 @@ from typing import Any
 
 import numpy
 
+from cases import CASES, MODELS, SEQ_LEN, SEQUENCES, Case
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.host import cpu_info
 from meshwright.profile.machine import processor
-from meshwright.spec import RunSpec, load
+from meshwright.spec import load
 from page import case_of, page, processor_of
 from program import Program, Report
 from sides import SIDES, Side
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SEQ_LEN, SEQUENCES = 512, 8
 WARM, PEER_WARM = 7, 3
 """First steps that do not count: of ours, and of a peer."""
 SKIPPED = 2
 """Steps at the start of a stretch that do not count: in the first of them the side was stopped, and in the
 second one too if the line of a step came late."""
-CASES = {"one-thread": 1, "one": 1, "replicate": 2, "zero3": 2, "tp2": 2, "pp2": 2}
-"""Processes of each case."""
-LAYOUTS: dict[str, dict[str, int]] = {
-    "one-thread": {"layout.micro_batch": 8},
-    "one": {"layout.micro_batch": 8},
-    "replicate": {"layout.dp": 2, "layout.zero": 0, "layout.micro_batch": 4},
-    "zero3": {"layout.dp": 2, "layout.zero": 3, "layout.micro_batch": 4},
-    "tp2": {"layout.tp": 2, "layout.micro_batch": 8},
-    "pp2": {"layout.pp": 2, "layout.micro_batch": 2},
-}
 OURS = "Meshwright"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model in a precision and a layout."""
-
-    model: str
-    precision: str
-    name: str
-
-    @property
-    def processes(self) -> int:
-        return CASES[self.name]
-
-    @property
-    def cores(self) -> list[int]:
-        """The cores that the case has."""
-        cores = sorted(os.sched_getaffinity(0))
-        return cores[:1] if self.name == "one-thread" else cores
-
-    def keys(self, steps: int) -> dict[str, object]:
-        """The run's keys."""
-        return {
-            "model.preset": self.model,
-            "data.corpus": "synthetic",
-            "data.seq_len": SEQ_LEN,
-            "data.document_mask": "false",
-            "train.batch_tokens": SEQ_LEN * SEQUENCES,
-            "train.steps": steps,
-            "train.log_every": 1,
-            "precision.compute": self.precision,
-            **LAYOUTS[self.name],
-        }
-
-    def spec(self, steps: int) -> RunSpec:
-        return load(None, [(key, str(value)) for key, value in self.keys(steps).items()])
 
 
 @dataclass(frozen=True)
@@ -173,14 +127,9 @@ def python_of(side: Side) -> Path:
     return python
 
 
-def words_of(keys: Mapping[str, object]) -> list[str]:
-    """The words by which a command gets keys of a run."""
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-
-
 def our_program(case: Case, steps: int, folder: Path) -> Program:
     """`meshwright train`; its figures are in its folder when it has ended, see `read_ours`."""
-    words = words_of(case.keys(steps))
+    words = case.words(steps)
     command = [sys.executable, "-m", "meshwright", "train", *words, "--out", str(folder / "run")]
 
     def read(line: str, report: Report) -> None:
@@ -207,7 +156,7 @@ def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(case.cores) // case.processes))}
     if not side.venv:
         part = {"layout.dp": 1, "train.batch_tokens": SEQ_LEN * SEQUENCES // case.processes}
-        words = words_of(case.keys(steps + WARM) | part)  # no run ends before the steps that count have
+        words = case.words(steps + WARM, part)  # no run ends before the steps that count have
         command = [sys.executable, str(HERE / side.program), str(case.processes), str(folder), *words]
         return Program(command, case.cores, environment, folder, read_step)
     model = case.spec(steps).model
@@ -216,7 +165,7 @@ def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path
         **model.model_dump(include={"layers", "hidden", "ffn", "heads", "kv_heads", "vocab_size"}),
         "moe": moe, "seq_len": SEQ_LEN, "tokens": str(tokens), "steps": steps, "precision": case.precision,
         "layout": "one" if case.processes == 1 else case.name, "variant": side.variant,
-        "micro_batch": LAYOUTS[case.name]["layout.micro_batch"],
+        "micro_batch": case.layout["layout.micro_batch"],
     }  # fmt: skip
     file = folder / "job.json"
     file.write_text(json.dumps(given), encoding="utf-8")
@@ -416,10 +365,10 @@ def record(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", default=["small"], choices=["small", "base", "moe-small"])
+    parser.add_argument("--models", nargs="+", default=["small"], choices=MODELS)
     parser.add_argument("--precision", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--sides", nargs="+", help="parts of names, in their case; default all")
+    parser.add_argument("--sides", nargs="+", help="parts of names, capitals as there; default all")
     parser.add_argument("--rounds", type=int, default=2, help="how often all sides are started")
     parser.add_argument("--stretches", type=int, default=3, help="how often ours and another take turns then")
     parser.add_argument("--steps", type=int, default=3, help="steps of a stretch that count")
