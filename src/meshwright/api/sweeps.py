@@ -54,16 +54,7 @@ def sweep(
     from meshwright.report.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
-    if spec.outer.every:
-        raise UserError(
-            f"outer.every: {spec.outer.every}: a sweep compares layouts that sum gradients; give outer.every "
-            f"= 0, and verify islands without --sweep"
-        )
-    if spec.distil is not None:
-        raise UserError(
-            "distil: a sweep is of the student's layouts, and its teacher's is not among them; give --distil "
-            "none"
-        )
+    _refuse_what_no_sweep_compares(spec)
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
     if out is not None:
@@ -92,6 +83,20 @@ def sweep(
     if out is not None:
         write_atomically(out / "verify.json", json.dumps(result))
     return result
+
+
+def _refuse_what_no_sweep_compares(spec: RunSpec) -> None:
+    """Raise `UserError` for islands, and for a student, whose teacher has a layout of its own."""
+    if spec.outer.every:
+        raise UserError(
+            f"outer.every: {spec.outer.every}: a sweep compares layouts that sum gradients; give outer.every "
+            f"= 0, and verify islands without --sweep"
+        )
+    if spec.distil is not None:
+        raise UserError(
+            "distil: a sweep is of the student's layouts, and its teacher's is not among them; give --distil "
+            "none"
+        )
 
 
 def _checked(
