@@ -37,7 +37,7 @@ import torch
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.hardware.catalogue import cluster_of_gpu
-from meshwright.launch.env import process_group
+from meshwright.launch.process_group import process_group
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul

@@ -71,7 +71,8 @@ def work(jobs: Path, out: Path) -> None:
     """Train every layout of the jobs for some steps, round after round, as one rank of the world."""
     import torch
 
-    from meshwright.launch.env import keep_freed_memory, limit_threads, process_group, worker
+    from meshwright.launch.env import keep_freed_memory, limit_threads, worker
+    from meshwright.launch.process_group import process_group
     from meshwright.parallel.precision import use_fast_fp32_matmul
     from meshwright.parallel.process_groups import Groups
 

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.env import init_process_group, worker
+from meshwright.launch.env import worker
+from meshwright.launch.process_group import process_group
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.process_groups import Groups
 from meshwright.recover.supervisor import run_ranks
@@ -76,17 +77,14 @@ def run_rank(options: argparse.Namespace) -> None:
     index = place.rank if options.device == "cpu" else 0
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", 0)
     try:
-        init_process_group(replace(place, local_rank=index), options.device)
-        one = torch.ones(1, device=device)
-        dist.all_reduce(one)
-        assert float(one) == 2.0
+        with process_group(replace(place, local_rank=index), options.device):
+            one = torch.ones(1, device=device)
+            dist.all_reduce(one)
+            assert float(one) == 2.0
+            result: dict[str, object] = {"found": verify_cases(options.case, device)}
     except dist.DistBackendError as error:
-        result: dict[str, object] = {"refused": str(error)}
-    else:
-        result = {"found": verify_cases(options.case, device)}
+        result = {"refused": str(error)}
     options.out.joinpath(f"{place.rank}.json").write_text(json.dumps(result))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def main() -> None:

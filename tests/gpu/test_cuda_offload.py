@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.env import process_group
+from meshwright.launch.process_group import process_group
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import RunSpec, load
 from meshwright.spec.tiling import Tiling, tiled

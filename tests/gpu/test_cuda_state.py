@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.launch.env import process_group
+from meshwright.launch.process_group import process_group
 from meshwright.model.init import fill_
 from meshwright.model.splitmix64 import mix64_, stream
 from meshwright.parallel.mesh import Mesh, build_mesh

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch import env
-from meshwright.launch.env import Worker, fit_layout, process_group, resolve, worker
+from meshwright.launch import process_group as process_group_module
+from meshwright.launch.env import Worker, fit_layout, resolve, worker
+from meshwright.launch.process_group import process_group
 from meshwright.parallel import process_groups
 from meshwright.spec import UserError, load
 from meshwright.spec.load import from_tree
@@ -264,7 +266,7 @@ def test_gpus_memory_grows_in_segments_unless_the_user_says_how(
     given: dict[str, str], wanted: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set before CUDA is asked for anything: here it has no device, which is what ends the start."""
-    for name in env.ALLOCATOR:
+    for name in process_group_module.ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that it is as before when the test ends
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -272,7 +274,7 @@ def test_gpus_memory_grows_in_segments_unless_the_user_says_how(
     seen: list[dict[str, str]] = []
 
     def count() -> int:
-        seen.append({name: os.environ[name] for name in env.ALLOCATOR if name in os.environ})
+        seen.append({name: os.environ[name] for name in process_group_module.ALLOCATOR if name in os.environ})
         return 0
 
     monkeypatch.setattr("torch.cuda.device_count", count)

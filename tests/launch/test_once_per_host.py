@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.launch.env import init_process_group, worker
+from meshwright.launch.env import worker
+from meshwright.launch.process_group import process_group
 from meshwright.launch.world import once_per_host
 from meshwright.parallel.control import Connections, Control, MissingRanksError
 from meshwright.spec import UserError
@@ -23,48 +26,48 @@ RANKS = 3
 LIMIT_S = 2.0
 
 
-def join(rank: int, port: int) -> Control:
+@contextmanager
+def joined(rank: int, port: int) -> Iterator[Control]:
     """A control of this rank, in a world of two hosts: ranks 0 and 1, and rank 2."""
     environment = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environment.items()})
-    init_process_group(worker(), "cpu")
-    dist.barrier()
-    return Connections().control("test", RANKS, "scope", timedelta(seconds=LIMIT_S))
+    with process_group(worker()):
+        dist.barrier()
+        yield Connections().control("test", RANKS, "scope", timedelta(seconds=LIMIT_S))
 
 
 def rank_of(rank: int, port: int, folder: Path) -> None:
-    control = join(rank, port)
-    done = []
+    with joined(rank, port) as control:
+        done = []
 
-    def work() -> None:
-        done.append(rank)
-        if rank == 2:
-            time.sleep(1.5 * LIMIT_S)
-        (folder / f"{len(done)}-{rank}").write_text("")
-        if len(done) == 2 and rank == 2:
-            raise UserError("data.corpus: is damaged")
+        def work() -> None:
+            done.append(rank)
+            if rank == 2:
+                time.sleep(1.5 * LIMIT_S)
+            (folder / f"{len(done)}-{rank}").write_text("")
+            if len(done) == 2 and rank == 2:
+                raise UserError("data.corpus: is damaged")
 
-    once_per_host(control, work)
-    assert {path.name for path in folder.glob("1-*")} == {"1-0", "1-2"}
-    dist.barrier()
-    try:
         once_per_host(control, work)
-    except UserError as error:
-        (folder / f"error{rank}").write_text(str(error))
-    assert {path.name for path in folder.glob("2-*")} == {"2-0", "2-2"}
-    dist.destroy_process_group()
+        assert {path.name for path in folder.glob("1-*")} == {"1-0", "1-2"}
+        dist.barrier()
+        try:
+            once_per_host(control, work)
+        except UserError as error:
+            (folder / f"error{rank}").write_text(str(error))
+        assert {path.name for path in folder.glob("2-*")} == {"2-0", "2-2"}
 
 
 def rank_beside_a_dead_one(rank: int, port: int, folder: Path) -> None:
-    control = join(rank, port)
-    with pytest.raises(MissingRanksError) as raised:
-        once_per_host(control, lambda: rank == 2 and os.kill(os.getpid(), signal.SIGKILL))
-    (folder / f"error{rank}").write_text(str(raised.value))
-    end = time.monotonic() + 20
-    while len(list(folder.glob("error*"))) < 2 and time.monotonic() < end:  # rank 0 has the store
-        time.sleep(0.05)
-    os._exit(0)
+    with joined(rank, port) as control:
+        with pytest.raises(MissingRanksError) as raised:
+            once_per_host(control, lambda: rank == 2 and os.kill(os.getpid(), signal.SIGKILL))
+        (folder / f"error{rank}").write_text(str(raised.value))
+        end = time.monotonic() + 20
+        while len(list(folder.glob("error*"))) < 2 and time.monotonic() < end:  # rank 0 has the store
+            time.sleep(0.05)
+        os._exit(0)
 
 
 def test_a_host_that_dies_at_work_is_named(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.parallel.authentication import new_secret
 from meshwright.parallel.control import Control
+from meshwright.parallel.island_log import Entry, IslandLog
 from meshwright.parallel.mailbox import LostPeerError, Mailbox, Peer
-from meshwright.parallel.outer_log import Entry, IslandLog, LoggedArrivals
+from meshwright.parallel.outer_log import LoggedArrivals
 from meshwright.parallel.outer_quorum import Contribution
 from meshwright.spec import UserError
 from meshwright.spec.outer import OuterSpec
@@ -179,7 +181,7 @@ def test_a_lost_island_costs_the_others_nothing_but_its_tokens(tmp_path: Path) -
         thread.start()
     for thread in pair:
         thread.join(20)
-    del second.arrivals.mailbox  # as when its process dies
+    second.arrivals.mailbox.close()  # as when its process dies
     models.clear()
     began = time.monotonic()
     for number in (2, 3):
@@ -214,8 +216,9 @@ def test_an_entry_is_made_once(tmp_path: Path) -> None:
 
 
 def test_messages_arrive_whole_and_a_lost_mailbox_is_told() -> None:
-    box = Mailbox("127.0.0.1")
-    peer = Peer(box.address)
+    secret = new_secret()
+    box = Mailbox("127.0.0.1", secret)
+    peer = Peer(box.address, secret)
     sent = [torch.randn(3_000_000), torch.arange(5), torch.randn(2, 3, dtype=torch.float64)]
     peer.send("name", sent)
     assert box.has("name") and not box.has("other")
@@ -223,7 +226,9 @@ def test_messages_arrive_whole_and_a_lost_mailbox_is_told() -> None:
         assert found.equal(wanted)
     assert not box.has("name")
     with pytest.raises(LostPeerError, match="another process"):
-        Peer(box.address._replace(word="other"))
-    del box
+        Peer(box.address._replace(word="other"), secret)
+    with pytest.raises(LostPeerError, match="does not answer"):
+        Peer(box.address, new_secret())
+    box.close()
     with pytest.raises(LostPeerError, match="does not answer"):
         peer.send("name", sent)

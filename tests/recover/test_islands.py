@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.outer_log import Entry, IslandLog
+from meshwright.parallel.island_log import Entry, IslandLog
 from meshwright.recover.processes import process_state
 from small import spec_of
 

@@ -19,18 +19,19 @@ from meshwright.recover.supervisor import run_ranks
 from meshwright.train.signals import ECHO_SECONDS
 
 PROGRAM = """
-import os, subprocess, sys, time
+import os, stat, subprocess, sys, time
 from meshwright.spec import UserError
 
 def listening():
-    # Addresses that this rank, or its launcher's store, listens on (proc(5): hexadecimal, state 0A).
+    # Addresses that this rank listens on (proc(5): hexadecimal, state 0A), and its launcher's store.
     own = {os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.lexists(f.path)}
-    store = f"{int(os.environ['MASTER_PORT']):04X}"
+    store = os.stat(os.environ["MESHWRIGHT_STORE"])
+    yield "private" if stat.S_ISSOCK(store.st_mode) and not store.st_mode & 0o077 else "public"
     for table in ("tcp", "tcp6"):
         for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             address, port = local.split(":")
-            if state == "0A" and (port == store or f"socket:[{inode}]" in own):
+            if state == "0A" and f"socket:[{inode}]" in own:
                 yield address
 
 rank = int(os.environ["RANK"])
@@ -57,7 +58,8 @@ if mode == "kill" and rank == 1:
 if mode == "collective":
     import torch
     import torch.distributed as dist
-    from meshwright.launch.env import process_group, worker
+    from meshwright.launch.env import worker
+    from meshwright.launch.process_group import process_group
     with process_group(worker()) as group:
         value = torch.tensor([rank + 1.0])
         dist.all_reduce(value)
@@ -149,7 +151,10 @@ def test_ranks_meet_on_loopback_and_a_mistake_beside_a_broken_collective_is_told
     assert run_ranks(["collective", str(tmp_path)], 2, module=module) == Outcome(2, "the sum is 3")
     assert "Traceback" not in capfd.readouterr().err
     for rank in (0, 1):
-        assert set((tmp_path / f"listening{rank}").read_text().split()) == {"0100007F"}  # 127.0.0.1
+        assert set((tmp_path / f"listening{rank}").read_text().split()) == {
+            "private",
+            "0100007F",
+        }  # 127.0.0.1
 
 
 def test_an_executor_that_was_left_open_does_not_hold_a_rank(module: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from test_run import EXPERTS, Notes, spec_of
 import small
 from covering import marked
 from meshwright.checkpoint.directory import latest_step
+from meshwright.parallel.checksum import checksum
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import CorruptionError
@@ -23,7 +24,7 @@ from meshwright.train.loop import TrainingRun
 from meshwright.train.nonfinite import bad_state, buffers, locate
 from meshwright.train.replay import replay, replicas
 from meshwright.train.step import Step, Trainer
-from meshwright.train.vote import Divergence, Vote, checksum
+from meshwright.train.vote import Divergence, Vote
 from ranks import Ranks
 
 

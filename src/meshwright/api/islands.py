@@ -15,7 +15,7 @@ from rich.console import Console
 
 from meshwright.checkpoint.reader import newest_state
 from meshwright.launch.failure import KINDS, RanksFailed
-from meshwright.parallel.outer_log import Entry, IslandLog
+from meshwright.parallel.island_log import Entry, IslandLog
 from meshwright.recover.islands import Island, IslandsSupervisor, shares_of_cores
 from meshwright.report.record import EVENTS, RESULT, RUN, append_event, island_folder, write_atomically
 from meshwright.report.run_page import write_report

@@ -177,7 +177,7 @@ def train_worker(
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
-    with memory_errors_told(spec), mesh_of(spec) as mesh, ExitStack() as stack:
+    with memory_errors_told(spec), mesh_of(spec, folder=out) as mesh, ExitStack() as stack:
         stack.enter_context(flash_implementation(spec.train.flash_attention, mesh.device))
         first, ranks = mesh.control.rank == 0, mesh.control
         # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.

@@ -6,16 +6,12 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 AXES = ("dp", "replicate", "cp", "tp", "pp")
 """The axes whose product is the world size."""
@@ -27,9 +23,6 @@ _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4  # <malloc.h>
 
 _TUNABLES = "GLIBC_TUNABLES"
 _NO_SMALL_CACHE = "glibc.malloc.tcache_count=0"
-
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
-"""Variables that set torch's allocator on GPUs, whichever of them is given."""
 
 SUPERVISOR = "MESHWRIGHT_SUPERVISOR"
 """Set in ranks that have a supervisor, to a `Supervision` as JSON: they leave it to show their errors."""
@@ -229,90 +222,3 @@ def without_small_caches(environment: Mapping[str, str]) -> dict[str, str]:
     given = environment.get(_TUNABLES, "")
     tunables = given if "tcache_count" in given else ":".join(filter(None, (given, _NO_SMALL_CACHE)))
     return {**environment, _TUNABLES: tunables}
-
-
-def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
-    """Join the world: gloo on the CPU, NCCL on CUDA devices, where hosts talk over the store only.
-
-    NCCL's streams have high priority, so that a matrix product that fills the device does not delay messages.
-    A GPU's memory is allocated in segments that grow, so that buffers of other sizes leave no gaps, unless
-    the user has set the allocator.
-    Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
-    store is in its memory, and gloo, which always listens, does so on the loopback interface.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from meshwright.parallel.process_groups import TIMEOUT
-
-    if device_type not in ("cpu", "cuda"):
-        raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
-    backend, device, options = "gloo", None, None
-    if device_type == "cuda":
-        if not any(name in os.environ for name in ALLOCATOR):  # read when CUDA first allocates
-            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-        local_rank, found = (place.local_rank if place else 0), torch.cuda.device_count()
-        if local_rank >= found:
-            raise UserError(f"--nproc: rank {local_rank} of this machine has no GPU; it has {found}")
-        backend, device = "nccl", torch.device("cuda", local_rank)
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        torch.cuda.set_device(device)
-    if place is None or (place.launched and place.world_size == 1):
-        place = None
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        world: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}
-    else:
-        address = _address(os.environ)
-        world = {"init_method": "env://", "rank": place.rank, "world_size": place.world_size}
-    try:
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device, pg_options=options, **world)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if place is None:
-            raise
-        raise UserError(
-            f"MASTER_ADDR, MASTER_PORT: rank {place.rank} of {place.world_size} could not meet the others at "
-            f"{address} ({str(error).splitlines()[0].rstrip('.')}); give the address of rank 0's host and a "
-            f"free port there, and see that all ranks are started"
-        ) from error
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _address(given: Mapping[str, str]) -> str:
-    """Return host:port of rank 0 from MASTER_ADDR and MASTER_PORT. Raises `UserError` where one is wrong."""
-    host, port = given.get("MASTER_ADDR", ""), given.get("MASTER_PORT", "")
-    if not host:
-        raise UserError(
-            "MASTER_ADDR: it is not set; give the address of rank 0's host, or start with torchrun"
-        )
-    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise UserError(
-            f"MASTER_PORT: {port!r} is not a port; give a free one of {host}, from 1 to 65535, or start with "
-            f"torchrun"
-        )
-    return f"{host}:{port}"
-
-
-@contextmanager
-def process_group(place: Worker | None, device_type: str = "cpu") -> Iterator[ProcessGroup]:
-    """The world's group for the length of a block.
-
-    An error inside is recorded before the group goes down, so that it is older than the errors that its end
-    brings about in the other ranks.
-    """
-    import torch.distributed as dist
-
-    from meshwright.launch.failure import record
-
-    group = init_process_group(place, device_type)
-    try:
-        yield group
-        dist.barrier()  # no rank hangs up on one that still listens
-    except BaseException as error:
-        record(error)
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

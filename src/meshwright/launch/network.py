@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+import sys
 from contextlib import suppress
 
 from meshwright.spec import UserError
@@ -32,6 +33,16 @@ def own_address(given: str | None = None) -> tuple[str, str]:
             f"fastest network that they share"
         )
     return next(iter(outside.items()))
+
+
+def check_interface(name: str) -> None:
+    """Raise `UserError` if the interface that ranks are to listen on has no address on this host."""
+    if sys.platform == "linux" and name not in (found := _addresses()).values():
+        listed = ", ".join(f"{interface} ({address})" for address, interface in found.items()) or "none"
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME: the interface {name}, on which ranks of this host meet, has no address "
+            f"(those with one: {listed}); bring it up (ip link set {name} up), or name another one"
+        )
 
 
 def _addresses() -> dict[str, str]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, process_group, worker
+from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, worker
+from meshwright.launch.process_group import process_group
 from meshwright.model import cpu_kernels
 from meshwright.parallel.call_check import same_calls
 from meshwright.parallel.control import Control, new_scope
@@ -31,20 +32,23 @@ from meshwright.spec.teacher import teacher_of
 
 
 @contextmanager
-def device_of() -> Iterator[torch.device]:
-    """This process's device, in the world that torchrun describes, or alone; its group lasts as long."""
+def device_of(folder: Path | None = None) -> Iterator[torch.device]:
+    """This process's device, in the world that torchrun describes, or alone; its group lasts as long.
+
+    `folder` is one that all ranks have (`launch/rendezvous.py`).
+    """
     place = worker()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit_threads(place.local_world_size if place else 1)
     if kind == "cpu":
         keep_freed_memory()
-    with process_group(place, kind):
+    with process_group(place, kind, folder):
         use_fast_fp32_matmul(torch.device(kind))
         yield torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
 
 
 @contextmanager
-def groups_of(spec: RunSpec) -> Iterator[tuple[torch.device, Groups]]:
+def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch.device, Groups]]:
     """This rank's device and its groups in the world that torchrun describes, or of this process alone.
 
     Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
@@ -55,7 +59,7 @@ def groups_of(spec: RunSpec) -> Iterator[tuple[torch.device, Groups]]:
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     compute = formats(spec.precision).compute
-    with device_of() as device, products_in_fp32(device, compute):
+    with device_of(folder) as device, products_in_fp32(device, compute):
         if device.type == "cpu" and compute != torch.float64:
             cpu_kernels.library()  # compiled now, since the watch for hangs sees ranks that wait in a step
         groups = Groups(device.type, heartbeat=own_heartbeat())
@@ -68,12 +72,12 @@ def groups_of(spec: RunSpec) -> Iterator[tuple[torch.device, Groups]]:
 
 
 @contextmanager
-def mesh_of(spec: RunSpec, limit: timedelta | None = None) -> Iterator[Mesh]:
-    """The mesh of the layout over the world of `groups_of`.
+def mesh_of(spec: RunSpec, limit: timedelta | None = None, folder: Path | None = None) -> Iterator[Mesh]:
+    """The mesh of the layout over the world of `groups_of`; `folder` is one that all ranks have.
 
     With a `limit`, ranks wait no longer than it for each other, and their calls are compared (`same_calls`).
     """
-    with groups_of(spec) as (device, groups), mesh_on(spec, device, groups, limit) as mesh:
+    with groups_of(spec, folder) as (device, groups), mesh_on(spec, device, groups, limit) as mesh:
         yield mesh
 
 

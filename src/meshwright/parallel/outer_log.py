@@ -1,12 +1,12 @@
 """The order of exchanges by quorum, and who takes part: a log in the run's folder that islands append to.
 
-    islands/entry-<n>.json       entry n: an exchange, an island that joins, or one that leaves
-    islands/arrival-<k>.json     island k waits with what it moved by, which all members have
+An island appends entry n (`island_log.py`) only if it has followed all before it: so what it moved by has
+been sent to all members of that time, and none of them needs a word of it once the island is lost. Nobody
+leads: whoever of those that wait sees a quorum, and the time of grace over, appends the exchange.
 
-An entry is a hard link to a whole file, which only one of several islands can make, and never changes. An
-island appends entry n only if it has followed all before it: so what it moved by has been sent to all members
-of that time, and none of them needs a word of it once the island is lost. Nobody leads: whoever of those that
-wait sees a quorum, and the time of grace over, appends the exchange.
+Entries of exchanges and arrivals carry a checksum of the anchors and the outer momentum, which are equal on
+all islands to the bit. An island that has others than most starts again, and takes theirs; where no majority
+is at hand, all that differ do.
 
 An island that joins gets the anchors and the momentum from the first member, and follows from there. Where no
 member is left its own are the run's, and the anchors go on from its checkpoint.
@@ -14,29 +14,22 @@ member is left its own are the run's, and the anchors go on from its checkpoint.
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from meshwright import atomic
+from meshwright.parallel.checksum import checksum_of
 from meshwright.parallel.control import Control
+from meshwright.parallel.island_log import Arrival, Entry, IslandLog
 from meshwright.parallel.mailbox import Address, LostPeerError, Mailbox, Peer
 from meshwright.parallel.outer_quorum import Contribution, MergedExchange, QuorumOuter
 from meshwright.spec import UserError
-from meshwright.spec.files import parse_json
 from meshwright.spec.outer import OuterSpec
-from meshwright.spec.records import Integer, Record, read
 
 Tell = Callable[[str, dict[str, Any]], None]
 POLL_S = 0.02
@@ -51,95 +44,17 @@ TURN_S = 20.0
 """Longest time that the other ranks of an island wait for a word of rank 0."""
 
 
-@dataclass(frozen=True)
-class Entry(Record):
-    """An entry of the log: `island` joins or leaves, or `contributions` are exchanged.
-
-    `addresses` are the mailboxes of the ranks of an island that joins; `restored` is true where its state is
-    the run's, and `outer_step` has its keys of `OUTER_STEP`. A contribution is (island, base, tokens, number
-    of its arrival). `reason` says why an island leaves, "done" or "lost"; `at` is a time in seconds since
-    1970.
-    """
-
-    kind: Literal["join", "leave", "exchange"]
-    island: int = -1
-    addresses: tuple[tuple[str, int, str], ...] = ()
-    restored: bool = False
-    outer_step: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    contributions: tuple[tuple[int, int, int, int], ...] = ()
-    at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Arrival(Record):
-    """Island `island` waits, for the `number`-th time since it joined at entry `joined`, with what it moved
-    by, which `members` have."""
-
-    island: Integer
-    number: Integer
-    joined: Integer
-    base: Integer
-    tokens: Integer
-    members: tuple[Integer, ...]
-
-
 class _Member:
     """An island that takes part since entry `joined`; `done` exchanges, of `arrivals` arrivals."""
 
-    def __init__(self, address: Address, joined: int, done: int) -> None:
+    def __init__(self, address: Address, secret: bytes, joined: int, done: int) -> None:
         self.joined, self.done, self.arrivals, self.lost = joined, done, 0, False
-        self._address = address
+        self._address, self._secret = address, secret
 
     @cached_property
     def peer(self) -> Peer:
         """The mailbox of this rank's counterpart. Raises `LostPeerError`."""
-        return Peer(self._address)
-
-
-class IslandLog:
-    """The files of the log in `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self, number: int) -> Entry | None:
-        """Entry `number`, from 0; None while it is not there."""
-        return self._read(Entry, f"entry-{number:08d}.json")
-
-    def append(self, number: int, entry: Entry) -> bool:
-        """Make `entry` the entry `number`; False if another one is."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        whole = self.folder / f".{secrets.token_hex(8)}"
-        whole.write_text(json.dumps(asdict(entry)), encoding="utf-8")
-        try:
-            os.link(whole, self.folder / f"entry-{number:08d}.json")
-        except FileExistsError:
-            return False
-        finally:
-            whole.unlink()
-        return True
-
-    def entries(self) -> Iterator[Entry]:
-        """All entries, in order."""
-        number = 0
-        while (entry := self.read(number)) is not None:
-            yield entry
-            number += 1
-
-    def arrive(self, arrival: Arrival) -> None:
-        """Tell the others of an arrival, in place of this island's last one."""
-        atomic.write(self.folder / f"arrival-{arrival.island}.json", json.dumps(asdict(arrival)))
-
-    def arrival(self, island: int) -> Arrival | None:
-        """The last arrival of an island."""
-        return self._read(Arrival, f"arrival-{island}.json")
-
-    def _read(self, kind: type[Any], name: str) -> Any:
-        path = self.folder / name
-        with suppress(FileNotFoundError):
-            return read(kind, parse_json(path.read_text(encoding="utf-8")), str(path))
-        return None
+        return Peer(self._address, self._secret)
 
 
 class LoggedArrivals:
@@ -155,7 +70,8 @@ class LoggedArrivals:
     ) -> None:
         self.log, self.island, self.outer = log, island, outer
         self._control, self._tell, self._heartbeat = control, tell, control.heartbeat
-        self.mailbox = Mailbox(host)
+        self._secret = log.secret()
+        self.mailbox = Mailbox(host, self._secret)
         self._next = 0
         """Number of the first entry that this island has not followed."""
         self._members: dict[int, _Member] = {}
@@ -167,6 +83,8 @@ class LoggedArrivals:
         self._quorum_at: float | None = None
         self._asked = 0.0
         self._outer: QuorumOuter | None = None
+        self._anchors = ""
+        """Checksum of the anchors and the outer momentum of all ranks, on rank 0."""
 
     # Joining and leaving ------------------------------------------------------------------------------
 
@@ -226,7 +144,7 @@ class LoggedArrivals:
             return False
         try:
             for address in entry.addresses:
-                Peer(Address(*address))
+                Peer(Address(*address), self._secret)
         except LostPeerError:
             return False
         return True
@@ -277,6 +195,7 @@ class LoggedArrivals:
         self._arrivals += 1
         self._quorum_at, self._waits = None, None
         self._heartbeat.phase("start")  # the watch for hangs sets no limit to this phase
+        self._sum_anchors()
         sent: set[int] = set()
         while True:
             command = self._control.broadcast(self._command(own, sent) if self._control.rank == 0 else None)
@@ -288,19 +207,26 @@ class LoggedArrivals:
                 entry = self._entry()
                 if entry.kind == "exchange":
                     yield self._merged(entry, moved)
+                    self._sum_anchors()
                 self._note(entry)
                 continue
+            if isinstance(command, str):
+                raise RuntimeError(command)
             sent.update(command)
             lost = [island for island in command if not self._sends(island, self._name(self.island), moved)]
             for island in {island for listed in self._control.gather(lost) for island in listed}:
                 self._members[island].lost = True
 
     def _command(self, own: Contribution, sent: set[int]) -> list[int] | str | None:
-        """The next thing to do: members to send to, "follow" the next entry, "wait", or None to go on."""
+        """The next thing to do: members to send to, "follow" the next entry, "wait", or None to go on.
+
+        Any other text says why this island starts again.
+        """
         waits, limit = self._members[self.island].arrivals < self._arrivals, time.monotonic() + TURN_S
         while time.monotonic() < limit:
-            if self.log.read(self._next) is not None:
-                return "follow"
+            if (entry := self.log.read(self._next)) is not None:
+                other = entry.kind == "exchange" and entry.anchors not in ("", self._anchors)
+                return self._differs([row[0] for row in entry.contributions]) if other else "follow"
             others = [island for island in self._members if island != self.island]
             lost = next((island for island in others if self._members[island].lost), None)
             if lost is not None:
@@ -310,9 +236,12 @@ class LoggedArrivals:
                 return None
             if waits and (missing := [island for island in others if island not in sent]):
                 return missing
+            if waits and (differing := self._outvoted(own)):
+                return self._differs(differing)
             if waits and (ready := self._enough(own)):
                 listed = tuple((each.island, each.base, each.tokens, each.number) for each in ready)
-                self.log.append(self._next, Entry("exchange", contributions=listed, at=time.time()))
+                exchange = Entry("exchange", contributions=listed, at=time.time(), anchors=self._anchors)
+                self.log.append(self._next, exchange)
                 continue
             if time.monotonic() - self._asked > ASK_S:
                 self._asked = time.monotonic()
@@ -336,17 +265,51 @@ class LoggedArrivals:
 
     def _ready(self, own: Contribution) -> list[Arrival]:
         """Arrivals of members that wait, and whose part all members have; this island is one of them."""
-        members, at = set(self._members), self._members[self.island].joined
-        mine = Arrival(self.island, self._arrivals, at, own.base, own.tokens, tuple(sorted(members)))
+        members, mine = set(self._members), self._own_arrival(own)
+        found = [each for each in self._others_arrivals() if members <= set(each.members)]
+        same = [each for each in found if each.followed != mine.followed or each.anchors == mine.anchors]
+        return sorted([mine, *same], key=lambda arrival: arrival.island)
+
+    def _own_arrival(self, own: Contribution) -> Arrival:
+        """This island's arrival, which the others can read."""
+        members, at = tuple(sorted(self._members)), self._members[self.island].joined
+        numbers = self._arrivals, at, own.base, own.tokens
+        mine = Arrival(self.island, *numbers, members, self._next, self._anchors)
         if mine != self._waits:
             self.log.arrive(mine)
             self._waits = mine
-        found = [mine]
+        return mine
+
+    def _others_arrivals(self) -> list[Arrival]:
+        """Arrivals of the other members that wait."""
+        found = []
         for island, member in self._members.items():
             arrival = None if island == self.island else self.log.arrival(island)
             if arrival is not None and arrival.joined == member.joined and arrival.number > member.arrivals:
-                found += [arrival] if members <= set(arrival.members) else []
-        return sorted(found, key=lambda arrival: arrival.island)
+                found.append(arrival)
+        return found
+
+    def _outvoted(self, own: Contribution) -> list[int]:
+        """Islands that wait with other anchors after the same entries, where this one has no majority."""
+        mine = self._own_arrival(own)
+        alike = [each for each in self._others_arrivals() if each.followed == mine.followed]
+        others = [each.island for each in alike if each.anchors != mine.anchors]
+        return others if 2 * len(others) >= 1 + len(alike) else []
+
+    def _differs(self, islands: Sequence[int]) -> str:
+        """Tell that the anchors of this island are not those of others; returns why it starts again."""
+        others = " and ".join(map(str, islands))
+        sentence = (
+            f"the anchors of island {self.island} are not those of island {others}, which must be equal to "
+            f"the bit: memory or arithmetic of a machine is at fault; it starts again, and takes theirs"
+        )
+        self._tell("divergence", {"island": self.island, "islands": [*islands], "message": sentence})
+        return sentence
+
+    def _sum_anchors(self) -> None:
+        assert self._outer is not None
+        sums = self._control.gather(f"{checksum_of(self._outer.agreed()):016x}")
+        self._anchors = hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16] if sums else ""
 
     def _may_go_on(self) -> bool:
         """False while this island is too far ahead of the slowest one."""
@@ -386,7 +349,7 @@ class LoggedArrivals:
         elif entry.kind == "join":
             least = min((member.done for member in self._members.values()), default=0)
             address = Address(*entry.addresses[self._control.rank])
-            self._members[entry.island] = _Member(address, self._next - 1, least)
+            self._members[entry.island] = _Member(address, self._secret, self._next - 1, least)
             if not entry.restored:
                 self._joining[entry.island] = -1
         else:

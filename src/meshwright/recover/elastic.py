@@ -17,13 +17,17 @@ from typing import Any
 
 from meshwright.launch.failure import Outcome
 from meshwright.launch.scratch import scratch_folder
-from meshwright.recover.generation import End, Generation, Job, Place, Tell, listen, stopped_by
+from meshwright.parallel.authentication import shared_secret
+from meshwright.parallel.store_server import StoreServer, endpoint_of
+from meshwright.recover.generation import End, Generation, Job, Place, Tell, stopped_by
 from meshwright.recover.membership import LOST_S, NOBODY, Decision, Host, Membership, State, World, decide
 from meshwright.recover.restarts import RestartPolicy
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.supervisor import stop_requests
 from meshwright.recover.zygote import Zygote, ZygoteLostError
 
+SECRET_FILE = "secret"
+"""File of the common folder with the secret of the run's stores, for this user alone."""
 LOOK_S, BEAT_S = 0.25, 1.0
 """Time between looks at the other hosts, and between signs of life."""
 GATHER_S = 10.0
@@ -59,7 +63,9 @@ class HostSupervisor:
         self.job, self.host = job, host
         self.members = Membership(job.folder, host.name)
         self._policy = RestartPolicy(job.of(True, job.sizes[-1]).recovery.max_restarts)
-        self._store = listen(host.address)
+        self.members.folder.mkdir(parents=True, exist_ok=True)
+        self._secret = shared_secret(self.members.folder / SECRET_FILE)
+        self._store = StoreServer(host.address, self._secret)
         """The store of the next generation, if this host is the first of it."""
         self._first = 0
         """Number of the first generation that this host can be part of."""
@@ -75,7 +81,6 @@ class HostSupervisor:
     def run(self) -> Outcome:
         """Take part until the run has ended, or a signal takes this host out of it; returns the outcome."""
         began = self._came_at = time.monotonic()
-        self.members.folder.mkdir(parents=True, exist_ok=True)
         with (
             stop_requests() as asked,
             scratch_folder() as folder,
@@ -84,6 +89,7 @@ class HostSupervisor:
         ):
             stack.callback(self._close_zygote)
             stack.callback(self.members.remove, self.host.name)
+            stack.callback(lambda: self._store.close())
             self.members.look(began)
             self._first = self.members.world.number + 1 if self.members.world is not None else 0
             while True:
@@ -143,11 +149,11 @@ class HostSupervisor:
             memory.drop_snapshots()
         index, kept = world.hosts.index(self.host.name), self._store
         if index == 0:  # the generation's store is this host's, which opens another for the next one
-            self._store = listen(self.host.address)
+            self._store = StoreServer(self.host.address, self._secret)
         self._say("running", generation=world.number, steps=0, port=self._store.port, outcome=Outcome())
-        ranks, address = self.host.ranks, world.address
+        ranks, store = self.host.ranks, endpoint_of(world.address, world.port)
         size = len(world.hosts) * ranks
-        place = Place(address, world.port, index * ranks, size, self.host.interface, LEASE_S)
+        place = Place(store, self._secret, index * ranks, size, self.host.interface, LEASE_S)
         job = self.job.of(number == 0, len(world.hosts))
         generation = Generation(
             number, job, place, memory, began, folder / f"generation-{number}", self.job.tell
@@ -173,7 +179,8 @@ class HostSupervisor:
             self._close_zygote()
             return End(Outcome(1, str(error)), generation.steps, time.monotonic())
         finally:
-            del kept
+            if kept is not self._store:
+                kept.close()
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:

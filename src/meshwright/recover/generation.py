@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.launch.env import LOOPBACK, SUPERVISOR, Supervision
 from meshwright.launch.failure import Outcome, RankEnd, last_words, outcome
+from meshwright.launch.rendezvous import SECRET, STORE
 from meshwright.parallel.heartbeat import Beat
 from meshwright.profile.cgroup import oom_kills
 from meshwright.recover.faults import Plan
@@ -25,9 +24,6 @@ from meshwright.recover.slow import SlowWatch
 from meshwright.recover.zygote import Ended, RankProcess, Started, Zygote, ZygoteLostError
 from meshwright.spec.sections import RecoverySpec
 from meshwright.train.signals import ECHO_SECONDS, OTHER_ECHO_SECONDS
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 POLL_S = 0.05
 ECHO_S = 0.5
@@ -61,14 +57,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """This host's ranks in their world: the number of the first, and where the world's store listens.
+    """This host's ranks in their world: the number of the first, and the world's store with its secret.
 
-    `port` None is that of a world of one rank, which has its store to itself. `world_size` None is that of
-    the job; `interface` is the one that ranks listen on.
+    `store` is the endpoint of a `StoreServer`; None in a world of one rank, which has its store to itself.
+    `world_size` None is that of the job; `interface` is the one that ranks listen on.
     """
 
-    address: str
-    port: int | None
+    store: str | None
+    secret: bytes = field(default=b"", repr=False)
     first_rank: int = 0
     world_size: int | None = None
     interface: str = LOOPBACK
@@ -197,10 +193,9 @@ class Generation:
             "WORLD_SIZE": str(place.world_size or self.job.nproc),
             "LOCAL_RANK": str(number),
             "LOCAL_WORLD_SIZE": str(self.job.nproc),
-            **({} if place.port is None else {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}),
+            **({} if place.store is None else {STORE: place.store, SECRET: place.secret.hex()}),
             "GLOO_SOCKET_IFNAME": place.interface,
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", place.interface),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the supervisor holds the store, and rank 0 joins it
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
             "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
             SUPERVISOR: json.dumps(asdict(self._supervision)),
@@ -296,23 +291,3 @@ class Generation:
             text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
             found.append(f"rank {number}:\n{text or 'it has written none'}\n")
         return "\n".join(found)
-
-
-def listen(address: str) -> TCPStore:
-    """Return a store for a generation, which listens at `address` and a port of the system's choice.
-
-    torch's own store listens on every interface. Here the listening socket is bound first, and then given to
-    the store.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    with socket.create_server((address, 0)) as listener:
-        port, descriptor = listener.getsockname()[1], listener.detach()
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=timedelta(minutes=5),
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-    )

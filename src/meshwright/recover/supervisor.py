@@ -1,6 +1,6 @@
 """Supervision of the ranks of this host: start them, watch them, end with them, and start them again.
 
-A start of all ranks is a generation (`generation.py`). Each has a store of its own on a new port, since
+A start of all ranks is a generation (`generation.py`). Each has a store and a secret of its own, since
 addresses of dead ranks in an old one would make the next hang, and its ranks are forked from a process that
 has imported everything (`zygote.py`). When a rank fails or hangs, all are killed: what they need to go on is
 in a snapshot or in a checkpoint, and a collective that lost a rank cannot be interrupted on every backend.
@@ -23,16 +23,15 @@ from typing import Any
 
 from meshwright.launch.failure import Outcome
 from meshwright.launch.scratch import scratch_folder
+from meshwright.parallel.store_server import StoreServer
 from meshwright.recover.faults import Plan
-from meshwright.recover.generation import End, Generation, Job, Place, Tell, listen, stopped_by
+from meshwright.recover.generation import End, Generation, Job, Place, Tell, stopped_by
 from meshwright.recover.restarts import RestartPolicy
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.zygote import Zygote, ZygoteLostError
 from meshwright.spec import UserError
 from meshwright.spec.errors import STOP_SIGNALS
 from meshwright.spec.sections import RecoverySpec
-
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -107,10 +106,12 @@ class Supervisor:
         """Run one generation, with a new zygote where there is none."""
         tell = self.restarts.tell if self.restarts is not None else None
         faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
-        # It imports for seconds; so does a store, meanwhile.
         self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
-        store = listen(HOST) if self.job.nproc > 1 else None
-        place, known = Place(HOST, None if store is None else store.port), self._step_seconds
+        folder.mkdir()
+        known, place, store = self._step_seconds, Place(None), None
+        if self.job.nproc > 1:
+            store = StoreServer(folder)
+            place = Place(store.endpoint, store.secret)
         generation = Generation(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
             return generation.run(self._zygote, asked)
@@ -120,6 +121,8 @@ class Supervisor:
             return End(found, generation.steps, time.monotonic())
         finally:
             self._step_seconds = generation.step_seconds
+            if store is not None:
+                store.close()
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:

@@ -26,8 +26,9 @@ from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader, SplitReader
 from meshwright.data.verification import Check
 from meshwright.parallel.flat_param import Stored
+from meshwright.parallel.island_log import IslandLog
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.outer_log import IslandLog, LoggedArrivals
+from meshwright.parallel.outer_log import LoggedArrivals
 from meshwright.parallel.outer_quorum import QuorumOuter
 from meshwright.profile.machine import free_memory
 from meshwright.spec import RunSpec, UserError

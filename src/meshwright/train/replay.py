@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import TENSORS, Batch
+from meshwright.parallel.checksum import checksum
 from meshwright.parallel.collectives import gather_rows, start_broadcast
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.train.step import Trainer
 from meshwright.train.trace import FORWARD, Place, StepTracer
-from meshwright.train.vote import checksum
 
 
 @dataclass(frozen=True)

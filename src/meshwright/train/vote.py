@@ -20,14 +20,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from meshwright.parallel.checksum import checksum
 from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.train.nonfinite import buffers
 from meshwright.train.step import Trainer
-
-_CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Words of one part of a checksum: on a CPU those whose products fit into the cache."""
 
 
 @dataclass(frozen=True)
@@ -159,22 +157,3 @@ def _ranks_alike(slot: ParamSlot, mesh: Mesh) -> Axis | None:
     if piece.copies == 1 or (mesh.device.type == "cuda" and not piece.summed):
         return None
     return mesh.tensor if piece.copies == mesh.tensor.size else mesh.copies
-
-
-@torch.no_grad()
-def checksum(flat: Tensor) -> Tensor:
-    """A sum of the bits of 8 bytes at a time, each times an odd number of its place, modulo 2^64: int64, ().
-
-    A change within 8 bytes always changes it, as an odd factor loses no bit; several changes cancel out by
-    accident once in some 2^63. It depends on the order of elements, unlike the sums of `train/digest.py`, and
-    takes a fifth of their time.
-    """
-    if flat.nbytes % 8 or flat.data_ptr() % 8:
-        flat = torch.cat([flat, flat.new_zeros(-flat.nbytes % 8 // flat.element_size())])
-    words = flat.view(torch.int64)
-    size = max(1, min(len(words), _CHUNK_WORDS[flat.device.type]))
-    odd = torch.arange(1, 2 * size, 2, device=flat.device)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(words.split(size)):
-        total += (chunk * odd[: len(chunk)]).sum() * (2 * number + 1)
-    return total
