@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, Lease
+from meshwright.checkpoint import store as store_module
+from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.inspect import verify_checkpoint
+from meshwright.checkpoint.manifest import Part, PartFile
 from meshwright.checkpoint.save_plan import local_chunks
 from meshwright.parallel.control import Connections, Control, new_scope
 from meshwright.parallel.mesh import Mesh
@@ -265,7 +269,36 @@ def a_partial_tensor_is_refused_on_all_ranks(control: Control, directory: Path) 
     store.close()
 
 
+def what_changes_on_its_way_is_not_published(control: Control, directory: Path) -> None:
+    """A digest of rank 2's that changes before its part is written, or after that in the report of it."""
+    tensors = placed(full_tensors(), init_device_mesh("cpu", (4,)), (Shard(0),))
+    store = CheckpointStore(directory, 3, control)
+    store.save(1, tensors, {"step": 1})
+    kept, reported = Part.of, store_module.report
+
+    def other_row(gathered: list[list[list[object]]], first: int) -> Part:
+        if gathered:
+            gathered[2][0][-1] = "0" * 64
+        return kept(gathered, first)
+
+    def other_digest(part: Part, file: PartFile) -> dict[str, object]:
+        return reported(part, file._replace(sha256="0" * 64))
+
+    for patched in (
+        patch.object(Part, "of", other_row),
+        patch.object(store_module, "report", other_digest),
+    ):
+        with patched, pytest.raises(SaveError, match=r"part-00000\.json .* does not list what rank"):
+            store.save(2, tensors, {"step": 2})
+    dist.barrier()
+    assert steps(store) == [1] and not leftovers(directory)
+    store.save(2, tensors, {"step": 2})
+    assert steps(store) == [1, 2]
+    store.close()
+
+
 BODIES = [
+    what_changes_on_its_way_is_not_published,
     chunks_are_the_places_of_local_elements,
     any_layout_loads_into_any_other,
     fewer_ranks_load_what_four_wrote,

@@ -191,6 +191,53 @@ def test_a_lost_island_costs_the_others_nothing_but_its_tokens(tmp_path: Path) -
     assert ("island_lost", 1) in first.told
 
 
+@pytest.mark.parametrize("islands", [2, 3])
+def test_an_island_with_other_anchors_starts_again_and_takes_those_of_most(
+    tmp_path: Path, islands: int
+) -> None:
+    """Of three islands the others go on; of two none is known to be right, so both end."""
+    outer: dict[str, Any] = {"quorum": 2, "grace_seconds": 3.0}
+    models = [Model(tmp_path, number, **outer) for number in range(islands)]
+    run_together([lambda model=model: model.join(islands) for model in models])  # type: ignore[misc]
+    run_together([lambda model=model: model.step(1) for model in models])  # type: ignore[misc]
+    assert len({tuple(model.anchor.tolist()) for model in models}) == 1
+    models[1].anchor[2] += 1e-3
+    failed: dict[int, str] = {}
+
+    def step(model: Model) -> None:
+        try:
+            model.step(2)
+        except RuntimeError as error:
+            failed[model.number] = str(error)
+            model.arrivals.mailbox.close()  # as when its process ends
+
+    run_together([lambda model=model: step(model) for model in models])  # type: ignore[misc]
+    assert "the anchors of island 1 are not those of island" in failed[1]
+    assert ("divergence", 1) in models[1].told
+    if islands == 2:
+        assert sorted(failed) == [0, 1]
+        return
+    assert sorted(failed) == [1] and models[0].anchor.equal(models[2].anchor)
+    again = Model(tmp_path, 1, **outer)
+    joining = threading.Thread(target=again.join, args=(3,), daemon=True)
+    joining.start()
+    time.sleep(0.3)
+    run_together([lambda: models[0].step(3), lambda: models[2].step(3)])  # which serves it on the way
+    joining.join(20)
+    assert not joining.is_alive()
+    run_together([lambda model=model: model.step(4) for model in (models[0], again, models[2])])  # type: ignore[misc]
+    assert again.anchor.equal(models[0].anchor) and again.merged == models[0].merged
+
+
+def run_together(works: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def test_the_last_island_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     first = Model(tmp_path, 0, quorum=1)
     first.join(1)

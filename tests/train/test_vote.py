@@ -244,3 +244,41 @@ def test_of_two_replicas_the_one_that_computes_wrongly_is_named(
     for error, (event,) in ranks.run(spec.layout, miscomputed, spec, tmp_path, 1, module, steady):
         assert told.replace("%", event["hosts"][0]) in error
         assert event["certain"] is False and f"({event['computation']})" in error
+
+
+def flipped_anchor(
+    mesh: Mesh, spec: RunSpec, out: Path, rank: int, prefix: str
+) -> tuple[str, list[list[int]]]:
+    """The error of a run in which a bit of what islands agreed on flips on `rank` after step 4, and the ranks
+    that it names."""
+    notes = Notes()
+    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    step, outer = run.trainer.step, run.trainer.outer
+    assert outer is not None
+
+    def spoil(*arguments: Any) -> Step:
+        result = step(*arguments)
+        if run.done + 1 == 4 and mesh.rank == rank:
+            flip(next(flat for found, _, flat in outer.agreed_parts() if found == prefix), 5, 20)
+        return result
+
+    run.trainer.step = spoil  # type: ignore[method-assign]
+    try:
+        run.execute(None)
+    except CorruptionError as error:
+        return str(error), [fields["ranks"] for kind, fields in notes.events if kind == "divergence"]
+    return "", []
+
+
+@pytest.mark.parametrize("prefix", ["the anchor of ", "the outer momentum of "])
+@pytest.mark.parametrize(("islands", "named"), [(2, [0, 1]), (3, [1])])
+def test_islands_that_differ_in_what_they_agreed_on_are_found_before_that_is_saved(
+    ranks: Ranks, corpus: Path, tmp_path: Path, prefix: str, islands: int, named: list[int]
+) -> None:
+    flags = {"layout__replicate": islands, "outer__every": 2, "checkpoint__every": 2}
+    spec = spec_of(corpus, **flags, train__batch_tokens=96 * islands)
+    found = ranks.run(spec.layout, flipped_anchor, spec, tmp_path, 1, prefix)
+    for sentence, _ in found:
+        assert sentence.startswith(f"after step 4 {prefix}") and "is not saved" in sentence
+    assert found[0][1] == [named]
+    assert latest_step(spec.checkpoint.folder(tmp_path)) == 2

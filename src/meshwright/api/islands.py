@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -20,7 +20,7 @@ from meshwright.recover.islands import Island, IslandsSupervisor, shares_of_core
 from meshwright.report.record import EVENTS, RESULT, RUN, append_event, island_folder, write_atomically
 from meshwright.report.run_page import write_report
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.errors import REQUEUE, Stopped
+from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train.loop import ISLANDS
 
 Result = dict[str, Any]
@@ -149,6 +149,7 @@ def _joined(spec: RunSpec, out: Path, islands: dict[int, Island]) -> Result:
         for island in ended
     }
     last = max(ended, key=lambda island: results[island]["exchanges"])
+    _check_models(out, results)
     kept = ("steps", "exchanges", "lateness", "restarts")
     rows = [
         {
@@ -170,6 +171,22 @@ def _joined(spec: RunSpec, out: Path, islands: dict[int, Island]) -> Result:
     write_atomically(out / RESULT, json.dumps(result, indent=2) + "\n")
     _give_model(spec, out, last)
     return result
+
+
+def _check_models(out: Path, results: dict[int, Result]) -> None:
+    """Raise `CorruptionError` where islands that ended after the same exchanges have other models."""
+    of_exchanges: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for island, result in sorted(results.items()):
+        of_exchanges[result["exchanges"]][result["parameters_sha256"]].append(island)
+    for exchanges, models in of_exchanges.items():
+        if len(models) > 1:
+            listed = "; ".join(f"{', '.join(map(str, k))}: {digest[:12]}" for digest, k in models.items())
+            sentence = (
+                f"islands ended with other models after the same {exchanges} exchanges ({listed}): memory or "
+                f"arithmetic of a machine is at fault; go on from earlier checkpoints of one island"
+            )
+            append_event(out, "divergence", {"islands": sorted(results), "message": sentence}, alone=False)
+            raise CorruptionError(sentence)
 
 
 def _give_model(spec: RunSpec, out: Path, island: int) -> None:

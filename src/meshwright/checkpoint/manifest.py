@@ -266,6 +266,18 @@ def _from_version_1(old: _Version1) -> Manifest:
     return manifest
 
 
+def lists(content: bytes, rank: int, rows: Sequence[Sequence[Any]]) -> bool:
+    """True if a part's text has exactly these rows (`Part.of`) for the file of `rank`."""
+    file = rank_file(rank)
+    found = [
+        [name, offsets, sizes, start, length, digest]
+        for name, pieces in json.loads(content)["tensors"].items()
+        for offsets, sizes, of, start, length, digest in pieces
+        if of == file
+    ]
+    return sorted(found) == sorted(json.loads(json.dumps(rows)))
+
+
 def report(part: Part, file: PartFile) -> dict[str, Any]:
     """Return a part's summary for the root, as JSON: its file, and each tensor's bytes and its hull."""
     hulls: dict[Rectangle, int] = {}

@@ -7,9 +7,9 @@
     DIR/lease.json, lease.lock           who may write
 
 A save: every rank writes its own pieces into a directory with a temporary name and syncs them; one of every
-few ranks lists theirs in a part of the manifest; rank 0 writes the root over the parts, syncs the directory,
-and renames once; then LATEST is replaced and old checkpoints are removed. A reader sees a whole checkpoint or
-none. Nothing is pickled.
+few ranks lists theirs in a part of the manifest, which each compares with what it wrote; rank 0 writes the
+root over the parts, syncs the directory, and renames once; then LATEST is replaced and old checkpoints are
+removed. A reader sees a whole checkpoint or none. Nothing is pickled.
 
 Training waits for the copy to host memory only; the rest happens behind it (CheckFreq, Mohan et al. 2021).
 """
@@ -49,7 +49,7 @@ from meshwright.checkpoint.disk import (
 )
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, SaveError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
+from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, lists, report
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
@@ -285,7 +285,10 @@ class CheckpointStore:
             count = max(tiling().manifest_ranks, -(-self._ranks.size // PARTS))
             listed = self._ranks.gather(rows, within=count)
             part = self._ranks.together(lambda: self._write_part(temporary, step, listed))
-            parts = self._ranks.gather(part)
+            parts = [each for each in self._ranks.gather(part) if each is not None]
+            files = self._ranks.broadcast([list(each["file"]) for each in parts])
+            first = self._ranks.rank - self._ranks.rank % count
+            self._ranks.together(lambda: self._check_part(temporary, step, files, first, rows))
             self._ranks.on_first(lambda: self._publish(temporary, step, json.loads(state), parts))
             self.published = step
         except Exception:
@@ -321,9 +324,29 @@ class CheckpointStore:
             self._disk.write_file(temporary / file.file, memoryview(content))
         return report(part, file)
 
+    def _check_part(
+        self, temporary: Path, step: int, files: list[list[Any]], first: int, rows: list[list[Any]]
+    ) -> None:
+        """Raise `SaveError` unless the part that is to be published lists the `rows` of this rank's pieces.
+
+        `files` are the parts of the root; rank `first` wrote this rank's.
+        """
+        name, content = part_file(first), b""
+        if not rows:
+            return
+        with self._explained("check", step):
+            content = (temporary / name).read_bytes()
+        told = [name, len(content), hashlib.sha256(content).hexdigest()]
+        if told not in files or not lists(content, self._ranks.rank, rows):
+            raise SaveError(
+                f"{name} of the checkpoint of step {step} in {self.directory} does not list what rank "
+                f"{self._ranks.rank} wrote, so it is not published: memory, a disk or the network changed "
+                f"it; earlier checkpoints are kept"
+            )
+
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
         """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
-        tensors, spreads, files = join(self._plan.forms, [part for part in parts if part is not None])
+        tensors, spreads, files = join(self._plan.forms, parts)
         manifest = Manifest(
             step=step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -169,6 +169,13 @@ class Outer:
     def _every_part(self) -> Iterator[Anchored]:
         return chain.from_iterable(self._parts)
 
+    def agreed_parts(self) -> Iterator[tuple[str, Anchored, Tensor]]:
+        """(what it is of the part, part, tensor) of anchors and outer momentum, equal on all islands."""
+        for part in self._every_part:
+            yield "the anchor of ", part, part.anchor
+            if part.momentum is not None:
+                yield "the outer momentum of ", part, part.momentum
+
     # Evaluation and checkpoints -----------------------------------------------------------------------
 
     @contextmanager

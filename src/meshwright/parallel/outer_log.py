@@ -290,11 +290,13 @@ class LoggedArrivals:
         return found
 
     def _outvoted(self, own: Contribution) -> list[int]:
-        """Islands that wait with other anchors after the same entries, where this one has no majority."""
+        """Islands that wait with other anchors after the same entries, where they cannot be outvoted."""
         mine = self._own_arrival(own)
         alike = [each for each in self._others_arrivals() if each.followed == mine.followed]
         others = [each.island for each in alike if each.anchors != mine.anchors]
-        return others if 2 * len(others) >= 1 + len(alike) else []
+        rest = len(self._members) - len(others)  # those that agree, or have not come yet
+        tie = len(others) == rest and len(alike) + 1 == len(self._members)
+        return others if len(others) > rest or tie else []
 
     def _differs(self, islands: Sequence[int]) -> str:
         """Tell that the anchors of this island are not those of others; returns why it starts again."""

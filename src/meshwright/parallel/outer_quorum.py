@@ -139,8 +139,7 @@ class QuorumOuter(Outer):
 
     def agreed(self) -> list[Tensor]:
         """The anchors and the outer momentum: all that an island needs to go on after exchange `merged`."""
-        momenta = [part.momentum for part in self._every_part if part.momentum is not None]
-        return [*(part.anchor for part in self._every_part), *momenta]
+        return [flat for _, _, flat in self.agreed_parts()]
 
 
 class ScriptedArrivals:

@@ -36,6 +36,7 @@ class Guard:
         self.rollbacks = 0
         self._spikes = SpikeDetector(self.recovery)
         self._vote = Vote(trainer)
+        self._vote_of_islands = None if trainer.outer is None else Vote(trainer, between_islands=True)
         self._voted = -1
         self._batch: Batch | None = None
 
@@ -155,22 +156,24 @@ class Guard:
         """Compare copies if this step is one of `recovery.vote_every`; raises `CorruptionError`."""
         every = self.recovery.vote_every
         if every and step % every == 0:
-            self._compare(step)
+            self._compare(step, self._vote)
 
     def before_save(self, step: int) -> None:
         """Raise `NumericalError` if the state of this step must not be saved."""
         if self.recovery.vote_every and self._voted != step:
-            self._compare(step)
+            self._compare(step, self._vote)
+        if self.recovery.vote_every and self._vote_of_islands is not None:  # a save takes all islands
+            self._compare(step, self._vote_of_islands)
         self._refuse_bad_state(f"after step {step}", "it is not saved; resume from the last checkpoint")
 
-    def _compare(self, step: int) -> None:
-        found = self._vote()
+    def _compare(self, step: int, vote: Vote) -> None:
+        found = vote()
         self._voted = step
         if found is None:
             return
         fields = {"step": step, "tensor": found.tensor, "ranks": found.ranks, "hosts": found.hosts}
         axis, cause = replicas(self._trainer.mesh), ""
-        if not found.certain and axis is not None and self._batch is not None:
+        if vote is self._vote and not found.certain and axis is not None and self._batch is not None:
             wrong = replay(self._trainer, self._batch, axis)
             computed = str(wrong) if wrong else "both compute the same from the same numbers"
             fields["computation"], cause = computed, f" ({computed})"

@@ -25,6 +25,7 @@ from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.train.nonfinite import buffers
+from meshwright.train.optimiser import StateBuffer
 from meshwright.train.step import Trainer
 
 
@@ -65,34 +66,39 @@ class _Copies:
 
 
 class Vote:
-    """The comparisons that one rank takes part in; every rank calls it together."""
+    """The comparisons that one rank takes part in; every rank calls it together.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    They are those of the ranks that train together, and `between_islands` those of what islands have agreed
+    on, which takes all ranks of the run.
+    """
+
+    def __init__(self, trainer: Trainer, *, between_islands: bool = False) -> None:
+        self._trainer, self._between = trainer, between_islands
+        self._mesh = trainer.run_mesh if between_islands else trainer.mesh
 
     def __call__(self) -> Divergence | None:
         """Compare everything over all ranks: the first difference, or None; every rank gets the same."""
         tables = [self._gathered(_sums(group), group[0].axis) for group in self._groups]
-        count = torch.zeros((), dtype=torch.float64, device=self._trainer.mesh.device)
+        count = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for table in tables:
             count += (table[:, 1:] != table[0, 1:]).any()
-        start_all_reduce(count, self._trainer.mesh.world, "scalars").wait()
+        start_all_reduce(count, self._mesh.world, "scalars").wait()
         return self._named(tables) if float(count) else None
 
     @cached_property
     def _groups(self) -> list[list[_Copies]]:
         """This rank's comparisons by axis; ranks that share an axis come to it in the same order."""
-        mesh = self._trainer.mesh
+        mesh = self._mesh
         axes = (mesh.replicate, mesh.shard, mesh.expert_data, mesh.tensor, mesh.copies, mesh.ends)
         groups: dict[int, list[_Copies]] = {id(axis): [] for axis in axes}
-        for copies in _all_copies(self._trainer):
+        for copies in (_agreed_copies if self._between else _all_copies)(self._trainer):
             if copies.axis.size > 1 and copies.flats:
                 groups[id(copies.axis)].append(copies)
         return [group for group in groups.values() if group]
 
     def _gathered(self, sums: list[Tensor], axis: Axis) -> Tensor:
         """For each rank of an axis its number in the world, then its sums: (n, 1 + k)."""
-        own = torch.full_like(sums[0], self._trainer.mesh.rank)
+        own = torch.full_like(sums[0], self._mesh.rank)
         return gather_rows(torch.stack([own, *sums]), axis)
 
     def _named(self, tables: list[Tensor]) -> Divergence:
@@ -103,7 +109,7 @@ class Vote:
                 if len(set(column)) > 1:
                     rows.append(self._parameter(copies))
                     break  # the others of this axis would tell the same
-        control = self._trainer.mesh.control
+        control = self._mesh.control
         listed = control.gather([socket.gethostname(), rows])
         found = [row for _, rows in listed for row in rows]
         if found:
@@ -111,7 +117,7 @@ class Vote:
             common = set(ranks).intersection(*(row[2] for row in found if row[1] == name)) or set(ranks)
             message = [name, sorted(common), [listed[rank][0] for rank in sorted(common)], -negative]
         name, ranks, hosts, copies = control.broadcast(message if found else None)
-        return Divergence(name, [self._trainer.mesh.numbers[rank] for rank in ranks], hosts, copies)
+        return Divergence(name, [self._mesh.numbers[rank] for rank in ranks], hosts, copies)
 
     def _parameter(self, copies: _Copies) -> list[object]:
         """[- number of copies, name, ranks to blame] of the first parameter that differs."""
@@ -148,6 +154,17 @@ def _all_copies(trainer: Trainer) -> Iterator[_Copies]:
     for name, bias in trainer.balance.biases().items():
         for axis in (mesh.shard, mesh.replicate, mesh.tensor):
             yield _Copies(axis, [(name, bias.to_local())], [bias.to_local()])
+
+
+def _agreed_copies(trainer: Trainer) -> Iterator[_Copies]:
+    """Anchors and outer momentum of this rank, which all islands of the world hold alike."""
+    assert trainer.outer is not None
+    for prefix, part, flat in trainer.outer.agreed_parts():
+        parts = [(prefix + part.name, flat)]
+        if part.unit is not None:
+            buffer = StateBuffer("", part.unit, flat, part.unit.slots)
+            parts = [(prefix + slot.key, buffer.part(slot)) for slot in buffer.slots]
+        yield _Copies(trainer.run_mesh.replicate, parts, [flat] if parts else [])
 
 
 def _ranks_alike(slot: ParamSlot, mesh: Mesh) -> Axis | None:
