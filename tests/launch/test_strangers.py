@@ -1,4 +1,7 @@
-"""Strangers on the ports of a run: whatever they send, the run ends as it would have without them."""
+"""Strangers on the ports of a run: whatever they send, the run ends as it would have without them.
+
+They know the protocols, too: of torch's store, and of the run's own, whose secret they lack.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks for the ports in /proc")
 
@@ -111,3 +117,84 @@ def test_strangers_on_every_port_change_nothing(count: int, steps: int, tmp_path
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "twin")]
     for key in ("parameters_sha256", "samples_sha256", "steps"):
         assert results[0][key] == results[1][key]
+
+
+CLIENT = """
+import encodings.idna, os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from meshwright.parallel.store import AuthenticatedStore
+if os.geteuid() == 0:  # another user, who cannot read what is imported above
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+refused, end = 0, time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    for endpoint in sys.argv[2:]:
+        host, _, port = endpoint.rpartition(":")
+        makers = [lambda: AuthenticatedStore(endpoint, b"0" * 32, connect_s=1, answer_s=1)]
+        if host:
+            short = timedelta(seconds=0.5)
+            makers.append(lambda: dist.TCPStore(host, int(port), None, False, short, wait_for_workers=False))
+        for make in makers:
+            try:
+                store = make()
+                for key in store.list_keys():
+                    store.set(key, "0")
+                    store.delete_key(key)
+            except (dist.DistError, PermissionError) as error:
+                refused += 1
+    time.sleep(0.1)
+print(refused)
+"""
+"""Speaks to each endpoint as torch's store does, and as the run's does without its secret."""
+
+
+def torment(endpoints: list[str], seconds: float) -> int:
+    """Let another user speak to the endpoints as a rank would; returns how often it was refused."""
+    words = [sys.executable, "-c", CLIENT, str(seconds), *endpoints]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    return int(found.stdout)
+
+
+def endpoints_of(run: subprocess.Popen[str]) -> list[str]:
+    """The ports on which processes of a run listen, and its Unix sockets."""
+    pids = [run.pid, *descendants(run.pid)]
+    ports = listening(pids)
+    assert all(map(is_loopback, ports.values())), ports
+    inodes = {
+        os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
+    }
+    rows = [line.split() for line in Path(f"/proc/{run.pid}/net/unix").read_text().splitlines()[1:]]
+    paths = {row[7] for row in rows if len(row) > 7 and f"socket:[{row[6]}]" in inodes and row[7][0] == "/"}
+    return [*(f"127.0.0.1:{port}" for port in ports), *sorted(paths)]
+
+
+@pytest.mark.parametrize("islands", [False, True], ids=["two ranks", "two islands"])
+def test_who_speaks_the_stores_protocol_without_the_secret_changes_nothing(
+    islands: bool, tmp_path: Path
+) -> None:
+    words = "--layout.replicate 2 --layout.dp 1 --outer.every 10 --outer.quorum 2 --outer.grace_seconds 20"
+    extra = words.split() if islands else []
+    results = []
+    for name, tormented in (("run", True), ("twin", False)):
+        out = tmp_path / name
+        run = subprocess.Popen(
+            [*command(out, 150), *extra], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if tormented:
+            begun = out / ("islands/entry-00000001.json" if islands else "metrics.jsonl")
+            end = time.monotonic() + 120
+            while not (begun.exists() and begun.stat().st_size) and time.monotonic() < end:
+                assert run.poll() is None
+                time.sleep(0.05)
+            endpoints = endpoints_of(run)
+            assert endpoints and torment(endpoints, 3.0) >= len(endpoints)
+        _, err = run.communicate(timeout=280)
+        assert run.returncode == 0, err
+        results.append(json.loads((out / "result.json").read_text()))
+        directory = out / "checkpoints"
+        for found in list_checkpoints(directory):
+            assert not found.problem and not verify_checkpoint(directory, found.step).problems
+    assert results[0]["parameters_sha256"] == results[1]["parameters_sha256"]
