@@ -77,15 +77,16 @@ NAMED = {"eos_token": "<eos>", "bos_token": "<bos>"}
 @pytest.mark.parametrize(
     ("config", "puts", "prompt", "first"),
     [
-        (NAMED, None, PROMPT, [0]),
-        (NAMED | {"bos_token": {"content": "<other>"}}, None, PROMPT, [2]),
+        (NAMED, None, PROMPT, []),
+        (NAMED, "<other>", PROMPT, [2]),
+        (NAMED | {"add_bos_token": True}, None, PROMPT, []),
         (NAMED | {"add_bos_token": True}, "<bos>", PROMPT, [0]),
-        (NAMED | {"add_bos_token": False}, "<bos>", PROMPT, []),
+        (NAMED | {"add_bos_token": False}, "<bos>", PROMPT, [0]),
         ({"eos_token": "<eos>"}, "<other>", PROMPT, [2]),
         ({"eos_token": "<eos>", "bos_token": None}, None, PROMPT, []),
         ({"eos_token": "<eos>", "bos_token": "<nowhere>"}, None, PROMPT, []),
         (None, None, PROMPT, []),
-        (NAMED, None, "", [0]),
+        (NAMED, "<bos>", "", [0]),
         ({"eos_token": "<eos>", "bos_token": None}, None, "", [1]),
     ],
 )
