@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from meshwright import api
-from meshwright.spec import UserError
+from meshwright.data.corpus import open_sources
+from meshwright.data.packing import Samples
+from meshwright.spec import UserError, load
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -165,3 +168,53 @@ def test_a_folder_without_a_tokenizer_json_keeps_its_other_files(theirs: Path, t
     assert written["eos_token_id"] == 1
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         api.generate(tmp_path / "out", PROMPT)
+
+
+def test_files_of_the_tokenizer_come_through_a_training(theirs: Path, tmp_path: Path) -> None:
+    """Byte for byte, with the config's ids, and its documents begin as prompts do."""
+    template = "{% for m in messages %}<other>{{ m.content }}<eos>{% endfor %}"
+    config = {**NAMED, "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    folder = dressed(theirs, tmp_path / "hf", config | {"chat_template": template}, "<bos>")
+    for name, content in SIDE_FILES.items():
+        if not name.startswith(("chat", "special", "additional")):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content)
+    ids = json.loads((folder / "config.json").read_text())
+    ids |= {"eos_token_id": [1, 2], "pad_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(ids))
+    run, out, text = tmp_path / "run", tmp_path / "out", tmp_path / "text.jsonl"
+    chats = [[{"content": f"the cat {number}"}, {"content": "sat"}] for number in range(20)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in rendered))
+    api.import_hf(folder, run)
+    flags = [
+        ("data.corpus", str(text)), ("data.cache", str(tmp_path / "cache")), ("data.seq_len", "32"),
+        ("data.special_tokens", "read"), ("train.batch_tokens", "64"), ("train.steps", "1"),
+    ]  # fmt: skip
+    api.train(load(run, flags), out=run, resume="auto", quiet=True)
+    api.export(run, out)
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]:
+        if path.name != "config.json":
+            assert (out / path.relative_to(folder)).read_bytes() == path.read_bytes(), path
+    written = json.loads((out / "config.json").read_text())
+    assert {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
+        "bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 2
+    }  # fmt: skip
+    assert not [path for path in out.iterdir() if "meshwright" in path.name]
+    corpus = open_sources(load(run, flags))
+    seen = {
+        tuple(ids)
+        for split in (corpus.train, corpus.validation)
+        for ids in split_at_begin(split.gather(np.arange(split.samples)))
+    }
+    assert seen == {(0, *tokenizer(each, add_special_tokens=False).input_ids[:-1]) for each in rendered}
+    again = transformers.AutoTokenizer.from_pretrained(out)
+    assert again.apply_chat_template(chats[0], tokenize=False) == rendered[0]
+
+
+def split_at_begin(samples: Samples) -> list[list[int]]:
+    """The documents of packed samples, each from its first token to the one before its end."""
+    real = samples.targets >= 0
+    tokens, begins = samples.tokens[real], np.flatnonzero(samples.tokens[real] == 0)
+    return [part.tolist() for part in np.split(tokens, begins[1:])]

@@ -121,10 +121,10 @@ def _special(found: PublishedTokenizer, file: Path, vocab_size: int) -> SpecialV
     first, end = tokens.named
     ids.setdefault("eos", end)
     if "bos" not in ids and first is not None:
-        ids["bos"], added["bos"] = first, bool(tokens.before)
+        ids["bos"], added["bos"] = first, len(tokens.before) == 1
     added.setdefault("bos", bool(tokens.before))
     if tokens.before != ((ids["bos"],) if added["bos"] and "bos" in ids else ()):
-        names = [found.backend.id_to_token(number) for number in tokens.before]
+        names = [str(found.backend.id_to_token(number)) for number in tokens.before]
         warnings.warn(
             f"export: {file} puts {' '.join(names) or 'nothing'} before a text, and llama.cpp will put "
             f"{found.backend.id_to_token(ids['bos']) if added['bos'] and 'bos' in ids else 'nothing'} there, "

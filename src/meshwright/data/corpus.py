@@ -179,6 +179,18 @@ class Corpus:
             for held in (False, True)
         )
 
+    @property
+    def first_token_remark(self) -> str:
+        """What to say of a checkpoint of other data: earlier versions began all documents with END."""
+        begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
+        if begin == end:
+            return ""
+        first, last = (self.tokenizer.decode([number]) for number in (begin, end))
+        return (
+            f" (documents now begin with {first}, as the tokenizer's post-processor says; if it was trained "
+            f"with {last} there, give the folder of its tokens in data.cache as data.corpus)"
+        )
+
     def order(self, seed: int) -> Mixture:
         """Return the order of the training samples: global sample index -> (source, sample within it)."""
         return Mixture(self.train.sizes, self.weights, seed)

@@ -65,7 +65,7 @@ class ShardWriter:
         spells it, as a chat that was rendered by a template may.
         """
         if self._tokenizer.reads_special:
-            ids = ids[len(ids) > 0 and ids[0] == self._tokenizer.begin_id :]
+            ids = ids[1:] if len(ids) and ids[0] == self._tokenizer.begin_id else ids
             ids = ids[:-1] if len(ids) and ids[-1] == self._tokenizer.end_id else ids
         if self._length and self._length + len(ids) + 1 > self._tokens_per_shard:
             self._close_shard()

@@ -101,7 +101,7 @@ def _check_alike(first: SavedWeights, other: SavedWeights, name: str, others: st
             )
     files = [each.run / "tokenizer.json" for each in (first, other)]
     if all(file.is_file() for file in files):
-        _check_tokenizers(*map(Tokenizer.content, files), name, others)
+        _check_tokenizers(Tokenizer.content(files[0]), Tokenizer.content(files[1]), name, others)
 
 
 def _check_tokenizers(first: Tokenizer, other: Tokenizer, name: str, others: str) -> None:

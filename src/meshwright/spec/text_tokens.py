@@ -103,7 +103,7 @@ class PublishedTokenizer:
             if isinstance(asked, bool) and asked != bool(put):
                 yield (
                     f"{self.file.with_name('tokenizer_config.json')}: {name} is {json.dumps(asked)}, but "
-                    f"the post-processor of {self.file.name} puts {'tokens' if put else 'no token'} {place} a "
+                    f"the post-processor of {self.file.name} puts {'tokens' if put else 'none'} {place} a "
                     "text; the post-processor is followed, as transformers does"
                 )
 
@@ -211,7 +211,7 @@ def _put_around(processor: Any, file: Path, key: str) -> tuple[tuple[int, ...], 
         some = [around for around in found if any(around)]
         if len(some) > 1:
             raise UserError(
-                f"{key}: the post-processor of {file} puts tokens around a text {len(some)} times; one is read"
+                f"{key}: the post-processor of {file} puts tokens around a text {len(some)} times, not once"
             )
         return some[0] if some else ((), ())
     if kind in ("BertProcessing", "RobertaProcessing"):
