@@ -260,6 +260,51 @@ def test_chat_templates_come_along(name: str, saved: Path, tmp_path: Path) -> No
     assert written == gguf.SpecialVocab(folder).chat_template
 
 
+STEPS = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "a space first": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "digits": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "whole": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    "metaspace": pre_tokenizers.Metaspace(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"add_prefix_space": True}, {"legacy": True}], ids=str)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(
+    "kind", ["GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizer", "PreTrainedTokenizer"]
+)
+def test_a_class_that_reads_texts_by_steps_of_its_own_is_told(
+    kind: str, steps: str, options: dict[str, bool], tmp_path: Path
+) -> None:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = STEPS[steps]
+    bytes_level = steps != "metaspace"
+    backend.decoder = decoders.ByteLevel() if bytes_level else decoders.Metaspace()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if bytes_level else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", END],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        ["the cat sat on 1234 mats 99 99 1234, it's don't 12 12 it's\n\n x"] * 9, trainer
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    folder = write(tmp_path / "hf", tmp_path / "tokenizer.json", {"tokenizer_class": kind, **options})
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.open(folder)
+    texts = ["the cat", " 1234 don't\n\n x", "it's 99, 12", "sat  on"]
+    same = [theirs(text, add_special_tokens=False).input_ids for text in texts] == [*map(ours.encode, texts)]
+    assert ours.published is not None
+    assert same or any("makes other tokens of some texts" in remark for remark in ours.published.remarks)
+    if kind == "PreTrainedTokenizer":
+        assert same and not list(ours.published.remarks)
+
+
 def test_ids_of_a_config_that_are_none_are_one_sentence(saved: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", saved / "bos.json", NAMED, **{"config.json": {"eos_token_id": "2"}})
     with pytest.raises(Exception, match=r"config\.json has eos_token_id \"2\"; it must be an id, a list of"):

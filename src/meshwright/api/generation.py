@@ -34,7 +34,7 @@ OnText = Callable[[int, str], None]
 MOST_TOKENS = 2**31 - 1
 """Largest number of tokens, and of prompts at a time."""
 SPECIAL_TOKENS = ("read", "text", "rendered")
-"""What becomes of special tokens that a prompt spells; 'rendered' has nothing put around it, too."""
+"""Ways to take special tokens that a prompt spells; with 'rendered' none are put around it, either."""
 WORKER = ("meshwright.infer.sharded",)
 """Modules that the ranks need."""
 
@@ -189,7 +189,7 @@ def generate_worker(
         for number, ids in enumerate(given)
     ]
     if (place := worker()) is None or place.rank == 0:
-        _remark(tokenizer, rows, given, how)
+        _remark(run, tokenizer, rows, given, how)
     with _decoder(run, how, layout) as (decoder, part):
         for request in requests:
             check_request(decoder.spec, request, _name(request.number, len(rows)))
@@ -271,10 +271,14 @@ def _text(tokenizer: Tokenizer, given: Sequence[int], new: Sequence[int]) -> str
     return tokenizer.decode([*given, *new])[len(tokenizer.decode(given)) :]
 
 
-def _remark(tokenizer: Tokenizer, rows: Sequence[Row], given: Sequence[list[int]], how: Generation) -> None:
+def _remark(
+    run: Path, tokenizer: Tokenizer, rows: Sequence[Row], given: Sequence[list[int]], how: Generation
+) -> None:
     """Warn of what may surprise in the tokens of prompts."""
-    from meshwright.data.tokenize import literals_sentence
+    from meshwright.data.tokenize import literals_sentence, tell_remarks
 
+    if not (run / "run.json").is_file():  # import has told those of a run
+        tell_remarks(tokenizer)
     before, after = tokenizer.tokens.before, tokenizer.tokens.after
     if how.special_tokens == "text":
         split = [literal for row in rows for literal in tokenizer.literals.of(row["prompt"])]

@@ -181,7 +181,7 @@ class Corpus:
 
     @property
     def first_token_remark(self) -> str:
-        """What to say of a checkpoint of other data: earlier versions began all documents with END."""
+        """The end of a sentence about a checkpoint of other data, as documents began with END before."""
         begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
         if begin == end:
             return ""

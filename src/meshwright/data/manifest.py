@@ -92,7 +92,7 @@ class Manifest(FrozenModel):
 
     @property
     def text_tokens(self) -> TextTokens:
-        """What stands around the documents."""
+        """The tokens around the documents."""
         begin = self.end_id if self.begin_id is None else self.begin_id
         return TextTokens(self.end_id, before=(begin,), bos=begin)
 

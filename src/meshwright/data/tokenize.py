@@ -178,7 +178,7 @@ def build_tokenizer(
 
 def tell_remarks(tokenizer: Tokenizer) -> None:
     """Warn of what the files of a published tokenizer say against each other."""
-    for remark in tokenizer.remarks:
+    for remark in tokenizer.published.remarks if tokenizer.published else ():
         warnings.warn(remark, stacklevel=3)
 
 

@@ -23,7 +23,13 @@ from meshwright.data.word_rule import GPT2, WordRule, word_rule
 from meshwright.data.words import Words
 from meshwright.spec.errors import UserError
 from meshwright.spec.special_tokens import side_files
-from meshwright.spec.text_tokens import TextTokens, open_published, read_backend, written_config
+from meshwright.spec.text_tokens import (
+    PublishedTokenizer,
+    TextTokens,
+    open_published,
+    read_backend,
+    written_config,
+)
 from meshwright.spec.tokenizer_json import library_errors
 
 END = "<|endoftext|>"
@@ -44,6 +50,7 @@ class Tokenizer:
 
     `tokens` says what stands around texts; by default `bos_id` is put before a prompt, and nothing for None.
     With `reads_special` a special token that a text spells is read as that token, else as its characters.
+    `published` is what the tokenizer was read from, with the files beside it.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class Tokenizer:
         bos_id: int | None,
         tokens: TextTokens | None = None,
         reads_special: bool = False,
-        remarks: Iterable[str] = (),
+        published: PublishedTokenizer | None = None,
     ) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = not reads_special
@@ -63,7 +70,7 @@ class Tokenizer:
         own = () if bos_id is None else (bos_id,)
         self.tokens = tokens or TextTokens(end_id, before=own, bos=bos_id)
         self.end_id = self.tokens.end
-        self.reads_special, self.remarks = reads_special, tuple(remarks)
+        self.reads_special, self.published = reads_special, published
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @staticmethod
@@ -74,18 +81,18 @@ class Tokenizer:
         given these, and the file alone is read.
         """
         path = _file_of(path)
-        remarks: Iterable[str] = ()
+        published = None
         if tokens is None:
-            found = open_published(path, "data.tokenizer")
-            found.check_names()
-            backend, tokens, remarks = found.backend, found.tokens, found.remarks
-            reads_special = reads_special and not found.splits_special
+            published = open_published(path, "data.tokenizer")
+            published.check_names()
+            backend, tokens = published.backend, published.tokens
+            reads_special = reads_special and not published.splits_special
         else:
             backend, _ = read_backend(path, "data.tokenizer")
-        tokenizer = Tokenizer(backend, tokens.end, None, tokens, reads_special, remarks)
+        tokenizer = Tokenizer(backend, tokens.end, None, tokens, reads_special, published)
         if tokens.end != ByteTokenizer.END_ID or tokenizer.json != byte_tokenizer().json:
             return tokenizer
-        return ByteTokenizer(backend, tokens.end, None, tokens, reads_special, remarks)
+        return ByteTokenizer(backend, tokens.end, None, tokens, reads_special, published)
 
     @staticmethod
     def content(path: Path) -> Tokenizer:

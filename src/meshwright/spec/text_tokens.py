@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.records import show
+from meshwright.spec.tokenizer_classes import builds_otherwise
 from meshwright.spec.tokenizer_json import library_errors, read_tree
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class PublishedTokenizer:
 
     @cached_property
     def tokens(self) -> TextTokens:
-        """What stands around texts. Raises `UserError` where nothing ends a text."""
+        """The tokens around texts. Raises `UserError` where nothing ends a text."""
         before, after = self._around
         stops = _stops(self.file, self.key)
         end = _find_end(self.names, stops, self.tree, self.file, self.key)
@@ -96,7 +97,7 @@ class PublishedTokenizer:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """Sentences about files that contradict each other."""
+        """Sentences about files that contradict each other or that transformers follows in part."""
         before, after = self._around
         for name, put, place in (("add_bos_token", before, "before"), ("add_eos_token", after, "after")):
             asked = self.names.get(name)
@@ -106,6 +107,14 @@ class PublishedTokenizer:
                     f"the post-processor of {self.file.name} puts {'tokens' if put else 'none'} {place} a "
                     "text; the post-processor is followed, as transformers does"
                 )
+        path = self.file.with_name("config.json")
+        config = read_json_object(path, self.key) if path.is_file() else {}
+        kind = builds_otherwise(self.names, config.get("model_type"), self.tree)
+        if kind is not None:
+            yield (
+                f"{self.file} is followed, of which {kind}, the class that transformers 5 opens it with, "
+                "does not take all: it makes other tokens of some texts"
+            )
 
     def check_names(self) -> None:
         """Raise `UserError` for a first or last token that is not a name, at which transformers fails."""
