@@ -135,7 +135,10 @@ def test_tokens_of_an_earlier_version_begin_with_end(
     with pytest.warns(UserWarning, match="literals"):
         tokenize(str(chats), str(published), tmp_path / "old", vocab_size=320)
     assert "begin_id" not in json.loads((tmp_path / "old" / MANIFEST).read_bytes())
-    corpus = open_corpus(make_spec({"corpus": str(tmp_path / "old"), "tokenizer": "bpe"}))
+    (published / "tokenizer.json").write_text(json.dumps(tree))
+    old = tmp_path / "old"
+    assert Tokenizer.open(published).begin_id == START
+    corpus = open_corpus(make_spec({"corpus": str(old), "tokenizer": "bpe"}))
     samples = corpus.train.gather(np.arange(corpus.train.samples))
     assert START not in samples.tokens and samples.tokens[0, 0] == STOP
 

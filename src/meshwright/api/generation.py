@@ -280,6 +280,12 @@ def _remark(
     if not (run / "run.json").is_file():  # import has told those of a run
         tell_remarks(tokenizer)
     before, after = tokenizer.tokens.before, tokenizer.tokens.after
+    if tokenizer.end_id not in (stops := tokenizer.tokens.stop_ids):
+        warnings.warn(
+            f"generate: {run} ends generations at {tokenizer.decode(stops)}, as in transformers, and not at "
+            f"{tokenizer.decode([tokenizer.end_id])}, which ends documents",
+            stacklevel=3,
+        )
     if how.special_tokens == "text":
         split = [literal for row in rows for literal in tokenizer.literals.of(row["prompt"])]
         if split:
