@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,45 @@ def split_at_begin(samples: Samples) -> list[list[int]]:
     real = samples.targets >= 0
     tokens, begins = samples.tokens[real], np.flatnonzero(samples.tokens[real] == 0)
     return [part.tolist() for part in np.split(tokens, begins[1:])]
+
+
+def test_special_tokens_of_a_prompt(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", NAMED, "<bos>")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = "<other>the cat<eos>\n<other>sat"
+    wanted = {
+        "read": tokenizer(prompt).input_ids,
+        "rendered": tokenizer(prompt, add_special_tokens=False).input_ids,
+        "text": tokenizer(prompt, split_special_tokens=True).input_ids,
+    }
+    for how, ids in wanted.items():
+        told = pytest.warns(UserWarning, match="3 literals of special tokens such as <other> were read")
+        with told if how == "text" else nullcontext():
+            generation = api.Generation(max_new_tokens=1, special_tokens=how)
+            (row,) = api.generate_worker(folder, [{"prompt": prompt}], generation)
+        assert row["prompt_tokens"] == len(ids)
+    with pytest.warns(UserWarning, match=r"1 of 1 prompts begin with <bos>.*--special-tokens rendered"):
+        api.generate(folder, "<bos>the cat", max_new_tokens=1)
+    with pytest.raises(UserError, match=r"special_tokens: 'all' is not one of read, text, rendered"):
+        api.Generation(special_tokens="all")
+
+
+def test_a_generation_ends_at_each_token_of_the_list(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", NAMED)
+    (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], api.Generation(max_new_tokens=12))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    new = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=1)[
+        0, prompt.shape[1] :
+    ].tolist()
+    assert row["new_tokens"] == 12 and len(new) == 12
+    place = next(place for place in range(3, 12) if new[place] not in new[:place])
+    for listed in ([1, new[place]], [new[place], 1], new[place]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+        how = api.Generation(max_new_tokens=12)
+        if listed == new[place]:
+            with pytest.warns(UserWarning, match="and not at <eos>, which ends documents"):
+                (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+        else:
+            (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+        assert (row["new_tokens"], row["stopped"]) == (place, True)
