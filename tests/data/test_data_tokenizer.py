@@ -20,6 +20,7 @@ from meshwright.data.tokenizer import (
     train_bpe,
 )
 from meshwright.spec import UserError
+from meshwright.spec.text_tokens import TextTokens
 
 TRICKY = ["", " ", "a", "\n\n\t x", "naïve ☃ 漢字 👩‍👩‍👧", f"a{END}b", "\x01\x7f\u00a0\u00ad", "é" * 50]
 
@@ -163,28 +164,31 @@ def test_what_a_prompt_begins_with(tmp_path: Path, bpe: Tokenizer) -> None:
     assert Tokenizer.open(tmp_path / "tokenizer.json").prompt([5]) == [0, 5]
     path = save_words(tmp_path, "<unk>", "<s>", "</s>", "a")
     config = tmp_path / "tokenizer_config.json"
-    for named, ids in (
-        ({"bos_token": "<s>"}, [1, 3]),
-        ({"bos_token": "<s>", "add_bos_token": False}, [3]),
-        ({"bos_token": None}, [3]),
-        ({"bos_token": "<nowhere>"}, [3]),
-    ):
+    for named in ({"bos_token": "<s>"}, {"bos_token": "<s>", "add_bos_token": True}, {"bos_token": "<no>"}):
         config.write_text(json.dumps(named))
-        assert Tokenizer.open(path).prompt([3]) == ids
-        assert Tokenizer.open(path, end_id=2).prompt([3]) == [2, 3]
+        assert Tokenizer.open(path).prompt([3]) == [3]
+        assert Tokenizer.open(path, TextTokens(2, before=(2,))).prompt([3]) == [2, 3]
     assert Tokenizer.open(path).prompt([]) == [2]
     config.unlink()
     backend = Backend.from_file(str(path))
+    special = [("<s>", 1), ("</s>", 2)]
     for processor in (
         processors.RobertaProcessing(("</s>", 2), ("<s>", 1)),
-        processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]),
+        processors.BertProcessing(("</s>", 2), ("<s>", 1)),
+        processors.TemplateProcessing("<s> $A </s>", special_tokens=special),
+        processors.TemplateProcessing("<s> $A", special_tokens=special),
+        processors.TemplateProcessing("<s> <s> $A", special_tokens=special),
+        processors.TemplateProcessing("$A </s>", special_tokens=special),
+        processors.Sequence(
+            [
+                processors.ByteLevel(),
+                processors.TemplateProcessing("<s> $A </s> <s>", special_tokens=special),
+            ]
+        ),
     ):
         backend.post_processor = processor
         backend.save(str(path))
-        assert Tokenizer.open(path).prompt([3]) == [1, 3]
-    backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
-    backend.save(str(path))
-    assert Tokenizer.open(path).prompt([3]) == [3]
+        assert Tokenizer.open(path).prompt([3]) == backend.encode("a").ids
 
 
 def test_the_byte_tokenizer_takes_what_its_config_says(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_a_row_ends_at_the_stop_token() -> None:
     free = generate(decoder, PROMPT, 20)
     stop = free[7]
     expected = free[: free.index(stop)]
-    assert generate(decoder, PROMPT, 20, stop_id=stop) == expected
-    rows = generate(decoder, torch.tensor([PROMPT, [9] * 7]), 20, stop_id=stop).tolist()
+    assert generate(decoder, PROMPT, 20, stop_ids=[stop]) == expected
+    rows = generate(decoder, torch.tensor([PROMPT, [9] * 7]), 20, stop_ids=[stop]).tolist()
     assert rows[0][: len(expected) + 1] == [*expected, stop]
     assert set(rows[0][len(expected) :]) == {stop}
     assert generate(decoder, PROMPT, 0) == []

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from meshwright import api
-from meshwright.spec import UserError
+from meshwright.data.corpus import open_sources
+from meshwright.data.packing import Samples
+from meshwright.spec import UserError, load
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -77,15 +81,16 @@ NAMED = {"eos_token": "<eos>", "bos_token": "<bos>"}
 @pytest.mark.parametrize(
     ("config", "puts", "prompt", "first"),
     [
-        (NAMED, None, PROMPT, [0]),
-        (NAMED | {"bos_token": {"content": "<other>"}}, None, PROMPT, [2]),
+        (NAMED, None, PROMPT, []),
+        (NAMED, "<other>", PROMPT, [2]),
+        (NAMED | {"add_bos_token": True}, None, PROMPT, []),
         (NAMED | {"add_bos_token": True}, "<bos>", PROMPT, [0]),
-        (NAMED | {"add_bos_token": False}, "<bos>", PROMPT, []),
+        (NAMED | {"add_bos_token": False}, "<bos>", PROMPT, [0]),
         ({"eos_token": "<eos>"}, "<other>", PROMPT, [2]),
         ({"eos_token": "<eos>", "bos_token": None}, None, PROMPT, []),
         ({"eos_token": "<eos>", "bos_token": "<nowhere>"}, None, PROMPT, []),
         (None, None, PROMPT, []),
-        (NAMED, None, "", [0]),
+        (NAMED, "<bos>", "", [0]),
         ({"eos_token": "<eos>", "bos_token": None}, None, "", [1]),
     ],
 )
@@ -164,3 +169,95 @@ def test_a_folder_without_a_tokenizer_json_keeps_its_other_files(theirs: Path, t
     assert written["eos_token_id"] == 1
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         api.generate(tmp_path / "out", PROMPT)
+
+
+def test_files_of_the_tokenizer_come_through_a_training(theirs: Path, tmp_path: Path) -> None:
+    """Byte for byte, with the config's ids, and its documents begin as prompts do."""
+    template = "{% for m in messages %}<other>{{ m.content }}<eos>{% endfor %}"
+    config = {**NAMED, "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    folder = dressed(theirs, tmp_path / "hf", config | {"chat_template": template}, "<bos>")
+    for name, content in SIDE_FILES.items():
+        if not name.startswith(("chat", "special", "additional")):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content)
+    ids = json.loads((folder / "config.json").read_text())
+    ids |= {"eos_token_id": [1, 2], "pad_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(ids))
+    run, out, text = tmp_path / "run", tmp_path / "out", tmp_path / "text.jsonl"
+    chats = [[{"content": f"the cat {number}"}, {"content": "sat"}] for number in range(20)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in rendered))
+    api.import_hf(folder, run)
+    flags = [
+        ("data.corpus", str(text)), ("data.cache", str(tmp_path / "cache")), ("data.seq_len", "32"),
+        ("data.special_tokens", "read"), ("train.batch_tokens", "64"), ("train.steps", "1"),
+    ]  # fmt: skip
+    api.train(load(run, flags), out=run, resume="auto", quiet=True)
+    api.export(run, out)
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]:
+        if path.name != "config.json":
+            assert (out / path.relative_to(folder)).read_bytes() == path.read_bytes(), path
+    written = json.loads((out / "config.json").read_text())
+    assert {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
+        "bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 2
+    }  # fmt: skip
+    assert not [path for path in out.iterdir() if "meshwright" in path.name]
+    corpus = open_sources(load(run, flags))
+    seen = {
+        tuple(ids)
+        for split in (corpus.train, corpus.validation)
+        for ids in split_at_begin(split.gather(np.arange(split.samples)))
+    }
+    assert seen == {(0, *tokenizer(each, add_special_tokens=False).input_ids[:-1]) for each in rendered}
+    again = transformers.AutoTokenizer.from_pretrained(out)
+    assert again.apply_chat_template(chats[0], tokenize=False) == rendered[0]
+
+
+def split_at_begin(samples: Samples) -> list[list[int]]:
+    """The documents of packed samples, each from its first token to the one before its end."""
+    real = samples.targets >= 0
+    tokens, begins = samples.tokens[real], np.flatnonzero(samples.tokens[real] == 0)
+    return [part.tolist() for part in np.split(tokens, begins[1:])]
+
+
+def test_special_tokens_of_a_prompt(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", NAMED, "<bos>")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = "<other>the cat<eos>\n<other>sat"
+    wanted = {
+        "read": tokenizer(prompt).input_ids,
+        "rendered": tokenizer(prompt, add_special_tokens=False).input_ids,
+        "text": tokenizer(prompt, split_special_tokens=True).input_ids,
+    }
+    for how, ids in wanted.items():
+        told = pytest.warns(UserWarning, match="3 literals of special tokens such as <other> were read")
+        with told if how == "text" else nullcontext():
+            generation = api.Generation(max_new_tokens=1, special_tokens=how)
+            (row,) = api.generate_worker(folder, [{"prompt": prompt}], generation)
+        assert row["prompt_tokens"] == len(ids)
+    with pytest.warns(UserWarning, match=r"1 of 1 prompts begin with <bos>.*--special-tokens rendered"):
+        api.generate(folder, "<bos>the cat", max_new_tokens=1)
+    with pytest.raises(UserError, match=r"special_tokens: 'all' is not one of read, text, rendered"):
+        api.Generation(special_tokens="all")
+
+
+def test_a_generation_ends_at_each_token_of_the_list(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", NAMED)
+    (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], api.Generation(max_new_tokens=12))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    new = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=1)[
+        0, prompt.shape[1] :
+    ].tolist()
+    assert row["new_tokens"] == 12 and len(new) == 12
+    place = next(place for place in range(3, 12) if new[place] not in new[:place])
+    for listed in ([1, new[place]], [new[place], 1], new[place]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+        how = api.Generation(max_new_tokens=12)
+        if listed == new[place]:
+            with pytest.warns(UserWarning, match="and not at <eos>, which ends documents"):
+                (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+        else:
+            (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+        assert (row["new_tokens"], row["stopped"]) == (place, True)

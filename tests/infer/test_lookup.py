@@ -22,7 +22,7 @@ def continued(
 ) -> tuple[list[list[int]], int]:
     """The new tokens of each prompt, and the number of turns."""
     decoder = pack_linears(make(shape)) if packed else make(shape)
-    requests = [Request(number, prompt, 20 + number, stop_id=96) for number, prompt in enumerate(PROMPTS)]
+    requests = [Request(number, prompt, 20 + number, stop_ids=(96,)) for number, prompt in enumerate(PROMPTS)]
     run = StageForward.__call__
     with patch.object(StageForward, "__call__", autospec=True, side_effect=run) as spy:
         continue_requests(decoder, requests, sampling, None, rows, cache_tokens=cache, lookup=lookup)

@@ -207,3 +207,33 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
     with pytest.raises(UserError, match=words) as told:
         api.merge([where[name] for name in of], tmp_path / "out", **how)
     assert "\n" not in str(told.value) and not (tmp_path / "out").exists()
+
+
+def test_models_of_one_vocabulary_merge_whatever_is_put_before_a_text(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As of a base and its chat model, whose files differ in the post-processor and in decoders."""
+    other = tmp_path / "other"
+    shutil.copytree(models["two"], other)
+    tree = json.loads((other / "tokenizer.json").read_text())
+    end = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    first = [{"Sequence": {"id": "A", "type_id": 0}}]
+    tree["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [end, *first],
+        "pair": [end, *first, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    (other / "tokenizer.json").write_text(json.dumps(tree))
+    for number, named in enumerate((other, models["two"])):
+        api.merge([models["one"], named], tmp_path / f"out{number}", method="linear")
+    for name, value in weights(tmp_path / "out0").items():
+        assert torch.equal(value, weights(tmp_path / "out1")[name])
+    vocab = tree["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tree))
+    sentence = r"has another tokenizer than .*one: 'a' has id 98 in it and id 97 there, so rows of their emb"
+    with pytest.raises(UserError, match=sentence):
+        api.merge([models["one"], other], tmp_path / "out", method="linear")

@@ -25,10 +25,10 @@ LISTENS = "0A"
 LINGER_0 = struct.pack("ii", 1, 0)  # close by a reset
 
 
-def command(out: Path, steps: int) -> list[str]:
+def command(out: Path, steps: int, layout: str = "--layout.dp 2") -> list[str]:
     words = (
         "--model.preset tiny --model.layers 1 --model.vocab_size 300 --data.corpus synthetic "
-        "--data.seq_len 16 --train.batch_tokens 32 --train.eval_tokens 64 --checkpoint.every 50 --layout.dp 2"
+        f"--data.seq_len 16 --train.batch_tokens 32 --train.eval_tokens 64 --checkpoint.every 50 {layout}"
     )
     return [sys.executable, "-m", "meshwright", "train", *words.split(), "--train.steps", str(steps),
             "--out", str(out)]  # fmt: skip
@@ -175,13 +175,13 @@ def endpoints_of(run: subprocess.Popen[str]) -> list[str]:
 def test_who_speaks_the_stores_protocol_without_the_secret_changes_nothing(
     islands: bool, tmp_path: Path
 ) -> None:
-    words = "--layout.replicate 2 --layout.dp 1 --outer.every 10 --outer.quorum 2 --outer.grace_seconds 20"
-    extra = words.split() if islands else []
+    quorum = "--layout.replicate 2 --outer.every 10 --outer.quorum 2 --outer.grace_seconds 20"
+    layout = quorum if islands else "--layout.dp 2"
     results = []
     for name, tormented in (("run", True), ("twin", False)):
         out = tmp_path / name
         run = subprocess.Popen(
-            [*command(out, 150), *extra], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command(out, 150, layout), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         if tormented:
             begun = out / ("islands/entry-00000001.json" if islands else "metrics.jsonl")

@@ -43,6 +43,7 @@ class Evaluation:
     tasks: tuple[str, ...] = ()
     limit: int | None = None
     batch: int = 16
+    special_tokens: str | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.data]
@@ -61,6 +62,8 @@ class Evaluation:
                 raise UserError(
                     f"--{name.replace('_', '-')}: {value!r} is not valid; give a whole number above 0"
                 )
+        if self.special_tokens not in (None, "read", "text"):
+            raise UserError(f"--special-tokens: {self.special_tokens!r} is not one of read, text")
         if self.only_data and not self.data:
             raise UserError("--only-data: leaves out the run's held-out text; add a --data, or remove it")
         if self.limit is not None and not self.tasks:
@@ -78,6 +81,7 @@ class Evaluation:
             *(("data", f"{name}={path}") for name, path in self.data),
             ("step", steps), ("weights", self.weights), ("tokens", self.tokens), ("seq-len", self.seq_len),
             ("tasks", ",".join(self.tasks) or None), ("limit", self.limit), ("batch", self.batch),
+            ("special-tokens", self.special_tokens),
         ]  # fmt: skip
         words = [f"--{name}={value}" for name, value in pairs if value is not None]
         return [*words, "--only-data"] if self.only_data else words
@@ -99,8 +103,10 @@ def evaluate(
     folder of tasks of lm-eval, or such a path and names of tasks in it; alone, it takes the place of the
     held-out text. `layout` is such as {"layout.tp": 2}; its ranks are started. The options are `weights`
     ('trained' or 'ema'), `tokens` (the most tokens of a text), `seq_len` (tokens of a window, by default
-    those of the run's samples), `only_data` (True leaves out the held-out text), `limit` (examples of a task)
-    and `batch` (16: the most texts that are continued at a time on a data rank).
+    those of the run's samples), `only_data` (True leaves out the held-out text), `limit` (examples of a
+    task), `batch` (16: the most texts that are continued at a time on a data rank) and `special_tokens`
+    ('read' or 'text': what becomes of those that texts of `data` and requests of tasks spell; by default that
+    of the run's `data.special_tokens` for texts, and 'read' for tasks, as in lm-eval).
 
     The result has `run`, `weights`, `layout` and `checkpoints`, a list of `step`, `domains` ({name: loss,
     bits_per_byte, perplexity, tokens, bytes}) and `tasks` ({name: metrics}). Raises `UserError`.
@@ -238,7 +244,8 @@ def evaluate_worker(run: Path, how: Evaluation, layout: Overrides = ()) -> Resul
             if tasks is not None:
                 from meshwright.infer.harness import DecoderLM
 
-                row["tasks"] = tasks.run(DecoderLM(model, run_tokenizer(run), how.batch), how.limit)
+                tokenizer = run_tokenizer(run, how.special_tokens != "text")
+                row["tasks"] = tasks.run(DecoderLM(model, tokenizer, how.batch), how.limit)
             rows.append(row)
         if mesh.rank:
             return None
@@ -283,19 +290,20 @@ class _Texts:
         """Return all of the text of --data."""
         from meshwright.data.corpus import open_sources
         from meshwright.data.manifest import is_shards
-        from meshwright.data.shards import read_manifest
-        from meshwright.data.tokenizer import Tokenizer
+        from meshwright.data.shards import read_manifest, tokenizer_of
 
         file = self._run / "tokenizer.json"
         try:
             if is_shards(Path(path)):
-                end = read_manifest(Path(path), "tokenize the text again").end_id
-                if Tokenizer.open(Path(path) / file.name, end).digest != run_tokenizer(self._run).digest:
+                given = tokenizer_of(Path(path), read_manifest(Path(path), "tokenize the text again"))
+                if given.digest != run_tokenizer(self._run).digest:
                     raise UserError(
                         f"{path} was tokenized with another tokenizer than {file}; give the text itself, or "
                         "tokenize it with that file"
                     )
             changes = {"corpus": path, "mixture": {}, "tokenizer": str(file.resolve()), "val_fraction": 0.0}
+            if self._how.special_tokens is not None:
+                changes["special_tokens"] = self._how.special_tokens
             data = self._data.model_copy(update=changes)
             return open_sources(self._trained.model_copy(update={"data": data}), check).train
         except UserError as error:

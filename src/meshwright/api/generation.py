@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ OnText = Callable[[int, str], None]
 
 MOST_TOKENS = 2**31 - 1
 """Largest number of tokens, and of prompts at a time."""
+SPECIAL_TOKENS = ("read", "text", "rendered")
+"""Ways to take special tokens that a prompt spells; with 'rendered' none are put around it, either."""
 WORKER = ("meshwright.infer.sharded",)
 """Modules that the ranks need."""
 
@@ -50,6 +53,7 @@ class Generation:
     batch: int = 16
     cache_tokens: int | None = None
     lookup: int = 0
+    special_tokens: str = "read"
 
     def __post_init__(self) -> None:
         least_of = {"max_new_tokens": 0, "step": 0, "batch": 1, "cache_tokens": 1, "lookup": 0}
@@ -59,6 +63,10 @@ class Generation:
                 raise UserError(
                     f"{name}: {value!r} is not valid; it should be a whole number from {least} to 2^31 - 1"
                 )
+        if self.special_tokens not in SPECIAL_TOKENS:
+            raise UserError(
+                f"special_tokens: {self.special_tokens!r} is not one of {', '.join(SPECIAL_TOKENS)}"
+            )
 
     def flags(self) -> list[str]:
         """These options as flags of `meshwright generate`."""
@@ -78,8 +86,10 @@ def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **opt
     ranks are started. The options are `max_new_tokens` (128), `temperature` (0 takes the likeliest token),
     `top_k`, `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `step` (which of a run's
     checkpoints, by default the newest), `batch` (16: the most prompts that are continued at a time on a data
-    rank), `cache_tokens` (the most tokens of these whose keys and values are kept at a time) and `lookup`
-    (the most tokens that a turn reads ahead). Raises `UserError` if the folder has no model or tokenizer.
+    rank), `cache_tokens` (the most tokens of these whose keys and values are kept at a time), `lookup` (the
+    most tokens that a turn reads ahead) and `special_tokens` ('read' as transformers does; 'text' reads what
+    a prompt spells of them as characters; 'rendered' reads them and puts none before or after it, for a chat
+    that a template has rendered). Raises `UserError` if the folder has no model or tokenizer.
     """
     run, how = Path(run), Generation(**options)
     rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
@@ -161,21 +171,25 @@ def generate_worker(
     """Continue the "prompt" of each row, as one rank of the world of torchrun, or alone.
 
     The first rank returns the rows, each with the keys "text", "prompt_tokens", "new_tokens" and "stopped"
-    (by the token that ends a text), and the others an empty list. `on_text` is told pieces of the
+    (by a token that ends a generation), and the others an empty list. `on_text` is told pieces of the
     continuations of its own data rank's prompts, on the first rank.
     """
     from meshwright.infer.batching import Request
     from meshwright.infer.generate import check_request, continue_requests
     from meshwright.infer.sampling import Sampling
+    from meshwright.launch.env import worker
 
     generation_ranks(run, layout, how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
-    tokenizer = run_tokenizer(run)
+    tokenizer = run_tokenizer(run, how.special_tokens != "text")
     given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
+    around = (lambda ids: [*ids]) if how.special_tokens == "rendered" else tokenizer.prompt
     requests = [
-        Request(number, tokenizer.prompt(ids), how.max_new_tokens, tokenizer.end_id)
+        Request(number, around(ids) or [tokenizer.end_id], how.max_new_tokens, tokenizer.tokens.stop_ids)
         for number, ids in enumerate(given)
     ]
+    if (place := worker()) is None or place.rank == 0:
+        _remark(run, tokenizer, rows, given, how)
     with _decoder(run, how, layout) as (decoder, part):
         for request in requests:
             check_request(decoder.spec, request, _name(request.number, len(rows)))
@@ -257,14 +271,50 @@ def _text(tokenizer: Tokenizer, given: Sequence[int], new: Sequence[int]) -> str
     return tokenizer.decode([*given, *new])[len(tokenizer.decode(given)) :]
 
 
-def run_tokenizer(run: Path) -> Tokenizer:
+def _remark(
+    run: Path, tokenizer: Tokenizer, rows: Sequence[Row], given: Sequence[list[int]], how: Generation
+) -> None:
+    """Warn of what may surprise in the tokens of prompts."""
+    from meshwright.data.tokenize import literals_sentence, tell_remarks
+
+    if not (run / "run.json").is_file():  # import has told those of a run
+        tell_remarks(tokenizer)
+    before, after = tokenizer.tokens.before, tokenizer.tokens.after
+    if tokenizer.end_id not in (stops := tokenizer.tokens.stop_ids):
+        warnings.warn(
+            f"generate: {run} ends generations at {tokenizer.decode(stops)}, as in transformers, and not at "
+            f"{tokenizer.decode([tokenizer.end_id])}, which ends documents",
+            stacklevel=3,
+        )
+    if how.special_tokens == "text":
+        split = [literal for row in rows for literal in tokenizer.literals.of(row["prompt"])]
+        if split:
+            said = literals_sentence(len(split), split[0], "--special-tokens read")
+            warnings.warn(f"generate: {said}", stacklevel=3)
+    elif how.special_tokens == "read":
+        twice = sum(1 for ids in given if before and tuple(ids[: len(before)]) == before)
+        if twice:
+            warnings.warn(
+                f"generate: {twice:,} of {len(rows):,} prompts begin with {tokenizer.decode(before)}, and "
+                "the tokenizer puts that before them once more; --special-tokens rendered puts nothing there",
+                stacklevel=3,
+            )
+        if after:
+            warnings.warn(
+                f"generate: the tokenizer puts {tokenizer.decode(after)} behind each prompt, as in "
+                "transformers; --special-tokens rendered puts nothing there",
+                stacklevel=3,
+            )
+
+
+def run_tokenizer(run: Path, reads_special: bool = False) -> Tokenizer:
     """Return the tokenizer of a run or of an HF folder. Raises `UserError` if it has none."""
     from meshwright.data.readers import SYNTHETIC
     from meshwright.data.tokenizer import Tokenizer
 
     file, record = run / "tokenizer.json", run / "run.json"
     if file.is_file():
-        return Tokenizer.open(file)
+        return Tokenizer.open(file, reads_special=reads_special)
     if record.is_file() and load(run).data.corpus == SYNTHETIC:
         raise UserError(
             f"{run}: its data.corpus is 'synthetic', numbers that stand for no text, so it has no tokenizer "

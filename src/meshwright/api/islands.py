@@ -21,6 +21,7 @@ from meshwright.report.record import EVENTS, RESULT, RUN, append_event, island_f
 from meshwright.report.run_page import write_report
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
+from meshwright.spec.special_tokens import copy_side_files, side_files
 from meshwright.train.loop import ISLANDS
 
 Result = dict[str, Any]
@@ -148,6 +149,7 @@ def _joined(spec: RunSpec, out: Path, islands: dict[int, Island]) -> Result:
         island: json.loads((island_folder(out, island) / RESULT).read_text(encoding="utf-8"))
         for island in ended
     }
+    _check_models(out, results)
     last = max(ended, key=lambda island: results[island]["exchanges"])
     _check_models(out, results)
     kept = ("steps", "exchanges", "lateness", "restarts")
@@ -190,15 +192,13 @@ def _check_models(out: Path, results: dict[int, Result]) -> None:
 
 
 def _give_model(spec: RunSpec, out: Path, island: int) -> None:
-    """Let checkpoints and tokenizer of the run in folder `out` be those of an island."""
+    """Let checkpoints and tokenizer's files of the run in folder `out` be those of an island."""
     folder = island_folder(out, island)
     if spec.checkpoint.dir is None and spec.checkpoint.folder(folder).is_dir():
         link = out / "checkpoints"
         link.unlink(missing_ok=True)
         os.symlink(spec.checkpoint.folder(Path(folder.name)), link)
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        shutil.copy(tokenizer, out / tokenizer.name)
+    copy_side_files(side_files(folder, "train"), folder, out)
 
 
 def _check_as_many(spec: RunSpec, before: Any, out: Path) -> None:

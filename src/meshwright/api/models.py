@@ -28,17 +28,20 @@ def tokenize(
     vocab_size: int,
     text_key: str = "text",
     val_fraction: float = 0.0,
+    special_tokens: str = "text",
 ) -> Counts:
     """Turn a corpus into a folder of token shards for `data.corpus`, and return the counts.
 
     `tokenizer` is 'bpe' (trained to `vocab_size`), 'bpe:N', 'byte' or the path of a tokenizer.json. Training
-    it skips the share `val_fraction` of the documents, which a run with that fraction holds out.
+    it skips the share `val_fraction` of the documents, which a run with that fraction holds out. Special
+    tokens that a text spells are read as characters, or with `special_tokens` 'read' as those tokens.
     """
     from meshwright.data.tokenize import tokenize as write
 
     return write(
-        corpus, tokenizer, Path(out), vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction
-    )
+        corpus, tokenizer, Path(out), vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction,
+        special_tokens=special_tokens,
+    )  # fmt: skip
 
 
 def data_verify(folder: Path) -> Result:

@@ -7,19 +7,19 @@ match. Here it is found by the pre-tokenizer itself.
 
 from __future__ import annotations
 
+import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
 from meshwright.spec.errors import UserError
-from meshwright.spec.hf_json import read_json_object
-from meshwright.spec.special_tokens import find_bos, find_end
-from meshwright.spec.tokenizer_json import library_errors, read_tree
+from meshwright.spec.special_tokens import copy_side_files, side_files
+from meshwright.spec.text_tokens import PublishedTokenizer, model_ids, open_published
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
+    from gguf import GGUFWriter, SpecialVocab
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,15 +46,19 @@ NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Entries of the vocabulary by id, their types (of `gguf.TokenType`), merges, and the special tokens."""
+    """Entries of the vocabulary by id, their types (of `gguf.TokenType`), merges, the special tokens, and the
+    chat template."""
 
     pre: str
     tokens: list[str]
     types: list[int]
     merges: list[str]
-    eos: int
-    bos: int | None
-    add_bos: bool
+    special: SpecialVocab
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a text."""
+        return self.special.special_token_ids["eos"]
 
     def write(self, writer: GGUFWriter) -> None:
         """Add the keys of the tokenizer to a GGUF file."""
@@ -63,10 +67,7 @@ class GgufTokenizer:
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.types)
         writer.add_token_merges(self.merges)
-        writer.add_eos_token_id(self.eos)
-        if self.bos is not None:
-            writer.add_bos_token_id(self.bos)
-        writer.add_add_bos_token(self.add_bos)
+        self.special.add_to_gguf(writer, quiet=True)
 
 
 def read_tokenizer(file: Path, vocab_size: int) -> GgufTokenizer:
@@ -76,17 +77,13 @@ def read_tokenizer(file: Path, vocab_size: int) -> GgufTokenizer:
     """
     import gguf
 
-    with library_errors(f"export: {file} is not a tokenizer.json"):
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    tree = read_tree(backend, f"export: {file}")
+    found = open_published(file, "export")
+    tree = found.tree
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tree["model"].get("merges", [])]
     pre = _name(tree, merges, file)
-    given = file.with_name("tokenizer_config.json")
-    config = read_json_object(given, "export") if given.is_file() else {}
-    bos = find_bos(config, tree["post_processor"], backend.token_to_id, file, "export")
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]  # rows of the embedding without a token
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
-    for token, number in backend.get_vocab(with_added_tokens=True).items():
+    for token, number in _vocabulary(tree).items():
         if number >= vocab_size:
             raise UserError(
                 f"export: {file} has a token of id {number}, and the model has {vocab_size} embeddings; put "
@@ -99,9 +96,42 @@ def read_tokenizer(file: Path, vocab_size: int) -> GgufTokenizer:
     return GgufTokenizer(
         pre, tokens, types,
         merges or ["Ġ Ġ"],  # a list is needed; this merge gives no token, so its bytes stay
-        find_end(config, backend.token_to_id, file, "export"), bos,
-        bos is not None and config.get("add_bos_token", True) is not False,
+        _special(found, file, vocab_size),
     )  # fmt: skip
+
+
+def _vocabulary(tree: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of the tokens that a byte-level BPE's tokenizer.json has."""
+    return {**tree["model"]["vocab"], **{token["content"]: token["id"] for token in tree["added_tokens"]}}
+
+
+def _special(found: PublishedTokenizer, file: Path, vocab_size: int) -> SpecialVocab:
+    """Return the special tokens and the chat template, as gguf's converters read them in an HF folder.
+
+    What they do not find there is what the tokenizer does with texts.
+    """
+    import gguf
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_side_files(side_files(file.parent, "export"), file.parent, folder)
+        (folder / "config.json").write_text(json.dumps(model_ids(file.parent, "export")), encoding="utf-8")
+        special = gguf.SpecialVocab(folder, n_vocab=vocab_size)
+    tokens, ids, added = found.tokens, special.special_token_ids, special.add_special_token
+    first, end = tokens.named
+    ids.setdefault("eos", end)
+    if "bos" not in ids and first is not None:
+        ids["bos"], added["bos"] = first, len(tokens.before) == 1
+    added.setdefault("bos", bool(tokens.before))
+    if tokens.before != ((ids["bos"],) if added["bos"] and "bos" in ids else ()):
+        names = [str(found.backend.id_to_token(number)) for number in tokens.before]
+        warnings.warn(
+            f"export: {file} puts {' '.join(names) or 'nothing'} before a text, and llama.cpp will put "
+            f"{found.backend.id_to_token(ids['bos']) if added['bos'] and 'bos' in ids else 'nothing'} there, "
+            "as its converter would; check the first token of a prompt",
+            stacklevel=4,
+        )
+    return special
 
 
 def _name(tree: dict[str, Any], merges: list[str], file: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -32,6 +33,7 @@ from meshwright.spec.parameters import parameters
 from meshwright.spec.records import sentence
 from meshwright.spec.special_tokens import copy_side_files
 from meshwright.spec.special_tokens import side_files as find_side_files
+from meshwright.spec.text_tokens import MODEL_IDS, model_ids
 from meshwright.spec.tiling import tiling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -249,9 +251,11 @@ def export_hf(
             _check_tensors("export: the decoder", shapes.items(), given)
             dtype = dtype or tensors["embed.weight"].dtype
             config = write_hf_config(spec, str(dtype).removeprefix("torch."))
+            ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
             if side_files is not None:
                 copy_side_files(find_side_files(side_files, "export"), side_files, unfinished)
-            ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+                (unfinished / MODEL_IDS).unlink(missing_ok=True)
+                ends |= model_ids(side_files, "export")
             if tokenizer_file is not None:
                 ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len)
             how, codes = quantised or (None, {})

@@ -40,6 +40,8 @@ def _steps(text: str) -> str | tuple[int, ...]:
          "PATH[,NAME]", several(str)),
     Flag("limit", "examples of each task; default all", "N", whole(1)),
     Flag("batch", "most texts that are continued at a time on a data rank", "N", whole(1), default=16),
+    Flag("special-tokens", "those that a text or a request spells: read as tokens, or as text; default read "
+         "for tasks, and the run's data.special_tokens for texts", "read|text", choice("read", "text")),
     Flag("out", "write the result to FILE as JSON, too", "FILE", Path),
     JSON,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from meshwright.launch.env import worker
 from meshwright.spec import UserError
 from meshwright.spec.layout import GENERATION_KEYS
 
+SPECIAL = ("read", "text", "rendered")
 DTYPES = ("float32", "bfloat16", "float16", "q8_0")
 _WEIGHTS = Flag(
     "weights", "those of the last step, or their moving average", "trained|ema", choice("trained", "ema"),
@@ -48,6 +49,13 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
     Flag("batch", "most prompts that are continued at a time on a data rank", "N", whole(1), default=16),
     Flag("lookup", "most tokens that a turn guesses from earlier text", "N", whole(0), default=0),
     Flag("cache-tokens", "most tokens whose keys and values are kept at a time", "N", whole(1)),
+    Flag(
+        "special-tokens",
+        "special tokens that a prompt spells: read as tokens, or as text; rendered: and put none around it",
+        "|".join(SPECIAL),
+        choice(*SPECIAL),
+        default=SPECIAL[0],
+    ),
     _WEIGHTS,
     _STEP,
     JSON,

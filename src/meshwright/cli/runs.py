@@ -57,6 +57,7 @@ def tokenize(call: Call) -> None:
         vocab_size=spec.model.vocab_size,
         text_key=spec.data.text_key,
         val_fraction=spec.data.val_fraction,
+        special_tokens=spec.data.special_tokens,
     )
     show.result(call, counts.to_json(), _show_counts)
 

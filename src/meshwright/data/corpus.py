@@ -19,10 +19,18 @@ from meshwright.data.packing import Samples, Windows
 from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource, open_source
-from meshwright.data.shards import TokenShards
+from meshwright.data.shards import TokenShards, tokenizer_of
 from meshwright.data.synthetic import SyntheticTokens, synthetic_tokens
 from meshwright.data.text_processes import TextProcesses
-from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
+from meshwright.data.tokenize import (
+    bpe_size,
+    build_tokenizer,
+    check_tokenizer,
+    tell_remarks,
+    too_many_entries,
+    warn_of_literals,
+    write_shards,
+)
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
 from meshwright.data.verified import cache_folder
@@ -171,6 +179,18 @@ class Corpus:
             for held in (False, True)
         )
 
+    @property
+    def first_token_remark(self) -> str:
+        """The end of a sentence about a checkpoint of other data, as documents began with END before."""
+        begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
+        if begin == end:
+            return ""
+        first, last = (self.tokenizer.decode([number]) for number in (begin, end))
+        return (
+            f" (documents now begin with {first}, as the tokenizer's post-processor says; if it was trained "
+            f"with {last} there, give the folder of its tokens in data.cache as data.corpus)"
+        )
+
     def order(self, seed: int) -> Mixture:
         """Return the order of the training samples: global sample index -> (source, sample within it)."""
         return Mixture(self.train.sizes, self.weights, seed)
@@ -246,7 +266,7 @@ def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[Toke
     }
     texts = [name for name in names if name not in ready]
     if texts:
-        given = next(iter(ready.values())).tokenizer if ready else None
+        given = _tokenizer_for(spec, next(iter(ready.values()))) if ready else None
         note = _note(spec, texts, given)
         cached = _noted(note) if check == "lazy" else None
         if cached is None:
@@ -255,7 +275,16 @@ def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[Toke
         remedy = f"delete {cached} and it will be made again"
         for number, name in enumerate(texts):
             ready[name] = TokenShards(_part(cached, number), remedy, cache=cache, check=check)
+    if check != "lazy":
+        for name in names:
+            warn_of_literals(name, ready[name].folder)
     return [ready[name] for name in names]
+
+
+def _tokenizer_for(spec: RunSpec, shards: TokenShards) -> Tokenizer:
+    """Return the tokenizer of a folder of tokens for the texts beside it."""
+    reads = "read" if spec.data.special_tokens == "read" else None
+    return tokenizer_of(shards.folder, shards.manifest.model_copy(update={"special_tokens": reads}))
 
 
 def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
@@ -266,6 +295,7 @@ def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
     data = spec.data
     paths = [str(user_path(name, "data.corpus").absolute()) for name in texts]
     asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
+    asked += [data.special_tokens] if data.special_tokens == "read" else []
     key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
     return cache_folder(data.cache) / f".opened-{key}"
 
@@ -285,18 +315,22 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     tokenized.
     """
     data, vocab_size = spec.data, spec.model.vocab_size
-    size = bpe_size(data.tokenizer, vocab_size)
+    size, reads = bpe_size(data.tokenizer, vocab_size), data.special_tokens == "read"
     known = given
     if given is None:
         check_tokenizer(data.tokenizer, vocab_size)
-        known = build_tokenizer(data.tokenizer, vocab_size, [], 0.0) if size is None else None
+        known = build_tokenizer(data.tokenizer, vocab_size, [], 0.0, None, reads) if size is None else None
+    limit = None
     if known is not None:
-        _check_vocabulary(known, sources[0].name, vocab_size)
+        tell_remarks(known)
+        limit = _limit(known, sources[0].name, vocab_size)
     recipe = {
         "version": VERSION,
         "sources": [source.fingerprint() for source in sources],
         "text_key": data.text_key,
         "tokenizer": known.digest if known else ["bpe", size, data.val_fraction],
+        **({"special_tokens": "read"} if reads else {}),
+        **({"limit": limit} if limit is not None else {}),
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(sources[0].name).name).strip("-")[:40] or "corpus"
@@ -305,10 +339,10 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     def build(folder: Path) -> None:
         with TextProcesses() as processes:
             tokenizer = known or build_tokenizer(
-                data.tokenizer, vocab_size, sources, data.val_fraction, processes
+                data.tokenizer, vocab_size, sources, data.val_fraction, processes, reads
             )
             for number, source in enumerate(sources):
-                write_shards(source, tokenizer, _part(folder, number), processes)
+                write_shards(source, tokenizer, _part(folder, number), processes, limit)
 
     build_once(target, "data.cache", build)
     return target
@@ -327,24 +361,37 @@ def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[Toke
                 f"data.mixture: {name} and {names[0]} were made with different tokenizers; "
                 f"tokenize one of them again with the other's tokenizer.json"
             )
+        if spec.data.special_tokens == "read" and shard.manifest.special_tokens != "read":
+            raise UserError(
+                f"data.special_tokens: 'read' has no effect on {name}, which was tokenized with 'text'; "
+                "tokenize the corpus again with 'read', or leave it out"
+            )
     setting, vocab_size = spec.data.tokenizer, spec.model.vocab_size
     size = bpe_size(setting, vocab_size)
     if size is not None:
         # A BPE may have fewer entries than asked for, where its text had no more pairs to merge.
         other = setting != "bpe" and (first.vocab_size > size or isinstance(first, ByteTokenizer))
     else:
-        other = build_tokenizer(setting, vocab_size, [], 0).digest != first.digest
+        wanted = build_tokenizer(setting, vocab_size, [], 0)  # a folder says itself how documents begin
+        other = (wanted.content_sha256, wanted.end_id) != (first.content_sha256, first.end_id)
     if other:
         raise UserError(
             f"data.tokenizer: {names[0]} was tokenized with another tokenizer than {setting!r}; "
             f"leave data.tokenizer out, or tokenize the corpus again"
         )
-    _check_vocabulary(first, names[0], vocab_size)
+    for shard in shards:
+        if shard.manifest.vocab_size > vocab_size:
+            raise too_many_entries(first, names[0], vocab_size)
 
 
-def _check_vocabulary(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"data.tokenizer: the tokenizer of {name} has {tokenizer.vocab_size} entries, more than "
-            f"model.vocab_size {vocab_size}; set model.vocab_size = {tokenizer.vocab_size} or more"
-        )
+def _limit(tokenizer: Tokenizer, name: str, vocab_size: int) -> int | None:
+    """Return what the ids of texts must stay below, where a tokenizer has more tokens than the model.
+
+    Some published tokenizers have tokens that were added after the model, such as [PAD], which no text need
+    have. Raises `UserError` if others have no row in the embedding.
+    """
+    if tokenizer.vocab_size <= vocab_size:
+        return None
+    if tokenizer.end_id >= vocab_size or not tokenizer.added_from(vocab_size):
+        raise too_many_entries(tokenizer, name, vocab_size)
+    return vocab_size

@@ -2,7 +2,8 @@
 
     meshwright-tokens.json     the manifest: sizes and hashes of the files below, counts, and its own hash
     tokenizer.json, tokenizer_config.json
-    00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn]
+    00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn], whatever
+                               token is read in front of it (`begin_id`)
     00000.documents.bin        one record per document, see `DOCUMENT`
     .meshwright/               derived files: the record of a verification, indices (may be deleted)
 
@@ -22,6 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from meshwright.spec.base import FrozenModel
+from meshwright.spec.text_tokens import TextTokens
 
 MANIFEST = "meshwright-tokens.json"
 TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")
@@ -51,6 +53,10 @@ class Manifest(FrozenModel):
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(ge=1)
     end_id: int = Field(ge=0)
+    begin_id: int | None = Field(None, ge=0)
+    """The token that is read in front of a document in END's place; None for END itself."""
+    special_tokens: Literal["read"] | None = None
+    """"read" where special tokens that texts spell were read as those tokens."""
     tokenizer: str
     utf8_bytes: int
     shards: tuple[ShardEntry, ...]
@@ -74,11 +80,21 @@ class Manifest(FrozenModel):
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest, which covers every file through its hashes."""
-        return _sha256(self.model_dump())
+        return _sha256(self._fields())
 
     def render(self) -> bytes:
         """Return the bytes of the manifest's file, the only ones that are accepted as it."""
-        return _canonical({**self.model_dump(), "sha256": self.digest})
+        return _canonical({**self._fields(), "sha256": self.digest})
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields that say something; earlier versions wrote no others."""
+        return self.model_dump(exclude_none=True)
+
+    @property
+    def text_tokens(self) -> TextTokens:
+        """The tokens around the documents."""
+        begin = self.end_id if self.begin_id is None else self.begin_id
+        return TextTokens(self.end_id, before=(begin,), bos=begin)
 
     def expected(self) -> dict[str, int]:
         """Return the bytes of each file that the shards must have, by name."""

@@ -1,7 +1,9 @@
 """From documents to samples of T tokens. Suffixes of names: N samples, T tokens of one.
 
 The documents of a split, each [END, t1..tn], are joined into one stream that ends with a further END. Every
-token of the stream but the first is predicted once: t1 from END, ..., the next document's END from tn.
+token of the stream but the first is predicted once: t1 from END, ..., the next document's END from tn. Where
+a tokenizer puts another token before a text, that token stands in END's place as it is read, so that t1 is
+predicted from it, while END is still what follows tn.
 
 packed      sample i is the stream's places [i*T, (i+1)*T); the last is padded
 unpacked    a sample is a window of T tokens of one document; each document's last is padded
@@ -61,7 +63,7 @@ class Windows:
         self._source = source
         self._index, self._held_out, self._held = index, index.held_out, held
         self._tokenizer = tokenizer
-        self._end = tokenizer.end_id
+        self._end, self._begin = tokenizer.end_id, tokenizer.begin_id
         self._seq_len = data.seq_len
         self._pack = data.pack
         self._mask = data.pack and data.document_mask
@@ -104,7 +106,10 @@ class Windows:
         ids = self._source.take(inside + documents.origin[number])
         ids[place >= self.target_tokens] = self._end
         used = place[:, :-1] < stop_N[:, None]
-        tokens = np.where(used, ids[:, :-1], self._end)
+        read = ids
+        if self._begin != self._end:
+            read = np.where(place == documents.start[number], self._begin, ids)
+        tokens = np.where(used, read[:, :-1], self._end)
         targets = np.where(used, ids[:, 1:], IGNORE)
         number, place = number[:, :-1], place[:, :-1]
         if not self._mask:

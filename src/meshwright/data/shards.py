@@ -40,7 +40,7 @@ class TokenShards:
         cache: Path | None = None,
         check: Check = "files",
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._remedy = remedy
         self._check = check
         self._homes = record_folders(folder, cache or cache_folder(None))
@@ -51,7 +51,7 @@ class TokenShards:
         self._reader = BlockReader(folder, manifest, record, remedy)
         for name in TOKENIZER_FILES:
             self._reader.read(name, [(0, manifest.files[name].bytes)])
-        self.tokenizer = Tokenizer.open(folder / TOKENIZER_FILES[0], end_id=manifest.end_id)
+        self.tokenizer = tokenizer_of(folder, manifest)
         self._bounds: I64 = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._first: I64 = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
         self.documents = int(self._first[-1])
@@ -116,8 +116,14 @@ class TokenShards:
         for name in [*shards, *TOKENIZER_FILES]:
             if name not in files or files[name].bytes != shards.get(name, files[name].bytes):
                 raise UserError(
-                    f"{self._folder / MANIFEST}: does not list {name} as it should; {self._remedy}"
+                    f"{self.folder / MANIFEST}: does not list {name} as it should; {self._remedy}"
                 )
+
+
+def tokenizer_of(folder: Path, manifest: Manifest) -> Tokenizer:
+    """Return the tokenizer of a folder of tokens. Raises `UserError`."""
+    reads_special = manifest.special_tokens == "read"
+    return Tokenizer.open(folder / TOKENIZER_FILES[0], manifest.text_tokens, reads_special)
 
 
 def read_manifest(folder: Path, remedy: str) -> Manifest:

@@ -105,15 +105,17 @@ class TextProcesses:
         if self._processes is None:
             assert tokenizer.rule is not None
             self._processes = self._stack.enter_context(
-                Processes(Words(tokenizer.rule, tokenizer.json, dtype))
+                Processes(Words(tokenizer.rule, tokenizer.json, dtype, tokenizer.reads_special))
             )
         elif self._tokenizer is not tokenizer:
-            self._processes.everyone(("load", tokenizer.json, dtype))
+            self._processes.everyone(("load", tokenizer.json, dtype, tokenizer.reads_special))
         self._tokenizer = tokenizer
 
         def requests() -> Iterator[tuple[int | None, tuple[object, ...]]]:
             for batch in batches(pieces, _length):
                 kept = self._kept.get(_key(batch)) if self._kept else None
+                if tokenizer.reads_special and any(tokenizer.literals.found(piece.text) for piece in batch):
+                    kept = None  # its words are those of plain text
                 if kept and [piece.document for piece in kept.pieces] == [piece.document for piece in batch]:
                     yield kept.process, ("kept", kept.number)
                 else:

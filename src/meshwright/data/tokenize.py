@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, groupby, pairwise
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.permutation import U64, mix64
-from meshwright.data.publish import publishing
+from meshwright.data.publish import publishing, write_atomically
 from meshwright.data.readers import TextSource, open_source
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.split import SplitSurvey
@@ -27,6 +29,7 @@ from meshwright.data.tokenizer import (
     bpe_of_counts,
     byte_tokenizer,
 )
+from meshwright.data.verified import BESIDE
 from meshwright.data.word_rule import CUTS, GPT2, WordRule
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
@@ -35,6 +38,7 @@ PIECE = 2**20  # characters that are encoded at once at most, a multiple of TRAI
 TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
 TRIALS, TRIAL = 32, 64  # places tried for a cut, and characters on each side of it
 CHUNK = 2**22  # characters that the library encodes side by side
+LITERALS = "literals.json"  # in the folder BESIDE
 BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more changes few merges
 
 
@@ -48,6 +52,8 @@ class Counts:
     vocab_size: int
     sha256: str
     skipped: dict[str, int] = field(default_factory=dict)
+    split_literals: int = 0
+    """Special tokens that texts spell, read as characters."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as plain JSON."""
@@ -62,22 +68,40 @@ def tokenize(
     vocab_size: int,
     text_key: str = "text",
     val_fraction: float = 0.0,
+    special_tokens: str = "text",
 ) -> Counts:
     """Tokenize `corpus` (as in `data.corpus`) into the folder `out`, a `data.corpus` from then on.
 
-    `tokenizer` is as in `data.tokenizer`; a BPE is trained to `vocab_size` entries, without looking at the
-    documents that `val_fraction` holds out. Raises `UserError`; `out` appears whole or not at all.
+    `tokenizer` and `special_tokens` are as in `data`; a BPE is trained to `vocab_size` entries, without
+    looking at the documents that `val_fraction` holds out. Raises `UserError`; `out` appears whole or not at
+    all.
     """
     source = open_source(corpus, text_key)
+    reads = special_tokens == "read"
     with publishing(out, "out") as folder, TextProcesses() as processes:
-        found = build_tokenizer(tokenizer, vocab_size, [source], val_fraction, processes)
-        return write_shards(source, found, folder, processes)
+        found = build_tokenizer(tokenizer, vocab_size, [source], val_fraction, processes, reads)
+        tell_remarks(found)
+        counts = write_shards(source, found, folder, processes)
+        warn_of_literals(source.name, folder)
+    return counts
 
 
-def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, processes: TextProcesses) -> Counts:
-    """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
-    with ShardWriter(folder, tokenizer) as writer:
-        for ids, utf8_bytes, content in _encode(source.documents(), tokenizer, processes):
+def write_shards(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    folder: Path,
+    processes: TextProcesses,
+    limit: int | None = None,
+) -> Counts:
+    """Encode every document of `source` into shards in `folder`.
+
+    Raises `UserError` for an empty corpus, and for a token whose id is `limit` or more.
+    """
+    split: Counter[str] = Counter()
+    with ShardWriter(folder, tokenizer, limit=limit) as writer:
+        for ids, utf8_bytes, content in _encode(source.documents(), tokenizer, processes, split):
+            if limit is not None and len(ids) and ids.max() >= limit:
+                raise too_many_entries(tokenizer, source.name, limit, int(ids.max()))
             writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
@@ -91,6 +115,40 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
         vocab_size=manifest.vocab_size,
         sha256=manifest.digest,
         skipped=dict(source.skipped),
+        split_literals=note_literals(folder, split),
+    )
+
+
+def note_literals(folder: Path, split: Counter[str]) -> int:
+    """Keep in a folder of tokens how many special tokens were read as characters, and return that."""
+    if split:
+        facts = {"count": split.total(), "example": split.most_common(1)[0][0]}
+        write_atomically(folder / BESIDE / LITERALS, json.dumps(facts))
+    return split.total()
+
+
+def warn_of_literals(name: str, folder: Path) -> None:
+    """Warn if the tokens in a folder are of a text that spells special tokens, read as characters."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # without the file there is nothing to tell
+        facts = json.loads((folder / BESIDE / LITERALS).read_text(encoding="utf-8"))
+        warnings.warn(f"{name}: {literals_sentence(facts['count'], facts['example'])}", stacklevel=2)
+
+
+def literals_sentence(count: int, example: str, switch: str = "data.special_tokens = 'read'") -> str:
+    """Return what to tell of special tokens that texts spell, read as characters."""
+    literals, were = ("literals", "were") if count > 1 else ("literal", "was")
+    return (
+        f"{count:,} {literals} of special tokens such as {example} {were} read as plain characters; {switch} "
+        f"reads them as tokens"
+    )
+
+
+def too_many_entries(tokenizer: Tokenizer, name: str, vocab_size: int, met: int | None = None) -> UserError:
+    """Return the error of a tokenizer with more tokens than the model, of which one was `met` in the text."""
+    occurs = "" if met is None else f", and {tokenizer.decode([met])!r} (id {met}) occurs in the text"
+    return UserError(
+        f"data.tokenizer: the tokenizer of {name} has {tokenizer.vocab_size} entries, more than "
+        f"model.vocab_size {vocab_size}{occurs}; set model.vocab_size = {tokenizer.vocab_size} or more"
     )
 
 
@@ -100,20 +158,28 @@ def build_tokenizer(
     sources: Sequence[TextSource],
     val_fraction: float,
     processes: TextProcesses | None = None,
+    reads_special: bool = False,
 ) -> Tokenizer:
     """Return the tokenizer of `data.tokenizer`; a BPE is trained on the sources' training documents.
 
-    The `processes` that trained it encode those documents faster than others.
+    The `processes` that trained it encode those documents faster than others. `reads_special` is the
+    tokenizer's.
     """
     check_tokenizer(setting, vocab_size)
     if setting == "byte":
-        return byte_tokenizer()
+        return byte_tokenizer(reads_special)
     size = bpe_size(setting, vocab_size)
     if size is None:
-        return Tokenizer.open(user_path(setting, "data.tokenizer"))
+        return Tokenizer.open(user_path(setting, "data.tokenizer"), reads_special=reads_special)
     with ExitStack() as stack:
         processes = processes or stack.enter_context(TextProcesses())
-        return bpe_of_counts(_count(sources, val_fraction, processes), size)
+        return bpe_of_counts(_count(sources, val_fraction, processes), size, reads_special)
+
+
+def tell_remarks(tokenizer: Tokenizer) -> None:
+    """Warn of what the files of a published tokenizer say against each other."""
+    for remark in tokenizer.published.remarks if tokenizer.published else ():
+        warnings.warn(remark, stacklevel=3)
 
 
 def _count(sources: Sequence[TextSource], val_fraction: float, processes: TextProcesses) -> Counter[str]:
@@ -202,9 +268,12 @@ def content_hash(utf8: bytes) -> U64:
 
 
 def _encode(
-    texts: Iterator[str], tokenizer: Tokenizer, processes: TextProcesses
+    texts: Iterator[str], tokenizer: Tokenizer, processes: TextProcesses, split: Counter[str] | None = None
 ) -> Iterator[tuple[IDs, int, int]]:
-    """Yield (token ids, UTF-8 bytes, content hash) of each document, encoded in pieces."""
+    """Yield (token ids, UTF-8 bytes, content hash) of each document, encoded in pieces.
+
+    The special tokens that are read as characters are counted in `split`.
+    """
     facts: deque[tuple[int, int]] = deque()
     documents: deque[int] = deque()  # of each piece
 
@@ -212,6 +281,8 @@ def _encode(
         for document, text in enumerate(texts):
             utf8 = text.encode()
             facts.append((len(utf8), hashed := int(content_hash(utf8)[0])))
+            if split is not None and not tokenizer.reads_special:
+                split.update(tokenizer.literals.of(text))
             for piece in _long_pieces(text, tokenizer):
                 documents.append(document)
                 yield Piece(hashed, piece)

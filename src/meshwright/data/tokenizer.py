@@ -1,7 +1,7 @@
 """Tokenizers: 256 bytes, a trained byte-level BPE, or a given `tokenizer.json`.
 
-All three are a `tokenizers.Tokenizer` inside and a `tokenizer.json` on disk. Text never yields the
-end-of-document token: a literal `<|endoftext|>` in a document is encoded as its characters.
+All three are a `tokenizers.Tokenizer` inside and a `tokenizer.json` on disk. By default text never yields a
+special token: a literal `<|endoftext|>` in a document is encoded as its characters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -19,12 +18,19 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from meshwright.data.bpe_training import learn_merges
+from meshwright.data.literals import Literals
 from meshwright.data.word_rule import GPT2, WordRule, word_rule
 from meshwright.data.words import Words
 from meshwright.spec.errors import UserError
-from meshwright.spec.hf_json import read_json_object
-from meshwright.spec.special_tokens import find_bos, find_end, token_name
-from meshwright.spec.tokenizer_json import library_errors, read_tree
+from meshwright.spec.special_tokens import side_files
+from meshwright.spec.text_tokens import (
+    PublishedTokenizer,
+    TextTokens,
+    open_published,
+    read_backend,
+    written_config,
+)
+from meshwright.spec.tokenizer_json import library_errors
 
 END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -40,52 +46,84 @@ IDs = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 class Tokenizer:
-    """Text to token ids and back; `end_id` marks the start of each document and the end of the one before.
+    """Text to token ids and back; `end_id` ends each document, and `begin_id` is read in front of it.
 
-    `bos_id` is the token that a model of this tokenizer expects before a prompt: END for a tokenizer that was
-    trained here, None where it expects nothing.
+    `tokens` says what stands around texts; by default `bos_id` is put before a prompt, and nothing for None.
+    With `reads_special` a special token that a text spells is read as that token, else as its characters.
+    `published` is what the tokenizer was read from, with the files beside it.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, end_id: int, bos_id: int | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        end_id: int,
+        bos_id: int | None,
+        tokens: TextTokens | None = None,
+        reads_special: bool = False,
+        published: PublishedTokenizer | None = None,
+    ) -> None:
         self._backend = backend
-        self._backend.encode_special_tokens = True
+        self._backend.encode_special_tokens = not reads_special
         self._backend.no_padding()
         self._backend.no_truncation()
         self.json = backend.to_str()
-        self.end_id = end_id
-        self.bos_id = bos_id
+        own = () if bos_id is None else (bos_id,)
+        self.tokens = tokens or TextTokens(end_id, before=own, bos=bos_id)
+        self.end_id = self.tokens.end
+        self.reads_special, self.published = reads_special, published
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @staticmethod
-    def open(path: Path, end_id: int | None = None) -> Tokenizer:
-        """Read a `tokenizer.json`. Raises `UserError`.
+    def open(path: Path, tokens: TextTokens | None = None, reads_special: bool = False) -> Tokenizer:
+        """Read a `tokenizer.json`, or the one of a folder. Raises `UserError`.
 
-        The end of document is `end_id`, or what `tokenizer_config.json` in the same folder calls `eos_token`,
-        or a name known from published tokenizers. A prompt begins with `end_id` if that is given; else with
-        what the config calls `bos_token`, or what the post-processor puts first, unless `add_bos_token` is
-        false.
+        What begins and ends texts is what the files beside it say (`spec/text_tokens.py`), or if `tokens` are
+        given these, and the file alone is read.
         """
-        if not path.is_file():
+        path = _file_of(path)
+        published = None
+        if tokens is None:
+            published = open_published(path, "data.tokenizer")
+            published.check_names()
+            backend, tokens = published.backend, published.tokens
+            reads_special = reads_special and not published.splits_special
+        else:
+            backend, _ = read_backend(path, "data.tokenizer")
+        tokenizer = Tokenizer(backend, tokens.end, None, tokens, reads_special, published)
+        if tokens.end != ByteTokenizer.END_ID or tokenizer.json != byte_tokenizer().json:
+            return tokenizer
+        return ByteTokenizer(backend, tokens.end, None, tokens, reads_special, published)
+
+    @staticmethod
+    def content(path: Path) -> Tokenizer:
+        """Read a `tokenizer.json` as `open` does, whatever stands around texts. Raises `UserError`."""
+        return Tokenizer(open_published(path, "data.tokenizer").backend, 0, None)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def begin_id(self) -> int:
+        """The token that is read in front of a document: the one put before texts, else `end_id`.
+
+        Raises `UserError` where several are put there.
+        """
+        before = self.tokens.before
+        if len(before) > 1:
+            names = ", ".join(str(self._backend.id_to_token(number)) for number in before)
             raise UserError(
-                f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte' or a tokenizer.json"
+                f"data.tokenizer: its post-processor puts {len(before)} tokens before a text ({names}), and "
+                "documents begin with one; give a tokenizer.json that puts one or none there"
             )
-        backend, tree = _read_backend(path)
-        bos_id = end_id
-        if end_id is None:
-            config = _read_config(path.with_name(TOKENIZER_FILES[1]))
-            end_id = find_end(config, backend.token_to_id, path, "data.tokenizer")
-            if config.get("add_bos_token") is not False:
-                processor = tree["post_processor"]
-                bos_id = find_bos(config, processor, backend.token_to_id, path, "data.tokenizer")
-        tokenizer = Tokenizer(backend, end_id, bos_id)
-        byte = byte_tokenizer()
-        byte.bos_id = bos_id
-        return byte if tokenizer.digest == byte.digest else tokenizer
+        return before[0] if before else self.end_id
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the tokenizer and its end-of-document token."""
-        return hashlib.sha256(f"{self.end_id}\n{self.json}".encode()).hexdigest()
+        """SHA-256 of the tokenizer, and of the tokens that begin and end its documents."""
+        around = f"{self.end_id}" if self.begin_id == self.end_id else f"{self.end_id} {self.begin_id}"
+        return hashlib.sha256(f"{around}\n{self.json}".encode()).hexdigest()
 
     @cached_property
     def content_sha256(self) -> str:
@@ -93,14 +131,17 @@ class Tokenizer:
         return hashlib.sha256(self.json.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without any special token."""
+        """Return the token ids of `text`, with nothing put around it."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """Return the token that begins a text and then `ids`; END alone where there are neither."""
-        prompt = [*ids] if self.bos_id is None else [self.bos_id, *ids]
-        return prompt or [self.end_id]
+        """Return `ids` with what is put around a text; END alone where there is nothing."""
+        return self.around(ids) or [self.end_id]
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """Return `ids` with what is put before and after a text."""
+        return [*self.tokens.before, *ids, *self.tokens.after]
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
         """Return the token ids of each text, computed on all cores. Raises `UserError` for unknown text."""
@@ -111,7 +152,19 @@ class Tokenizer:
     @cached_property
     def rule(self) -> WordRule | None:
         """How texts are split into words that are encoded one by one; None where that cannot be told."""
-        return word_rule(json.loads(self.json))
+        return word_rule(json.loads(self.json), self.reads_special)
+
+    @cached_property
+    def literals(self) -> Literals:
+        """The texts of the special tokens."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return Literals([token.content for token in added if token.special])
+
+    def added_from(self, number: int) -> bool:
+        """Return True if all tokens with ids from `number` on are added ones."""
+        added = self._backend.get_added_tokens_decoder()
+        vocab = self.vocabulary.values()
+        return all(each in added for each in vocab if each >= number)
 
     @property
     def id_bytes(self) -> int:
@@ -139,15 +192,10 @@ class Tokenizer:
     def save(self, folder: Path, max_seq_len: int | None = None) -> None:
         """Write `tokenizer.json`, and `tokenizer_config.json` in the form that transformers reads.
 
-        END both begins and ends a text; `max_seq_len` is the model's, if it is known. Raises `UserError`.
+        It names what begins and ends documents; `max_seq_len` is the model's, if it is known. Raises
+        `UserError`.
         """
-        end = self._backend.id_to_token(self.end_id)
-        config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": end,
-            "bos_token": end,
-            "clean_up_tokenization_spaces": False,
-        }
+        config = written_config(*map(self._backend.id_to_token, (self.begin_id, self.end_id)))
         if max_seq_len is not None:
             config["model_max_length"] = max_seq_len
         try:
@@ -164,7 +212,7 @@ class Tokenizer:
             return None
         added = self._backend.get_added_tokens_decoder()
         table = {}
-        for token, number in self._backend.get_vocab(with_added_tokens=True).items():
+        for token, number in self.vocabulary.items():
             plain = number not in added and all(char in _BYTE_OF for char in token)
             table[number] = bytes(_BYTE_OF[char] for char in token) if plain else token.encode()
         return table
@@ -174,19 +222,23 @@ class ByteTokenizer(Tokenizer):
     """Ids are bytes, and END is 256. It is saved as a BPE without merges, but encodes directly."""
 
     rule = None
+    END_ID = 256
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
         """Return the UTF-8 bytes of each text."""
+        if self.reads_special and any(map(self.literals.found, texts)):
+            return super().encode_batch(texts)
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
 
-def byte_tokenizer() -> ByteTokenizer:
+def byte_tokenizer(reads_special: bool = False) -> ByteTokenizer:
     """Return the tokenizer of the 256 bytes and END."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END])
-    return ByteTokenizer(backend, end_id=256, bos_id=256)
+    end = ByteTokenizer.END_ID
+    return ByteTokenizer(backend, end_id=end, bos_id=end, reads_special=reads_special)
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
@@ -197,7 +249,7 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     return bpe_of_counts(words.word_counts(), size)
 
 
-def bpe_of_counts(word_counts: Mapping[str, int], size: int) -> Tokenizer:
+def bpe_of_counts(word_counts: Mapping[str, int], size: int, reads_special: bool = False) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) of at most `size` entries, END = 0.
 
     Deterministic for the same counts (`Words.word_counts`). Too few pairs to merge give a smaller vocabulary.
@@ -209,7 +261,7 @@ def bpe_of_counts(word_counts: Mapping[str, int], size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END])
-    return Tokenizer(backend, end_id=0, bos_id=0)
+    return Tokenizer(backend, end_id=0, bos_id=0, reads_special=reads_special)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
@@ -226,27 +278,25 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 def file_sha256(path: Path) -> str:
     """Return the `content_sha256` of the tokenizer in a `tokenizer.json`. Raises `UserError`."""
-    backend, _ = _read_backend(path)
-    return Tokenizer(backend, end_id=0, bos_id=None).content_sha256
+    return Tokenizer.content(path).content_sha256
 
 
-def _read_backend(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Return the library's tokenizer of a `tokenizer.json`, and its tree. Raises `UserError`."""
-    with library_errors(f"data.tokenizer: {path} is not a tokenizer.json"):
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    return backend, read_tree(backend, f"data.tokenizer: {path}")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a `tokenizer_config.json`, {} for a missing file. Raises `UserError`."""
-    config = read_json_object(path, "data.tokenizer") if path.is_file() else {}
-    for key in ("eos_token", "bos_token"):
-        if config.get(key) is not None and token_name(config[key]) is None:
+def _file_of(path: Path) -> Path:
+    """Return the file that `data.tokenizer` names, or that of the folder it names. Raises `UserError`."""
+    if not path.is_dir():
+        if not path.is_file():
             raise UserError(
-                f"data.tokenizer: {key} in {path} is {json.dumps(config[key])[:80]}, not the name of a "
-                "token; give one of the tokenizer's tokens as a string"
+                f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte' or a tokenizer.json"
             )
-    return config
+        return path
+    if not (path / TOKENIZER_FILES[0]).is_file():
+        others = [file.name for file in side_files(path, "data.tokenizer") if file.suffix != ".jinja"]
+        has = f"has {', '.join(others)} but " if others else "has "
+        raise UserError(
+            f"data.tokenizer: the folder {path} {has}no tokenizer.json, which is what is read; let "
+            "transformers write one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
+        )
+    return path / TOKENIZER_FILES[0]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -71,13 +71,14 @@ LLAMA3 = WordRule(_LATER % r"\p{N}{1,3}", joins_lines=True, most_digits=3)
 QWEN2 = WordRule(_LATER % r"\p{N}", joins_lines=True, most_digits=1)
 
 
-def word_rule(tree: dict[str, Any]) -> WordRule | None:
+def word_rule(tree: dict[str, Any], reads_special: bool = False) -> WordRule | None:
     """Return the rule of a tokenizer.json, given its tree; None where words cannot be told by themselves.
 
-    Added tokens are found in a text before it is split, so those that are not special must be free of spaces,
-    and must take none from beside them: then a piece of text without them has the ids of its words.
+    Added tokens are found in a text before it is split, so those that are read (special ones if asked for)
+    must be free of spaces, and must take none from beside them: then a piece of text without them has the ids
+    of its words.
     """
-    plain = [token for token in tree["added_tokens"] if not token["special"]]
+    plain = [token for token in tree["added_tokens"] if reads_special or not token["special"]]
     odd = ("single_word", "lstrip", "rstrip", *(["normalized"] if tree["normalizer"] else []))
     if any(token[key] for token in plain for key in odd) or re.search(r"\s", _contents(plain)):
         return None

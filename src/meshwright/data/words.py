@@ -17,6 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
+from meshwright.data.literals import Literals
 from meshwright.data.word_rule import WordRule
 from meshwright.data.word_table import MOST_KNOWN, CompiledWordTable, WordTable, library_path
 
@@ -28,23 +29,28 @@ class Words:
     """
 
     def __init__(
-        self, rule: WordRule, tokenizer_json: str = "", dtype: str = "<u4", library: str | None = None
+        self,
+        rule: WordRule,
+        tokenizer_json: str = "",
+        dtype: str = "<u4",
+        reads_special: bool = False,
+        library: str | None = None,
     ) -> None:
         library = library_path() if library is None else library
-        self._given = rule, tokenizer_json, dtype, library
+        self._given = rule, tokenizer_json, dtype, reads_special, library
         self._dtype = dtype  # of ids
         self._kept: list[list[NDArray[np.uint32]]] = []
         self._parts: list[list[list[NDArray[np.uint32]] | None]] = []
         self._forget()
         if tokenizer_json:
-            self.load(tokenizer_json, dtype)
+            self.load(tokenizer_json, dtype, reads_special)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins without any words, and with the library that was found here."""
         return Words, self._given
 
     def _forget(self) -> None:
-        rule, _, _, library = self._given
+        rule, *_, library = self._given
         self._table = CompiledWordTable(rule, library) if library else WordTable(rule)
         self._table.forget_ids(self._dtype)
         self._encoded = 0
@@ -88,13 +94,14 @@ class Words:
                     found[part] = found.get(part, 0) + total
         return found
 
-    def load(self, tokenizer_json: str, dtype: str) -> None:
+    def load(self, tokenizer_json: str, dtype: str, reads_special: bool = False) -> None:
         """Take a tokenizer of this rule, whose ids are of this type."""
         tree = json.loads(tokenizer_json)
-        self._added = [token["content"] for token in tree["added_tokens"] if not token["special"]]
+        added = tree["added_tokens"]
+        self._added = Literals([token["content"] for token in added if reads_special or not token["special"]])
         self._form: Literal["NFC"] | None = "NFC" if tree["normalizer"] else None
         self._library = tokenizers.Tokenizer.from_str(tokenizer_json)
-        self._library.encode_special_tokens = True
+        self._library.encode_special_tokens = not reads_special
         vocab = self._library.get_vocab(with_added_tokens=True)
         self._bytes = np.zeros(1 + max(vocab.values(), default=-1), np.int64)
         self._bytes[list(vocab.values())] = [*map(len, vocab)]
@@ -108,7 +115,7 @@ class Words:
 
     def encode(self, pieces: Sequence[str]) -> list[bytes]:
         """Return the ids of pieces."""
-        if any(token in piece for piece in pieces for token in self._added):
+        if any(map(self._added.found, pieces)):
             found = self._library.encode_batch_fast(pieces, add_special_tokens=False)
             return [np.array(encoding.ids, self._dtype).tobytes() for encoding in found]
         if self._table.known_bytes > MOST_KNOWN and not self._kept:

@@ -9,7 +9,7 @@ later (Kwon et al. 2023, recomputation).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.infer.lookup import Lookup
@@ -21,12 +21,12 @@ MOST_PROMPT_TOKENS = 2048
 
 @dataclass
 class Request:
-    """A prompt and its continuation: at most `most` tokens, which end at the first `stop_id`, included."""
+    """A prompt and its continuation: at most `most` tokens, up to the first of `stop_ids`, included."""
 
     number: int
     prompt: list[int]
     most: int
-    stop_id: int | None = None
+    stop_ids: Collection[int] = ()
     new: list[int] = field(default_factory=list)
     lookup: Lookup = field(default_factory=Lookup)
     pages: list[int] = field(default_factory=list)
@@ -45,13 +45,17 @@ class Request:
     @property
     def text(self) -> list[int]:
         """The continuation without the token that ended it."""
-        stopped = bool(self.new) and self.new[-1] == self.stop_id
-        return self.new[:-1] if stopped else list(self.new)
+        return self.new[:-1] if self.stopped else list(self.new)
+
+    @property
+    def stopped(self) -> bool:
+        """True if the last token is one of `stop_ids`."""
+        return bool(self.new) and self.new[-1] in self.stop_ids
 
     @property
     def ended(self) -> bool:
         """True if no token is to follow."""
-        return len(self.new) >= self.most or (bool(self.new) and self.new[-1] == self.stop_id)
+        return len(self.new) >= self.most or self.stopped
 
 
 @dataclass(frozen=True)

@@ -27,26 +27,26 @@ def generate(
     tokens: Tokens,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    stop_id: int | None = None,
+    stop_ids: Sequence[int] = (),
     limit: int | None = None,
     lookup: int = 0,
 ) -> Tokens:
     """Continue `tokens`: a list gives the list of new tokens, (B, T) gives the new tokens (B, n).
 
-    A row ends at `stop_id`, which is not part of a list's result; in a batch, rows that have ended go on with
-    `stop_id`; n is at most `max_new_tokens`. Only ids below `limit` are chosen. A turn reads at most `lookup`
-    tokens ahead. Raises `UserError` for an
-    empty prompt, and for tokens beyond the vocabulary or the positions.
+    A row ends at any of `stop_ids`, which is not part of a list's result; in a batch, rows that have ended go
+    on with the first of them; n is at most `max_new_tokens`. Only ids below `limit` are chosen. A turn reads
+    at most `lookup` tokens ahead. Raises `UserError` for an empty prompt, and for tokens beyond the
+    vocabulary or the positions.
     """
     rows = [tokens] if isinstance(tokens, list) else tokens.tolist()
-    requests = [Request(number, row, max_new_tokens, stop_id) for number, row in enumerate(rows)]
+    requests = [Request(number, row, max_new_tokens, stop_ids) for number, row in enumerate(rows)]
     for request in requests:
         check_request(decoder.spec, request)
     continue_requests(decoder, requests, sampling or Sampling(), limit, len(rows), lookup=lookup)
     if isinstance(tokens, list):
         return requests[0].text
     most = max((len(request.new) for request in requests), default=0)
-    filled = [request.new + [stop_id or 0] * (most - len(request.new)) for request in requests]
+    filled = [request.new + [*stop_ids, 0][:1] * (most - len(request.new)) for request in requests]
     return torch.tensor(filled, dtype=torch.int64).view(len(rows), most)
 
 

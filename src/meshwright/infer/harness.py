@@ -48,8 +48,9 @@ STOP_TOKENS = 8
 class DecoderLM(TemplateLM):
     """A decoder on a layout as lm-eval's model.
 
-    Texts begin with the token that the tokenizer puts before a prompt. Contexts are cut at their beginning to
-    fit the model's `max_seq_len`. At most `batch` texts are continued at a time on a data rank.
+    Texts have around them what the tokenizer puts there, unless they spell their first token themselves, as
+    in lm-eval's own model. Contexts are cut at their beginning to fit the model's `max_seq_len`. At most
+    `batch` texts are continued at a time on a data rank.
     """
 
     def __init__(self, model: ShardedDecoder, tokenizer: Tokenizer, batch: int = 16) -> None:
@@ -65,13 +66,23 @@ class DecoderLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token that a text without a context is predicted from."""
-        return self._text.end_id if self._text.bos_id is None else self._text.bos_id
+        first, end = self._text.tokens.named
+        return end if first is None else first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
-        """Return the tokens of a text, after the one that begins a prompt unless that is refused."""
+        """Return the tokens of a text, with what is put around a text unless that is refused.
+
+        Raises `UserError` for a token without a row in the model's embedding.
+        """
         ids = self._text.encode(string)
-        begins = add_special_tokens is not False and self._text.bos_id is not None
-        return [self.prefix_token_id, *ids] if begins else ids
+        if ids and max(ids) >= (rows := self._model.spec.model.vocab_size):
+            raise UserError(
+                f"--tasks: {string[:40]!r} has the token {max(ids)}, which is outside of the model's "
+                f"vocabulary of {rows}; change the task"
+            )
+        begun = self._text.reads_special and string.startswith(self._text.decode([self.prefix_token_id]))
+        bare = begun if add_special_tokens is None else not add_special_tokens
+        return ids if bare else self._text.around(ids)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return the log-likelihood in nats of each continuation, and whether it is the greedy one."""
@@ -139,7 +150,7 @@ class DecoderLM(TemplateLM):
         every = []
         for number, text in contexts.items():
             prompt = self.tok_encode(text)[-(self.max_length - most) :] or [self.eot_token_id]
-            every.append(Request(number, prompt, most, self.eot_token_id))
+            every.append(Request(number, prompt, most, self._text.tokens.stop_ids))
             check_request(model.spec.model, every[-1], "a context of --tasks")
         own = every[mesh.data_rank :: model.spec.layout.data_ranks]
         tail = max((len(stop.encode()) for stop in until), default=0) + STOP_TOKENS

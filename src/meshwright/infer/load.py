@@ -24,6 +24,7 @@ from meshwright.spec.errors import NumericalError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.special_tokens import check_within, copy_side_files, side_files
+from meshwright.spec.text_tokens import keep_model_ids, open_published
 from meshwright.train.state import check_fields, check_same_model, has_average, imported_state
 
 
@@ -146,6 +147,9 @@ def import_run(folder: Path, out: Path) -> None:
         length = min(length, model.max_seq_len)
     origin = {"imported": str(folder)}
     write_run(out, model, tensors, {"seq_len": length}, beside, folder, origin, dtypes == {torch.float64})
+    if (tokenizer := folder / "tokenizer.json") in beside:
+        for remark in open_published(tokenizer, "import").remarks:
+            warnings.warn(remark, stacklevel=2)
 
 
 def check_new(out: Path) -> None:
@@ -186,6 +190,7 @@ def write_run(
     try:
         with atomic.folder(out) as unfinished:
             copy_side_files(beside, folder, unfinished)
+            keep_model_ids(folder, unfinished)
             store = CheckpointStore(spec.checkpoint.folder(unfinished), keep=1)
             named = {f"model/{name}": tensor for name, tensor in tensors.items()}
             store.save(0, named, imported_state(spec, tokenizer))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.tokenizer import file_sha256
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.infer.average import stored
 from meshwright.infer.load import write_run
 from meshwright.infer.merge_methods import METHODS, WITH_BASE, WITH_DENSITY
@@ -99,8 +100,27 @@ def _check_alike(first: SavedWeights, other: SavedWeights, name: str, others: st
                 "models of one architecture"
             )
     files = [each.run / "tokenizer.json" for each in (first, other)]
-    if all(file.is_file() for file in files) and len({file_sha256(file) for file in files}) > 1:
-        raise UserError(
-            f"{others}: has another tokenizer than {name}, so their embeddings are of other tokens; merge "
-            "models with one tokenizer"
-        )
+    if all(file.is_file() for file in files):
+        _check_tokenizers(Tokenizer.content(files[0]), Tokenizer.content(files[1]), name, others)
+
+
+def _check_tokenizers(first: Tokenizer, other: Tokenizer, name: str, others: str) -> None:
+    """Raise `UserError` unless each token has one id in both, and texts become the same tokens.
+
+    What is put around a text, and special tokens' options, may differ, as between a base and its chat model.
+    """
+    here, there = first.vocabulary, other.vocabulary
+    for token in sorted(here.keys() | there.keys(), key=lambda token: here.get(token, len(here))):
+        if here.get(token) != there.get(token):
+            own, its = ("no id" if ids.get(token) is None else f"id {ids[token]}" for ids in (here, there))
+            raise UserError(
+                f"{others}: has another tokenizer than {name}: {token!r} has {its} in it and {own} there, so "
+                "rows of their embeddings are of other tokens; merge models of one vocabulary"
+            )
+    one, two = (json.loads(each.json) for each in (first, other))
+    for part in ("normalizer", "pre_tokenizer", "model"):
+        if one[part] != two[part]:
+            raise UserError(
+                f"{others}: has another tokenizer than {name}: of one vocabulary, but with another {part} in "
+                "tokenizer.json, so that texts become other tokens; merge models that read texts alike"
+            )

@@ -37,8 +37,8 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
         return None
     prompt = [int(token) for token in first.tokens[0, :PROMPT_TOKENS]]
     end, limit = corpus.tokenizer.end_id, corpus.tokenizer.vocab_size
-    text = generate(decoder, prompt, NEW_TOKENS, Sampling(0.7, 50), end, limit)
-    shown = [token for token in prompt if token != end]
+    text = generate(decoder, prompt, NEW_TOKENS, Sampling(0.7, 50), [end], limit)
+    shown = [token for token in prompt if token not in (corpus.tokenizer.begin_id, end)]
     return {"prompt": corpus.tokenizer.decode(shown), "text": corpus.tokenizer.decode(text)}
 
 

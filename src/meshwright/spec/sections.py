@@ -30,7 +30,14 @@ class DataSpec(FrozenModel):
         default_factory=dict, description="several corpora with their weights; replaces corpus"
     )
     tokenizer: str = Field(
-        "bpe", description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json"
+        "bpe",
+        description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json, or the "
+        "folder that has it",
+    )
+    special_tokens: Literal["text", "read"] = Field(
+        "text",
+        description="special tokens that a text spells, as a rendered chat does: 'text' takes their "
+        "characters, 'read' the tokens",
     )
     text_key: str = Field("text", description="the key of the text in JSONL and parquet rows")
     seq_len: int = Field(512, ge=1, le=MAX_LENGTH, description="tokens in one sample")

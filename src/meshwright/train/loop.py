@@ -310,7 +310,9 @@ class TrainingRun:
 
     def _check_same_run(self, kept: Row) -> None:
         state.check_fields(kept, self.store.directory)
-        state.check_same_run(self.spec, kept, self.corpus.digest, self._name(kept))
+        state.check_same_run(
+            self.spec, kept, self.corpus.digest, self._name(kept), self.corpus.first_token_remark
+        )
         state.check_same_teacher(self.trainer, kept, self._name(kept))
 
     def _name(self, kept: Row) -> str:

@@ -233,8 +233,13 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         unit.expire()
 
 
-def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where: str) -> None:
-    """Refuse a checkpoint of another model, optimiser, precision or data; any layout is welcome."""
+def check_same_run(
+    spec: RunSpec, state: dict[str, Any], data_digest: str, where: str, data_remark: str = ""
+) -> None:
+    """Refuse a checkpoint of another model, optimiser, precision or data; any layout is welcome.
+
+    `data_remark` ends the sentence about other data.
+    """
     imported = state["data_digest"] is None
     if differ := _changed(spec, state, ("model",) if imported else ("model", "train", "precision")):
         raise UserError(
@@ -244,7 +249,7 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
         raise UserError(
             f"{where} was trained on other data (digest {state['data_digest'][:12]}, now {data_digest[:12]}):"
             f" give the corpus, tokenizer, data.seq_len, data.pack, data.document_mask and data.val_fraction"
-            f" that it had, or another --out"
+            f" that it had, or another --out{data_remark}"
         )
 
 
