@@ -126,7 +126,7 @@ def test_a_run_of_one_world_goes_on_as_free_islands(corpus: Path, tmp_path: Path
 
 
 def _one_that_is_refused_is_named(out: Path) -> None:
-    """Go on with a run whose island 1 refuses its record: the other one ends well, and the exit code tells."""
+    """Go on with a run whose island 1 refuses its record: the other ends well, and the exit code tells."""
     (out / "island.1" / "metrics.jsonl").write_text("damaged\n")
     again = start(out, out, "--resume", "auto", "--train.stop_at", "24")
     printed, _ = again.communicate(timeout=120)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
+from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.profile.machine import has_gpu_driver
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
@@ -95,6 +96,7 @@ def train(
     if spec.outer.quorum is not None and spec.outer.island is None:
         from meshwright.api.islands import train_islands
 
+        refuse_several_tasks()
         _check_folder(spec, out, resume)
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
@@ -344,6 +346,7 @@ def launch(
     """
     from meshwright.recover.supervisor import Restarts, run_ranks
 
+    refuse_several_tasks()
     with scratch_folder() as folder:
         file = folder / "run.json"
         file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.launch.tasks import RANK_VARIABLES, refuse_several_tasks
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
 
@@ -80,18 +81,12 @@ class Worker:
 def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
     """The place that torchrun gave this process; None in a process that it did not start.
 
-    Raises `UserError` for an environment that says only half of it, and in one of several tasks of Slurm that
-    no torchrun has made ranks of one world.
+    Raises `UserError` for an environment that says only half of it, and as `refuse_several_tasks` does.
     """
     given = os.environ if environment is None else environment
-    world = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in given]
+    world = [name for name in RANK_VARIABLES if name in given]
     if not world:
-        tasks = given.get("SLURM_STEP_NUM_TASKS", "1")
-        if tasks != "1":
-            raise UserError(
-                f"SLURM_STEP_NUM_TASKS: this step of Slurm has {tasks} tasks and RANK is not set, so each "
-                f"would run alone; start one torchrun on each node with srun --ntasks-per-node 1"
-            )
+        refuse_several_tasks(given)
         return None
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in given]:
         raise UserError(
