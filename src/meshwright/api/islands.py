@@ -155,7 +155,9 @@ def _part(spec: RunSpec, out: Path) -> None:
         own = island_folder(out, island)
         if shared.is_dir() and not (own / shared.name).exists():
             own.mkdir(exist_ok=True)
-            shutil.copy(out / RUN, own / RUN)
+            described = json.loads((out / RUN).read_text(encoding="utf-8"))
+            described.pop("starts", None)  # the rows of its steps until now are in the run's own record
+            write_atomically(own / RUN, json.dumps(described, indent=2) + "\n")
             copied = own / f"{shared.name}.copied"
             shutil.rmtree(copied, ignore_errors=True)
             shutil.copytree(shared, copied, copy_function=os.link)  # checkpoints' files never change
