@@ -8,12 +8,11 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import datetime
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.api.folders import folder_of, make_folder
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
 from meshwright.launch.tasks import refuse_several_tasks
@@ -92,7 +91,20 @@ def train(
     ranks_match(spec, ranks)
     check_distillation(spec)
     check_room(spec)
-    out = Path(out) if out else default_out()
+    with folder_of(out) as folder:
+        return _train_here(spec, ranks, folder, resume, quiet, supervise, address)
+
+
+def _train_here(
+    spec: RunSpec,
+    ranks: int,
+    out: Path,
+    resume: str | None,
+    quiet: bool,
+    supervise: bool,
+    address: str | None,
+) -> Result:
+    """Train on this host alone; see `train`."""
     if spec.outer.quorum is not None and spec.outer.island is None:
         from meshwright.api.islands import train_islands
 
@@ -312,21 +324,6 @@ def check_distillation(spec: RunSpec) -> None:
         from meshwright.train.stored_answers import check_answers
 
         check_answers(user_path(spec.distil.logits, "distil.logits"), spec)
-
-
-def make_folder(out: Path) -> None:
-    """Make the folder of `--out`, with those above it. Raises `UserError`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
-
-
-def default_out() -> Path:
-    """Return the path of a new folder under runs/, named by the time."""
-    base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    others = (Path(f"{base}-{number}") for number in count(2))
-    return next(path for path in chain((base,), others) if not path.exists())
 
 
 def launch(

@@ -81,21 +81,21 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         )
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
-    if out is None and place is None:
-        out = api.default_out()
-    elif out is None:  # ranks of a torchrun must agree on a folder, and share no clock: the spec names it
+    if out is None and place is not None:
+        # Ranks of a torchrun must agree on a folder, and share no clock: the spec names it.
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
-    ending.out, ending.checkpoints = out, spec.checkpoint.folder(out)
-    if call.flags["verify"]:
-        api.check_start(spec, out, resume)
-        if not _is_equal(call, spec, ending):
-            return 1
-    if place is None:
-        result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True, address=address)
-    else:
-        result = api.train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
-    if place is None or (place.rank == 0 and not place.launched):
-        _show_finished(call, result, ending)
+    with api.folder_of(out) as folder:
+        ending.out, ending.checkpoints = folder, spec.checkpoint.folder(folder)
+        if call.flags["verify"]:
+            api.check_start(spec, folder, resume)
+            if not _is_equal(call, spec, ending):
+                return 1
+        if place is None:
+            result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
+        else:
+            result = api.train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
+        if place is None or (place.rank == 0 and not place.launched):
+            _show_finished(call, result, ending)
     return 0
 
 
