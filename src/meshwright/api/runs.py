@@ -240,7 +240,9 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
     from meshwright.train.callbacks import Observers
 
     shown = [] if quiet else [Progress()]
-    trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
+    folder = out.resolve()
+    name = folder.name if spec.outer.island is None else f"{folder.parent.name}/{folder.name}"
+    trackers = make_trackers(spec.train.trackers, out, name, spec.to_json())
     return Observers([RunRecord(out, lease), *shown, *trackers])
 
 

@@ -109,7 +109,8 @@ def _cut(path: Path, last_step: int | None = None) -> int:
     return len(rows) - len(kept)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None without the file. Raises `UserError` for anything else."""
     if not path.is_file():
         return None
     try:
@@ -169,10 +170,10 @@ class RecordedRun:
 
 def read_run(out: Path) -> RecordedRun:
     """Read the record of the run in folder `out`. Raises `UserError` if it has none."""
-    info = _read_object(out / RUN)
+    info = read_object(out / RUN)
     if info is None:
         raise UserError(f"{out}: holds no {RUN}, so it is not the folder of a run; give the --out of one")
-    return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), _read_object(out / RESULT))
+    return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), read_object(out / RESULT))
 
 
 def missing_steps(info: dict[str, Any], rows: Sequence[Row], step: int) -> list[list[int]]:
@@ -265,7 +266,7 @@ class RunRecord:
 
         A resumed run keeps the time of its first start and lists the later ones.
         """
-        earlier = (_read_object(self.out / RUN) or {}) if step else {}
+        earlier = (read_object(self.out / RUN) or {}) if step else {}
         rows = {"log_every": info.get("spec", {}).get("train", {}).get("log_every", 1)}
         own = {"step": step, "time": now(), **rows, "last_step": info.get("last_step")}
         starts = [*earlier.get("starts", []), own]
