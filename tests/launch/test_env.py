@@ -62,6 +62,31 @@ def test_half_an_environment_is_a_sentence(given: dict[str, str], name: str) -> 
         worker(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "ranks", "threads"),
+    [
+        ({}, 1, 8),
+        ({}, 3, 2),
+        ({}, 16, 1),
+        ({"OMP_NUM_THREADS": "1"}, 1, 1),  # a machine that others use
+        ({"OMP_NUM_THREADS": "6"}, 4, 6),
+        ({"OMP_NUM_THREADS": "3,2"}, 1, 3),
+        ({"OMP_NUM_THREADS": ""}, 2, 4),
+        ({"OMP_NUM_THREADS": "many"}, 2, 4),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 2, 4),  # torchrun's own
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 2, 2),
+    ],
+)
+def test_a_users_limit_on_threads_holds(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], ranks: int, threads: int
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", found.append)
+    monkeypatch.setattr("meshwright.host.cores", lambda: 8)
+    assert env.limit_threads(ranks, given) == threads
+    assert found == [threads]
+
+
 def test_torchrun_under_a_launcher_makes_ranks() -> None:
     given = {"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}
     assert worker(given) == Worker(1, 2, 1, 2, launched=False)

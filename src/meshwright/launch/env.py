@@ -188,13 +188,20 @@ def nproc_of(given: str | int) -> int:
     return int(text)
 
 
-def limit_threads(local_world_size: int) -> int:
-    """Share this machine's cores among its ranks; returns the number of threads that torch now uses."""
+def limit_threads(local_world_size: int, environment: Mapping[str, str] | None = None) -> int:
+    """Set the number of threads that torch uses on processors, and return it.
+
+    It is OMP_NUM_THREADS where the user has set that, and else this machine's cores shared by its ranks.
+    """
     import torch
 
     from meshwright.host import cores
 
-    threads = max(1, cores() // local_world_size)
+    given = os.environ if environment is None else environment
+    asked = given.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number for each level
+    by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in given  # its default, for ranks of GPUs
+    own = int(asked) if asked.isdecimal() and not by_torchrun else 0
+    threads = own or max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 
