@@ -380,6 +380,6 @@ def _record(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> 
             file = out / f"stacks-{fields['generation']}.txt"
             file.write_text(stacks, encoding="utf-8")
             fields["stacks"] = file.name
-        append_event(out, kind, fields, alone=kind != "slow")
+        append_event(out, kind, fields, alone=kind not in ("slow", "zygote_stopped"))
     except (OSError, UserError) as error:
         warnings.warn(f"{out}: the event '{kind}' was not recorded: {error}", stacklevel=2)

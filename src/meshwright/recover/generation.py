@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -36,6 +37,8 @@ STACKS_S, DUMP_S = 1.0, 0.1
 """Ranks of a run that hangs get so long to write their stacks, and so long once all have begun."""
 AT_ONCE_S = 1.0
 """Ranks that a later signal ends at once have so long; one that is stopped or stuck does not heed it."""
+ZYGOTE_STOPPED_S = 3.0
+"""A zygote that is stopped for so long is made to go on."""
 KILLED_S = 30.0
 """Ranks that have been killed must be reported to have ended by then, or the zygote is lost."""
 
@@ -162,6 +165,7 @@ class Generation:
             for report in zygote.receive(POLL_S):
                 self._note(report)
             now = time.monotonic()
+            self._wake(zygote, now)
             if asked and any(rank.pid is None for rank in self._ranks):
                 break
             for number in asked[handed_on:]:
@@ -233,6 +237,17 @@ class Generation:
             self._asked_at = now
         meant = now >= self._asked_at + ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS)
         self._kill_at = min(self._kill_at, now + (AT_ONCE_S if meant else self.job.recovery.grace_seconds))
+
+    def _wake(self, zygote: Zygote, now: float) -> None:
+        """Let a zygote that has been stopped go on, and tell it: without it no rank's end is known."""
+        seconds = zygote.stopped_seconds(now)
+        if seconds < ZYGOTE_STOPPED_S:
+            return
+        sentence = f"the process that forks ranks was stopped for {seconds:.1f} s, and goes on (SIGCONT)"
+        warnings.warn(sentence, stacklevel=2)
+        if self._tell is not None:
+            self._tell("zygote_stopped", {"generation": self.number, "message": sentence})
+        zygote.wake()
 
     def _look(self, now: float) -> None:
         """Look for ranks that hang or are slow, once all have started."""
