@@ -259,7 +259,7 @@ class Generation:
             known, first = self._step_seconds, self.place.first_rank
             self._watch = HangWatch(living, beats, now, first, stuck_seconds=stuck, step_seconds=known)
             peers = (self.place.world_size or len(living)) // self.job.stages
-            self._slow = SlowWatch(beats, len(living), now, peers, first)
+            self._slow = SlowWatch(beats, len(living), now, peers, first, list(living.values()))
         for slow in self._slow.look(now):
             if self._tell is not None:
                 self._tell("slow", {"generation": self.number, **asdict(slow), "message": slow.sentence})
