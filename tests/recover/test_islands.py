@@ -133,7 +133,7 @@ def _one_that_is_refused_is_named(out: Path) -> None:
     words = " ".join(printed.split())
     assert again.returncode == 2, printed
     assert f"island 1: {out}/island.1/metrics.jsonl: line 1 is not a JSON object" in words
-    assert "it is left out, and the others go on" in words
+    assert "it is left out from now on" in words
     assert f"the model in {out} is of island 0 alone" in words
     rows = json.loads((out / "result.json").read_text())["islands"]
     assert {row["island"]: (row["code"], row["steps"]) for row in rows} == {0: (0, 24), 1: (2, None)}

@@ -1,6 +1,7 @@
 """Islands of one host that are worlds of their own: each is a process that supervises its ranks.
 
-An island that fails is started again, and the others go on. All end with this process.
+An island that fails is started again, and the others go on; one that is refused, or that fails too often, is
+left out. All end with this process.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class IslandsSupervisor:
         words = island.last_words()
         fields = {"island": island.number, "code": code, "message": words, "restarted": again}
         self._tell("island_failed", fields)
-        done = "is started again" if again else "is left out, and the others go on"
+        done = "is started again" if again else "is left out from now on"
         warnings.warn(f"island {island.number}: {words}; it {done}", stacklevel=2)
         island.left_out = not again
         if again:

@@ -83,8 +83,8 @@ class SlowWatch:
             beat = Beat.of(self._heartbeats, number)
             if {beat.phase, rank.beat.phase} <= set(STEP_PHASES):
                 rank.computed += elapsed - (beat.waited_ns - rank.beat.waited_ns) / 1e9
-                if self._pids:
-                    rank.computed -= self._queued[number] - before[number]
+                if self._pids:  # of one that has just ended nothing is known any more
+                    rank.computed -= max(0.0, self._queued[number] - before[number])
             rank.beat = beat
         steps = min(rank.beat.step - rank.first_step for rank in self._ranks)
         if elapsed > MOST_TICK_S:  # nobody looked
