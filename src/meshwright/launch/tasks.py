@@ -77,14 +77,12 @@ def refuse_several_tasks(environment: Mapping[str, str] | None = None) -> None:
     if any(name in given for name in RANK_VARIABLES):
         return
     for launcher in LAUNCHERS:
-        several = [(name, "tasks") for name in launcher.sizes if _number(given, name) > 1]
-        several += [(name, "rank") for name in launcher.ranks if _number(given, name) > 0]
-        if several:
-            name, what = several[0]
-            number = given[name]
+        told = [f"{name}: {given[name]} tasks" for name in launcher.sizes if _number(given, name) > 1]
+        told += [f"{name}: this is task {given[name]}" for name in launcher.ranks if _number(given, name)]
+        if told:
             raise UserError(
-                f"{name}: {f'{number} tasks' if what == 'tasks' else f'this is task {number}'} of "
-                f"{launcher.name} and RANK is not set, so each would run alone; {launcher.remedy}"
+                f"{told[0]} of {launcher.name} and RANK is not set, so each would run alone; "
+                f"{launcher.remedy}"
             )
 
 
