@@ -16,6 +16,8 @@ from faults import Gate, bury, leftovers, same, steps, tensors, zeros_like
 
 from meshwright.checkpoint import CheckpointError, CheckpointStore, Lease
 from meshwright.checkpoint import lease as lease_module
+from meshwright.checkpoint.errors import LostLeaseError
+from meshwright.spec.errors import StorageError
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -327,3 +329,47 @@ def test_a_run_that_lost_its_lease_is_told_before_its_next_save(tmp_path: Path) 
             lost.poll()
             time.sleep(0.01)
     lost.close()
+
+
+def away(folder: Path, seconds: float) -> threading.Timer:
+    """Move a folder away now, and back after so many seconds."""
+    folder.rename(folder.with_name("elsewhere"))
+    back = threading.Timer(seconds, lambda: folder.with_name("elsewhere").rename(folder))
+    back.start()
+    return back
+
+
+def test_a_folder_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Lease(folder, "run") as lease:
+        back = away(folder, 0.5)
+        lease.check()
+        back.join()
+        back = away(folder, 0.5)
+        with lease.fenced():
+            back.join()
+            (folder / "published").touch()
+
+
+def test_a_folder_that_stays_away_is_a_failure_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "AWAY_S", 0.2)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    store = CheckpointStore(folder, 3, lease=Lease(folder, "run", stale_s=0.3))
+    store.save(10, tensors(10), {})
+    back = away(folder, 3.0)
+    words = r"run/lease\.json has been gone for 0\.2 s.*put the folder back, and go on with --resume auto"
+    with pytest.raises(StorageError, match=words) as raised:
+        for _ in range(200):
+            store.poll()
+            time.sleep(0.01)
+    assert raised.value.code == 76 and not isinstance(raised.value, LostLeaseError)
+    with pytest.raises(StorageError, match="has been gone"):
+        store.save(20, tensors(20), {})
+    back.join()
+    store.save(20, tensors(20), {})
+    assert steps(store) == [10, 20]
+    store.close()

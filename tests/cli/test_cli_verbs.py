@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from stand_ins import be_rank, last_json, stand_in
 
-from meshwright.api import runs
+from meshwright.api import folders
 from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
 from meshwright.hardware.find import catalogue
@@ -54,17 +55,33 @@ def test_a_run_without_out_gets_a_folder_that_is_not_there_yet(
         def now(cls, tz: Any = None) -> Noon:
             return cls(2026, 11, 26, 12, tzinfo=tz)
 
-    monkeypatch.setattr(runs, "datetime", Noon)
+    monkeypatch.setattr(folders, "datetime", Noon)
     monkeypatch.chdir(tmp_path)
     names = []
     tracemalloc.start()
     for _ in range(3):
-        names.append(runs.default_out().name)
-        (tmp_path / "runs" / names[-1]).mkdir(parents=True)
+        names.append(folders.default_out().name)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert names == ["20261126-120000", "20261126-120000-2", "20261126-120000-3"]
     assert most < 2**20  # names are made one by one
+    with ThreadPoolExecutor(8) as pool:  # runs that are started in one second
+        found = list(pool.map(lambda _: folders.default_out(), range(8)))
+    assert len(set(found)) == 8 and all(folder.is_dir() for folder in found)
+
+
+def test_a_folder_of_a_run_that_did_not_begin_goes_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError), folders.folder_of(None) as out:
+        raise UserError("no corpus")
+    assert not out.exists()
+    with folders.folder_of(None) as out:
+        (out / "run.json").touch()
+    assert (out / "run.json").exists()
+    with folders.folder_of(tmp_path / "given") as out:
+        assert not out.exists()
 
 
 def test_under_torchrun_train_is_a_rank_and_starts_nothing(

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.launch import env
 from meshwright.launch import process_group as process_group_module
 from meshwright.launch.env import Worker, fit_layout, resolve, worker
 from meshwright.launch.process_group import process_group
+from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.parallel import process_groups
 from meshwright.spec import UserError, load
 from meshwright.spec.load import from_tree
@@ -25,6 +27,8 @@ def test_no_torchrun_is_no_worker() -> None:
     assert worker({}) is None
     assert worker({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None  # the script of a batch job
     assert worker({"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert worker({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}) is None
+    assert worker({"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}) is None
 
 
 def test_torchruns_environment_is_read() -> None:
@@ -44,12 +48,66 @@ def test_torchruns_environment_is_read() -> None:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE: '2' is given without RANK"),
         ({"RANK": "1", "LOCAL_RANK": "1"}, "without WORLD_SIZE; .* unset RANK and LOCAL_RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK: '1' is given without RANK and WORLD_SIZE"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks and RANK is not set, .* --ntasks-per-node 1"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks of Slurm and RANK is not set, .* --ntasks-per-node 1"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_PROCID: this is task 1 of Slurm and RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "2 tasks of Open MPI .* ppr:1:node"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}, "this is task 3 of Open MPI .* each would run alone"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK: this is task 1 of Open MPI"),
+        ({"PMI_SIZE": "16", "PMI_RANK": "0"}, "PMI_SIZE: 16 tasks of MPI .* -ppn 1"),
+        ({"MPI_LOCALRANKID": "1"}, "MPI_LOCALRANKID: this is task 1 of MPI"),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE: 4 tasks of MVAPICH"),
+        ({"FLUX_JOB_SIZE": "2"}, "2 tasks of Flux"),
     ],
 )
 def test_half_an_environment_is_a_sentence(given: dict[str, str], name: str) -> None:
     with pytest.raises(UserError, match=name):
         worker(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "threads"),
+    [
+        ({}, 1, 8),
+        ({}, 3, 2),
+        ({}, 16, 1),
+        ({"OMP_NUM_THREADS": "1"}, 1, 1),  # a machine that others use
+        ({"OMP_NUM_THREADS": "6"}, 4, 6),
+        ({"OMP_NUM_THREADS": "3,2"}, 1, 3),
+        ({"OMP_NUM_THREADS": ""}, 2, 4),
+        ({"OMP_NUM_THREADS": "many"}, 2, 4),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 2, 4),  # torchrun's own
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 2, 2),
+    ],
+)
+def test_a_users_limit_on_threads_holds(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], ranks: int, threads: int
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", found.append)
+    monkeypatch.setattr("meshwright.host.cores", lambda: 8)
+    assert env.limit_threads(ranks, given) == threads
+    assert found == [threads]
+
+
+def test_torchrun_under_a_launcher_makes_ranks() -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    assert worker(given) == Worker(1, 2, 1, 2, launched=False)
+    refuse_several_tasks(given)
+
+
+def test_several_hosts_may_be_tasks_of_a_launcher_and_other_runs_may_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    nodes = ["--nodes", "1", "--nproc", "1", "--address", "203.0.113.1", "--out", str(tmp_path / "o")]
+    with pytest.raises(UserError, match=r"--address: 203\.0\.113\.1 is not an address of this host"):
+        main(["train", "--model.preset", "tiny", *nodes])
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: 2 tasks"):
+        main(["train", "--model.preset", "tiny", "--out", str(tmp_path / "o")])
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: 2 tasks"):
+        main(["chaos", "--model.preset", "tiny", "--layout.dp", "2", "--out", str(tmp_path / "o")])
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: 2 tasks"):
+        main(["quantise", "run", "--compare"])
 
 
 @pytest.mark.parametrize(

@@ -17,3 +17,9 @@ def test_all_loopback_addresses_are_this_host() -> None:
 def test_another_host_s_address_is_refused_with_those_that_are_there() -> None:
     with pytest.raises(UserError, match=r"^--address: 192.0.2.77 is not an address of this host; it has 127"):
         own_address("192.0.2.77")
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "::1", "[fd00::1]", "fe80::1%eth0"])
+def test_an_ipv6_address_is_told_to_be_one(address: str) -> None:
+    with pytest.raises(UserError, match=r"is an IPv6 address, and hosts meet over IPv4; this one has .*127"):
+        own_address(address)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.host import control_groups
 from meshwright.launch.auto_layout import check_room
 from meshwright.profile import cgroup, machine
 from meshwright.profile.cgroup import memory_limit, oom_kills
@@ -81,7 +82,7 @@ def test_a_container_has_no_more_memory_than_its_limit(monkeypatch: pytest.Monke
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A real control group of 32 MB below that of this process."""
-    folders = [folder for folder in cgroup._folders(cgroup.PROC, cgroup.ROOT) if folder.is_dir()]
+    folders = [folder for folder in control_groups("memory") if folder.is_dir()]
     place = next((f for f in folders for name in cgroup._LIMITS if (f / name).is_file()), None)
     if place is None:
         pytest.skip("this process sees no memory control group")

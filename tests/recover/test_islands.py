@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.api.islands import _failure, _stopped
 from meshwright.parallel.island_log import Entry, IslandLog
+from meshwright.recover.islands import Island, IslandsSupervisor
 from meshwright.recover.processes import process_state
+from meshwright.spec.errors import REQUEUE, StorageError, UserError
 from small import spec_of
 
 STEPS = 60
@@ -118,6 +122,21 @@ def test_a_run_of_one_world_goes_on_as_free_islands(corpus: Path, tmp_path: Path
     again = start(out, out, "--resume", "auto", "--train.stop_at", "20")
     printed, _ = again.communicate(timeout=120)
     assert again.returncode == 0, printed
+    _one_that_is_refused_is_named(out)
+
+
+def _one_that_is_refused_is_named(out: Path) -> None:
+    """Go on with a run whose island 1 refuses its record: the other ends well, and the exit code tells."""
+    (out / "island.1" / "metrics.jsonl").write_text("damaged\n")
+    again = start(out, out, "--resume", "auto", "--train.stop_at", "24")
+    printed, _ = again.communicate(timeout=120)
+    words = " ".join(printed.split())
+    assert again.returncode == 2, printed
+    assert f"island 1: {out}/island.1/metrics.jsonl: line 1 is not a JSON object" in words
+    assert "it is left out from now on" in words
+    assert f"the model in {out} is of island 0 alone" in words
+    rows = json.loads((out / "result.json").read_text())["islands"]
+    assert {row["island"]: (row["code"], row["steps"]) for row in rows} == {0: (0, 24), 1: (2, None)}
 
 
 def test_a_stop_that_would_come_too_late_is_told_in_time(corpus: Path, tmp_path: Path) -> None:
@@ -188,3 +207,44 @@ def test_no_island_outlives_the_command(corpus: Path, tmp_path: Path) -> None:
     while any(pid and process_state(pid) for pid in pids) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not any(pid and process_state(pid) for pid in pids)
+
+
+def supervised(
+    folder: Path, *argvs: list[str], most: int = 2
+) -> tuple[list[Island], list[dict[str, object]]]:
+    """Islands that each run a command, after the end of all, and the events that were told."""
+    islands = [Island(number, argv, [], folder / f"{number}.log") for number, argv in enumerate(argvs)]
+    told: list[dict[str, object]] = []
+    IslandsSupervisor(islands, most, lambda _: (0, 0), lambda _, fields: told.append(fields)).run(None)
+    return islands, told
+
+
+def test_the_last_island_that_runs_is_started_again_too(tmp_path: Path) -> None:
+    (tmp_path / "1.log").mkdir()  # so its process cannot start
+    with pytest.warns(UserWarning, match=r"island 1: its process could not be started .*; it is left out"):
+        islands, told = supervised(tmp_path, ["--version"], ["--version"])
+    assert [(island.code, island.starts, island.left_out) for island in islands] == [
+        (0, 1, False),
+        (1, 3, True),
+    ]
+    assert [each["restarted"] for each in told] == [True, True, False]
+
+
+def test_the_end_of_all_islands_names_each(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="it is left out"):
+        islands, _ = supervised(tmp_path, ["nonsense"], ["tokenise"])
+    error = _failure(islands, "no island came to its end")
+    assert isinstance(error, UserError)
+    words = r"island 0: 'nonsense': unknown verb.*; island 1: 'tokenise': unknown verb.*; no island came"
+    assert re.match(words, str(error))
+
+
+def test_a_stop_names_the_islands_that_did_not_save(tmp_path: Path) -> None:
+    islands = [Island(number, [], [], tmp_path / "log") for number in range(3)]
+    (tmp_path / "log").write_text("meshwright: error: the disk is full\n")
+    islands[0].code, islands[1].code, islands[2].code = REQUEUE, StorageError.code, 0
+    stopped = _stopped(signal.SIGTERM, islands)
+    assert str(stopped) == "stopped by SIGTERM, and not all islands are saved: island 1: the disk is full"
+    assert stopped.code == 128 + signal.SIGTERM
+    islands[1].code = REQUEUE
+    assert _stopped(signal.SIGTERM, islands).code == REQUEUE

@@ -162,6 +162,21 @@ def test_a_zygote_that_is_killed_is_replaced_and_steps_count(tmp_path: Path) -> 
     assert not any(alive(start[2]) for start in told.starts)
 
 
+@pytest.mark.parametrize(
+    ("then", "kinds", "generations"),
+    [({}, ["zygote_stopped"], 1), ({"0/1/3": "kill"}, ["zygote_stopped", "failure"], 2)],
+)
+def test_a_zygote_that_is_stopped_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: dict[str, str], kinds: list[str], generations: int
+) -> None:
+    monkeypatch.setattr(generation, "ZYGOTE_STOPPED_S", 0.3)
+    with pytest.warns(UserWarning, match="the process that forks ranks was stopped for 0"):
+        told = Told(tmp_path, {"0/0/2": "stop the zygote", **then})
+    assert (told.outcome, told.generations) == (Outcome(), generations)
+    assert [kind for kind, _ in told.events] == kinds
+    assert not any(alive(start[2]) for start in told.starts)
+
+
 def test_a_zygote_that_tells_no_more_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, and its ranks are killed."""
     monkeypatch.setattr(generation, "KILLED_S", 0.5)

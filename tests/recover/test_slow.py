@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import time
 
 import pytest
 
 from meshwright.parallel.heartbeat import BYTES, Heartbeat
+from meshwright.recover import slow
+from meshwright.recover.processes import queued_seconds
 from meshwright.recover.slow import Slow, SlowWatch
 
 TICK = 0.05
@@ -59,6 +65,34 @@ def test_a_slow_rank_of_two_is_named_once(number: int, step: float) -> None:
     assert found.seconds == pytest.approx(1.4 * step, rel=0.1)
     assert found.others == pytest.approx(step, rel=0.1)
     assert host.train(max(60, 200 * step)) == []
+
+
+@pytest.mark.parametrize(("queued", "named"), [([0.0, 0.2], []), ([0.1, 0.1], [1]), ([0.3, 0.0], [1])])
+def test_a_rank_that_waits_for_a_processor_is_not_slow(
+    monkeypatch: pytest.MonkeyPatch, queued: list[float], named: list[int]
+) -> None:
+    """Others use the host: rank 1 takes 0.4 s of each step, and rank 0 0.2 s or more."""
+    host = Host([max(0.2, 0.2 + queued[0]), 0.4 + queued[0]])
+    share = [each / max(host.compute) for each in queued]
+    monkeypatch.setattr(slow, "queued_seconds", lambda pid: (host.looked - 1000.0) * share[pid])
+    host.watch = SlowWatch(host.watch._heartbeats, 2, host.now, pids=[0, 1])
+    assert [found.rank for found in host.train(120)] == named
+
+
+def test_the_kernel_tells_the_wait_for_a_processor() -> None:
+    core = min(os.sched_getaffinity(0))
+    program = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    rivals = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    try:
+        wait = time.monotonic() + 20
+        while sum(queued_seconds(rival.pid) for rival in rivals) < 0.2 and time.monotonic() < wait:
+            time.sleep(0.05)
+        assert sum(queued_seconds(rival.pid) for rival in rivals) >= 0.2
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
+    assert queued_seconds(rivals[0].pid) == 0.0  # it is gone
 
 
 def test_a_slow_rank_of_eight_is_named_and_equal_ones_are_not() -> None:

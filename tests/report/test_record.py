@@ -98,6 +98,60 @@ def test_a_resume_drops_the_steps_that_were_lost(tmp_path: Path) -> None:
     assert [(event["step"], event["lost_rows"]) for event in resumed] == [(5, 4)]
 
 
+def without_rows(out: Path, steps: set[int]) -> None:
+    """Take the rows of some steps out of a record, as a damaged disk or a hand does."""
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["step"] not in steps)
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ({4}, r"1 row of steps that the run has done are missing \(step 4\)"),
+        ({2, 3, 4, 7}, r"4 rows .* \(steps 2 to 4, 7\); it goes on after step 8"),
+        (set(range(1, 9)), r"8 rows .* \(steps 1 to 8\)"),
+    ],
+)
+def test_rows_that_are_missing_before_the_checkpoint_are_told(
+    tmp_path: Path, lost: set[int], words: str
+) -> None:
+    record_steps(tmp_path, 0, 9)
+    without_rows(tmp_path, lost)
+    with pytest.warns(UserWarning, match=words):
+        record_steps(tmp_path, 8, 10)
+    told = [row for row in read_run(tmp_path).events if row["kind"] == "rows_missing"]
+    assert [(row["rows"], row["step"]) for row in told] == [(len(lost), 8)]
+    record_steps(tmp_path, 10, 11)  # which tells nothing that is known
+    without_rows(tmp_path, {11})
+    with pytest.warns(UserWarning, match="rows? of steps"):
+        record_steps(tmp_path, 11, 12)
+
+
+def test_a_record_that_is_gone_is_told(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 9)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"5 rows .* \(steps 1 to 5\)"):
+        record_steps(tmp_path, 5, 6)
+
+
+def test_rows_that_were_not_due_are_not_missing(tmp_path: Path) -> None:
+    every = {"spec": load(None, [("train.log_every", "3")]).to_json(), "last_step": 7}
+    record = RunRecord(tmp_path)
+    record.on_start({**every, "step": 0})
+    for step in (3, 6, 7):  # the last step has a row
+        record.on_step({"step": step, "loss": 1.0})
+    record.close()
+    record_steps(tmp_path, 7, 9)  # with a row for each step from now on
+    record_steps(tmp_path, 4, 5)  # back to an earlier one
+    record_steps(tmp_path, 5, 6)
+    record_steps(tmp_path / "moved", 40, 41)  # a checkpoint.dir of a run with another folder
+    record_steps(tmp_path / "moved", 41, 42)
+    assert not [row for row in read_run(tmp_path).events if row["kind"] == "rows_missing"]
+    assert steps_of(tmp_path) == [3, 5, 6]
+
+
 def test_a_restart_from_nothing_starts_the_curve_again(tmp_path: Path) -> None:
     record_steps(tmp_path, 0, 4)
     record_steps(tmp_path, 0, 2)

@@ -251,6 +251,23 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path) -> None:
     assert loss["name"] == "training" and loss["y"][loss["x"].index(spike)] == 77.7777
 
 
+@pytest.mark.parametrize(("steps", "lost"), [(40, (11, 15)), (150, (60, 90)), (3000, (1501, 1501))])
+def test_rows_that_are_missing_leave_a_gap(tmp_path: Path, steps: int, lost: tuple[int, int]) -> None:
+    whole = make_run(tmp_path, steps)
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    first, last = lost
+    kept = [row for row in rows if not first <= json.loads(row)["step"] <= last]
+    (tmp_path / "metrics.jsonl").write_text("".join(kept))
+    html = write_report(tmp_path).read_text()
+
+    def strokes(page: str, css: str) -> int:
+        return max(path.count("M") for path in re.findall(rf'<path class="[^"]*{css}" d="([^"]*)"', page))
+
+    for css in ("line", "faint") if steps >= 100 else ("line",):
+        assert (strokes(whole, css), strokes(html, css)) == (1, 2)
+    assert "not finite:" not in html
+
+
 def test_a_folder_without_a_run_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run\.json"):
         write_report(tmp_path)

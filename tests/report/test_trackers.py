@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.runs import _observers
+from meshwright.checkpoint import Lease
+from meshwright.report.record import island_folder
 from meshwright.report.trackers import make_trackers
-from meshwright.spec import UserError
+from meshwright.spec import UserError, load
 from meshwright.train.callbacks import Observers
 
 
@@ -83,6 +87,72 @@ def test_wandb_goes_on_under_the_same_id_and_drops_what_is_not_finite(
     assert package.inits[2]["id"] != first["id"]
 
 
+class RecordingTrackio:
+    """Stands for the trackio package, which resumes the newest run of a name: rows by number of the run."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: list[list[tuple[int, dict[str, Any]]]] = []
+
+    def init(self, project: str, name: str, resume: str, **_: Any) -> SimpleNamespace:
+        if resume == "never" or name not in self.names:
+            self.names.append(name)
+            self.rows.append([])
+        number = len(self.names) - 1 - self.names[::-1].index(name)
+        return SimpleNamespace(
+            log=lambda values, step: self.rows[number].append((step, values)), finish=lambda: None
+        )
+
+
+def test_runs_in_folders_of_one_name_have_curves_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackio, wandb = RecordingTrackio(), RecordingWandb()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for name in ("trackio", "wandb"):
+        drive(name, tmp_path / "x" / "trial", 0, 2, end=False)
+        drive(name, tmp_path / "y" / "trial", 0, 2, end=False)
+        drive(name, tmp_path / "x" / "trial", 2, 4, end=True)
+    steps = [[step for step, values in rows if "train/loss" in values] for rows in trackio.rows]
+    assert steps == [[1, 2, 3, 4], [1, 2]]
+    assert len(set(trackio.names)) == 2 and all(name.startswith("trial-") for name in trackio.names)
+    ids = [settings["id"] for settings in wandb.inits]
+    assert ids[0] == ids[2] != ids[1]
+
+
+@pytest.mark.parametrize(("island", "name"), [(None, "alpha"), (1, "alpha/island.1")])
+def test_an_island_has_the_name_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: int | None, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", package := RecordingWandb())
+    keys = {"outer.every": 2, "outer.quorum": 1, "outer.island": island, "layout.replicate": 2}
+    flags = [(key, str(value)) for key, value in keys.items()] if island is not None else []
+    spec = load(None, [("train.trackers", "wandb"), ("layout.dp", "1"), *flags])
+    out = tmp_path / "alpha" if island is None else island_folder(tmp_path / "alpha", island)
+    with _observers(spec, out, Lease(out, "test"), quiet=True) as observers:
+        observers.observers[-1].on_start({"step": 0})
+    assert package.inits[0]["name"] == name
+
+
+def test_tensorboard_hides_what_a_rollback_gave_up(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Observers(make_trackers(["tensorboard"], tmp_path, "trial", {})) as observer:
+        observer.on_start({"step": 0, "last_step": 8})
+        for step in range(1, 9):
+            observer.on_step({"step": step, "loss": 1.0 if step < 7 else 100.0})
+        observer.on_event("rollback", {"step": 6, "from": 8})
+        for step in (7, 8):
+            observer.on_step({"step": step, "loss": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = [(point.step, point.value) for point in events.Scalars("train/loss")]
+    assert points == [*((step, 1.0) for step in range(1, 7)), (7, 0.5), (8, 0.5)]
+    assert [point.step for point in events.Scalars("event/rollback")] == [6]
+
+
 def test_tensorboard_hides_lost_steps(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -112,6 +182,10 @@ def test_trackio_keeps_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("trackio", reason="trackio is not installed")
     from trackio.sqlite_storage import SQLiteStorage
 
-    drive("trackio", tmp_path, 0, 3, end=True)
-    rows = SQLiteStorage.get_logs("meshwright", "trial")
-    assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx([10.0, 5.0, 10.0 / 3])
+    for folder, first, last in (("x", 0, 2), ("y", 0, 3), ("x", 2, 3)):
+        drive("trackio", tmp_path / folder, first, last, end=True)
+    for folder in ("x", "y"):
+        own = json.loads((tmp_path / folder / "trackers.json").read_text())["trackio"]
+        rows = SQLiteStorage.get_logs("meshwright", f"trial-{own}")
+        losses = [row["train/loss"] for row in rows if "train/loss" in row]
+        assert losses == pytest.approx([10.0, 5.0, 10.0 / 3])

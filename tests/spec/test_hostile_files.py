@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.planning import _measured
 from meshwright.checkpoint import CheckpointError, Lease
 from meshwright.data.readers import open_source
 from meshwright.data.tokenize import build_tokenizer
@@ -163,3 +165,25 @@ def test_a_user_without_a_home_is_told_which_folder_to_give(monkeypatch: pytest.
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
     assert "data.cache" in refused(lambda: cache_folder(None))
+
+
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF8, b""])
+def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path, mark: bytes) -> None:
+    """Editors of other systems put it before a run file, a run's record and a hardware file."""
+    (tmp_path / "run.toml").write_bytes(mark + b"[train]\nsteps = 7\n")
+    assert load(tmp_path / "run.toml").train.steps == 7
+    record = json.dumps({"spec": load(tmp_path / "run.toml").to_json()}).encode()
+    (tmp_path / "run.json").write_bytes(mark + record)
+    assert load(tmp_path / "run.json").train.steps == 7
+    (tmp_path / "chaos.json").write_bytes(mark + b'{"restart_seconds": 2.5}')
+    assert _measured(tmp_path / "chaos.json", "restart_seconds") == 2.5
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_a_file_of_other_units_is_told_to_be_one(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "run.toml").write_bytes((mark + "[train]\nsteps = 7\n").encode(encoding))
+    with pytest.raises(
+        UserError, match=r"run\.toml: cannot be read \(it is UTF-16 or UTF-32; save it as UTF-8\)"
+    ):
+        load(tmp_path / "run.toml")

@@ -15,6 +15,7 @@ from meshwright.api.distillation import distil_worker as distil_worker
 from meshwright.api.evaluation import Evaluation as Evaluation
 from meshwright.api.evaluation import evaluate as evaluate
 from meshwright.api.evaluation import evaluate_run as evaluate_run
+from meshwright.api.folders import folder_of as folder_of
 from meshwright.api.generation import Generation as Generation
 from meshwright.api.generation import check_out as check_out
 from meshwright.api.generation import generate as generate
@@ -44,7 +45,6 @@ from meshwright.api.planning import validate as validate
 from meshwright.api.quantisation import compare_quantisation as compare_quantisation
 from meshwright.api.quantisation import quantise as quantise
 from meshwright.api.runs import check_start as check_start
-from meshwright.api.runs import default_out as default_out
 from meshwright.api.runs import train as train
 from meshwright.api.runs import train_worker as train_worker
 from meshwright.api.sweeps import sweep as sweep

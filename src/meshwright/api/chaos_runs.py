@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.api.runs import Result, default_out, launch, train
+from meshwright.api.folders import folder_of
+from meshwright.api.runs import Result, launch, train
 from meshwright.launch.failure import RanksFailed
 from meshwright.launch.scratch import PREFIX
 from meshwright.report.record import read_metrics, write_atomically
@@ -49,17 +50,30 @@ def chaos(
     `chaos.json`, `chaos.jsonl`, `chaos.html` and the folders `twin` and `run`. Returns the content of
     `chaos.json`: `oracles`, `faults`, `kinds`, `effective`, `restart_seconds` and more. Raises `UserError`.
     """
+    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks_match(spec, ranks)
+    _check(spec)
+    planned, due = _faults(spec, ranks, mtbf, faults, seed, kinds, replay)
+    with folder_of(out) as folder:
+        return _chaos_in(folder, spec, ranks, planned, due, mtbf, None if replay else seed)
+
+
+def _chaos_in(
+    out: Path,
+    spec: RunSpec,
+    ranks: int,
+    planned: Sequence[Fault],
+    due: list[float] | None,
+    mtbf: float,
+    seed: int | None,
+) -> Result:
+    """Train in `out` under the planned faults, and compare; see `chaos`. `seed` is None for a replay."""
     from meshwright.recover.chaos import Chaos
     from meshwright.recover.faults import Plan
     from meshwright.recover.processes import adopted_orphans, children
     from meshwright.recover.verdict import ORACLES, report
     from meshwright.report.chaos_page import write_chaos_page
 
-    ranks = spec.layout.world_size if nproc is None else nproc
-    ranks_match(spec, ranks)
-    _check(spec)
-    planned, due = _faults(spec, ranks, mtbf, faults, seed, kinds, replay)
-    out = Path(out) if out else default_out()
     run = out / "run"
     if run.exists():
         if not (out / LOG).exists():
@@ -80,7 +94,7 @@ def chaos(
             raise _stopped(error, written) from error
         seconds = time.monotonic() - begun
         left = [*_processes_left(before, children), *_files_left(checkpoints)]
-        found = {"nproc": ranks, "seed": None if replay else seed, "mtbf_seconds": None if replay else mtbf}
+        found = {"nproc": ranks, "seed": seed, "mtbf_seconds": None if seed is None else mtbf}
         found |= report(spec, injected, twin, result, seconds, left) | {"end": end}
     write_atomically(out / "chaos.json", json.dumps(found, indent=1) + "\n")
     write_chaos_page(out / "chaos.html", found, ORACLES)

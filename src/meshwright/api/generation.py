@@ -341,7 +341,7 @@ def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: i
 def read_prompts(file: Path) -> list[Row]:
     """Return the objects of a JSONL file, each with a text "prompt". Raises `UserError`."""
     try:
-        lines = read_text(file, MAX_JSON).removeprefix("\ufeff").split("\n")
+        lines = read_text(file, MAX_JSON).split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--prompts: {file} cannot be read ({error})") from None
     rows: list[Row] = []

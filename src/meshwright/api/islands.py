@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -34,8 +36,8 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
 
     Its checkpoints become those of `out`. `islands` of the result has a row for each island: its number, exit
     code, `starts` of its process, `steps`, the `exchanges` that it has followed in all, and the `lateness` of
-    its parts and `restarts` of its ranks since it was last started. Raises `UserError`, `Stopped`, and
-    `RanksFailed` where no island came to its end.
+    its parts and `restarts` of its ranks since it was last started. Raises `Stopped`, and `UserError` or
+    `RanksFailed` where an island did not come to its end; where others did, the result is written first.
     """
     if resume not in (None, "auto"):
         raise UserError(
@@ -68,19 +70,41 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
     signal = supervisor.run(resume)
     if signal:
         _give_model(spec, out, max(range(spec.islands), key=lambda k: _merged(spec, island_folder(out, k))))
-        name, code = Signals(signal).name, 128 + signal if signal == SIGINT else REQUEUE
-        raise Stopped(f"stopped by {name}, and each island is saved; go on with --resume auto", code)
-    if all(island.code for island in islands):
-        first = islands[0]
-        assert first.code is not None
-        if first.code == UserError.code and before is not None:
+        raise _stopped(signal, islands)
+    failed = sorted((island for island in islands if island.code), key=lambda island: island.number)
+    if len(failed) == len(islands):
+        if failed[0].code == UserError.code and before is not None:
             write_atomically(out / RUN, before)  # islands refuse what they are to go on with
-        if first.code in KINDS:
-            raise KINDS[first.code](first.last_words())
-        raise RanksFailed(f"no island came to its end; the first one: {first.last_words()}", first.code)
+        raise _failure(failed, "no island came to its end")
     result = _joined(spec, out, {island.number: island for island in islands})
+    if failed:
+        with suppress(UserError):  # such as of a record that the island refused, too
+            write_report(out)
+        ended = sorted(island.number for island in islands if not island.code)
+        what = f"the model in {out} is of island{'s' * (len(ended) > 1)} {', '.join(map(str, ended))} alone"
+        raise _failure(failed, f"{what}, and --resume auto goes on with all")
     write_report(out)
     return result
+
+
+def _failure(failed: Sequence[Island], what: str) -> UserError | RanksFailed:
+    """Return the error of islands that did not come to their ends; a mistake of the user's says most."""
+    sentence = "; ".join(f"island {island.number}: {island.last_words()}" for island in failed)
+    codes = [island.code for island in failed if island.code is not None]
+    code = next((code for code in codes if code in KINDS), codes[0])
+    if code in KINDS:
+        return KINDS[code](f"{sentence}; {what}")
+    return RanksFailed(f"{sentence}; {what}", 128 - code if code < 0 else code)
+
+
+def _stopped(number: int, islands: Sequence[Island]) -> Stopped:
+    """Return the end of a run that the signal `number` has stopped; it names islands that did not save."""
+    name, saved = Signals(number).name, 128 + number if number == SIGINT else REQUEUE
+    lost = [island for island in islands if not island.saved]
+    if not lost:
+        return Stopped(f"stopped by {name}, and each island is saved; go on with --resume auto", saved)
+    words = "; ".join(f"island {island.number}: {island.last_words()}" for island in lost)
+    return Stopped(f"stopped by {name}, and not all islands are saved: {words}", 128 + number)
 
 
 class LogWatch:
@@ -132,7 +156,9 @@ def _part(spec: RunSpec, out: Path) -> None:
         own = island_folder(out, island)
         if shared.is_dir() and not (own / shared.name).exists():
             own.mkdir(exist_ok=True)
-            shutil.copy(out / RUN, own / RUN)
+            described = json.loads((out / RUN).read_text(encoding="utf-8"))
+            described.pop("starts", None)  # the rows of its steps until now are in the run's own record
+            write_atomically(own / RUN, json.dumps(described, indent=2) + "\n")
             copied = own / f"{shared.name}.copied"
             shutil.rmtree(copied, ignore_errors=True)
             shutil.copytree(shared, copied, copy_function=os.link)  # checkpoints' files never change
@@ -143,15 +169,16 @@ def _part(spec: RunSpec, out: Path) -> None:
 
 
 def _joined(spec: RunSpec, out: Path, islands: dict[int, Island]) -> Result:
-    """Write the result of the run, and give its folder the model of the island that ended last."""
+    """Write the result of the run, and give its folder the model of the island that ended last.
+
+    Raises `CorruptionError` where islands ended with other models.
+    """
     ended = [number for number, island in islands.items() if not island.code]
     results = {
         island: json.loads((island_folder(out, island) / RESULT).read_text(encoding="utf-8"))
         for island in ended
     }
-    _check_models(out, results)
     last = max(ended, key=lambda island: results[island]["exchanges"])
-    _check_models(out, results)
     kept = ("steps", "exchanges", "lateness", "restarts")
     rows = [
         {
@@ -172,6 +199,7 @@ def _joined(spec: RunSpec, out: Path, islands: dict[int, Island]) -> Result:
     }
     write_atomically(out / RESULT, json.dumps(result, indent=2) + "\n")
     _give_model(spec, out, last)
+    _check_models(out, results)
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.layout import WHOLE_SCHEDULE
 from meshwright.spec.load import Overrides
 from meshwright.spec.teacher import refuse_distillation
@@ -180,7 +180,7 @@ def _measured(chaos: Path | None, name: str) -> float:
     if chaos is None:
         raise UserError(f"{name}: is missing; give {name} S, or the chaos report of a run that measured it")
     try:
-        value = json.loads(chaos.read_text(encoding="utf-8"))[name]
+        value = parse_json(read_text(chaos, MAX_JSON))[name]
     except (OSError, ValueError) as error:
         raise UserError(
             f"chaos: {chaos} cannot be read ({error}); give the chaos.json of a run under faults"

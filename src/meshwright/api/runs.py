@@ -8,14 +8,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import datetime
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.api.folders import folder_of, make_folder
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
+from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.profile.machine import has_gpu_driver
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
@@ -91,10 +91,24 @@ def train(
     ranks_match(spec, ranks)
     check_distillation(spec)
     check_room(spec)
-    out = Path(out) if out else default_out()
+    with folder_of(out) as folder:
+        return _train_here(spec, ranks, folder, resume, quiet, supervise, address)
+
+
+def _train_here(
+    spec: RunSpec,
+    ranks: int,
+    out: Path,
+    resume: str | None,
+    quiet: bool,
+    supervise: bool,
+    address: str | None,
+) -> Result:
+    """Train on this host alone; see `train`."""
     if spec.outer.quorum is not None and spec.outer.island is None:
         from meshwright.api.islands import train_islands
 
+        refuse_several_tasks()
         _check_folder(spec, out, resume)
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
@@ -226,7 +240,9 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
     from meshwright.train.callbacks import Observers
 
     shown = [] if quiet else [Progress()]
-    trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
+    folder = out.resolve()
+    name = folder.name if spec.outer.island is None else f"{folder.parent.name}/{folder.name}"
+    trackers = make_trackers(spec.train.trackers, out, name, spec.to_json())
     return Observers([RunRecord(out, lease), *shown, *trackers])
 
 
@@ -312,21 +328,6 @@ def check_distillation(spec: RunSpec) -> None:
         check_answers(user_path(spec.distil.logits, "distil.logits"), spec)
 
 
-def make_folder(out: Path) -> None:
-    """Make the folder of `--out`, with those above it. Raises `UserError`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
-
-
-def default_out() -> Path:
-    """Return the path of a new folder under runs/, named by the time."""
-    base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    others = (Path(f"{base}-{number}") for number in count(2))
-    return next(path for path in chain((base,), others) if not path.exists())
-
-
 def launch(
     verb: str,
     spec: RunSpec,
@@ -344,6 +345,7 @@ def launch(
     """
     from meshwright.recover.supervisor import Restarts, run_ranks
 
+    refuse_several_tasks()
     with scratch_folder() as folder:
         file = folder / "run.json"
         file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
@@ -378,6 +380,6 @@ def _record(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> 
             file = out / f"stacks-{fields['generation']}.txt"
             file.write_text(stacks, encoding="utf-8")
             fields["stacks"] = file.name
-        append_event(out, kind, fields, alone=kind != "slow")
+        append_event(out, kind, fields, alone=kind not in ("slow", "zygote_stopped"))
     except (OSError, UserError) as error:
         warnings.warn(f"{out}: the event '{kind}' was not recorded: {error}", stacklevel=2)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.runs import Result, launch, make_folder
+from meshwright.api.folders import make_folder
+from meshwright.api.runs import Result, launch
 from meshwright.api.verify_runs import longest_wait
 from meshwright.launch.failure import RanksFailed
 from meshwright.launch.scratch import scratch_folder

@@ -9,8 +9,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from meshwright.api.folders import make_folder
 from meshwright.api.models import export, import_hf
-from meshwright.api.runs import Result, launch, make_folder
+from meshwright.api.runs import Result, launch
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match

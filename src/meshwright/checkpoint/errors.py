@@ -28,6 +28,10 @@ class LostLeaseError(CheckpointError):
     """Another run took the directory over while this one was stopped or cut off: it must write no more."""
 
 
+class VanishedError(CheckpointError, StorageError):
+    """The folder of a run that writes in it is gone: moved, or its file system is away."""
+
+
 class BadCheckpointError(CheckpointError):
     """A published checkpoint is damaged or hostile: truncated, altered, missing a file, out of bounds.
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from meshwright.checkpoint.disk import TEMPORARY, Disk
-from meshwright.checkpoint.errors import CheckpointError, LostLeaseError
+from meshwright.checkpoint.errors import CheckpointError, LostLeaseError, VanishedError
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.records import Integer, Record, read
@@ -44,6 +44,8 @@ BEATS = 6
 PATIENCE = 2
 """Multiple of the stale time for which an automatic restart waits for a live holder on another host."""
 LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
+AWAY_S = 8.0
+"""Seconds for which the folder of a lease that is held may be away."""
 _NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 
 
@@ -171,17 +173,33 @@ class Lease:
         self.release()
 
     def check(self) -> None:
-        """Raise LostLeaseError when another run has taken the lease: what was written must be dropped."""
-        now = self._read()
-        if now is None or now.token != self._token or now.released:
-            taken = f"{now} took it (generation {now.generation})" if now else "lease.json is gone"
-            if now is not None and now.token == self._token:
+        """Raise LostLeaseError when another run has taken the lease: what was written must be dropped.
+
+        A lease.json that is not there is waited for, for `AWAY_S`: its folder may have been moved away for a
+        moment, or its file system be mounted again. Then VanishedError is raised.
+        """
+        now = self._awaited()
+        if now.token != self._token or now.released:
+            taken = f"{now} took it (generation {now.generation})"
+            if now.token == self._token:
                 taken = "it was given back"
             raise LostLeaseError(
                 f"this run (generation {self.generation}) lost the lease of {self.directory}: {taken}; "
                 "it writes nothing there any more"
             )
         self._checked = _clock()
+
+    def _awaited(self) -> Holder:
+        """Return the holder that lease.json names, once it is there. Raises VanishedError."""
+        until = time.monotonic() + AWAY_S
+        while (now := self._read()) is None:
+            if time.monotonic() > until:
+                raise VanishedError(
+                    f"{self._path} has been gone for {AWAY_S:g} s, so nothing can be written in "
+                    f"{self.directory}; put the folder back, and go on with --resume auto"
+                )
+            time.sleep(0.05)
+        return now
 
     def recheck(self) -> None:
         """`check`, unless one found the lease so lately that no other run can have waited for it since."""
@@ -191,6 +209,7 @@ class Lease:
     @contextmanager
     def fenced(self) -> Iterator[None]:
         """Hold the lock around a publication, after a `check`: nobody can take over between the two."""
+        self._awaited()  # without its folder there is no lock
         with self._locked():
             self.check()
             yield

@@ -44,16 +44,16 @@ def chaos(call: Call) -> int:
     """Run under faults; the exit code is 1 if something does not hold that must."""
     from meshwright import api
 
-    with errors_as_json(call.json) as ending:
-        flags = {name: value for name, value in call.flags.items() if name != "nproc"}
-        ending.out = flags["out"] = flags["out"] or api.default_out()
+    with errors_as_json(call.json) as ending, api.folder_of(call.flags["out"]) as out:
+        flags = {name: value for name, value in call.flags.items() if name != "nproc"} | {"out": out}
+        ending.out = out
         result = api.chaos(spec_of(call), **flags)
         code, reason = 0 if result["holds"] else 1, ""
         if code:
             reason = f"does not hold: {_broken(result)}" + (f" ({result['end']})" if result["end"] else "")
         if call.json:
             result = {**ending.described("finished", code, reason), **result}
-        files = [ending.out / f"chaos.{kind}" for kind in ("json", "jsonl", "html")]
+        files = [out / f"chaos.{kind}" for kind in ("json", "jsonl", "html")]
         show.result(call, result, _show, files)
         return code
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, tokens, verb
+from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.spec import UserError
 from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 
@@ -47,6 +48,7 @@ def _group(text: str) -> int:
 )  # fmt: skip
 def quantise(call: Call) -> None:
     """Write a quantised HF folder, or print a table of recipes."""
+    refuse_several_tasks()
     flags = dict(call.flags)
     compares = flags.pop("compare")
     if compares and len(call.words) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
 from meshwright.cli.runs import NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
 from meshwright.launch.env import Worker, nproc_of, worker
+from meshwright.launch.tasks import RANK_VARIABLES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import from_tree
 
@@ -40,7 +42,8 @@ from meshwright.spec.load import from_tree
 )
 def train(call: Call) -> int:
     """Launch the ranks and train, or train as one of them; exit code 1 if --verify finds a difference."""
-    place = worker()
+    # Each of several tasks of Slurm or MPI may be a host: --nodes makes one world of them.
+    place = worker() if call.flags["nodes"] is None else None
     with errors_as_json(call.json and (place is None or place.rank == 0)) as run:
         return _train(call, place, run)
 
@@ -78,21 +81,21 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         )
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
-    if out is None and place is None:
-        out = api.default_out()
-    elif out is None:  # ranks of a torchrun must agree on a folder, and share no clock: the spec names it
+    if out is None and place is not None:
+        # Ranks of a torchrun must agree on a folder, and share no clock: the spec names it.
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
-    ending.out, ending.checkpoints = out, spec.checkpoint.folder(out)
-    if call.flags["verify"]:
-        api.check_start(spec, out, resume)
-        if not _is_equal(call, spec, ending):
-            return 1
-    if place is None:
-        result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True, address=address)
-    else:
-        result = api.train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
-    if place is None or (place.rank == 0 and not place.launched):
-        _show_finished(call, result, ending)
+    with api.folder_of(out) as folder:
+        ending.out, ending.checkpoints = folder, spec.checkpoint.folder(folder)
+        if call.flags["verify"]:
+            api.check_start(spec, folder, resume)
+            if not _is_equal(call, spec, ending):
+                return 1
+        if place is None:
+            result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
+        else:
+            result = api.train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
+        if place is None or (place.rank == 0 and not place.launched):
+            _show_finished(call, result, ending)
     return 0
 
 
@@ -133,7 +136,7 @@ def _train_with_others(call: Call, ending: Ending) -> None:
         raise UserError(
             f"--nodes: {given!r} asks for at least {least} hosts and at most {most}; give {most}:{least}"
         )
-    if worker() is not None or call.flags["cluster"] is not None:
+    if any(name in os.environ for name in RANK_VARIABLES) or call.flags["cluster"] is not None:
         raise UserError(
             "--nodes: starts the ranks itself, on the layout of the run file; remove --cluster, and start it "
             "without torchrun"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.launch.tasks import RANK_VARIABLES, refuse_several_tasks
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
 
@@ -73,18 +74,12 @@ class Worker:
 def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
     """The place that torchrun gave this process; None in a process that it did not start.
 
-    Raises `UserError` for an environment that says only half of it, and in one of several tasks of Slurm that
-    no torchrun has made ranks of one world.
+    Raises `UserError` for an environment that says only half of it, and as `refuse_several_tasks` does.
     """
     given = os.environ if environment is None else environment
-    world = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in given]
+    world = [name for name in RANK_VARIABLES if name in given]
     if not world:
-        tasks = given.get("SLURM_STEP_NUM_TASKS", "1")
-        if tasks != "1":
-            raise UserError(
-                f"SLURM_STEP_NUM_TASKS: this step of Slurm has {tasks} tasks and RANK is not set, so each "
-                f"would run alone; start one torchrun on each node with srun --ntasks-per-node 1"
-            )
+        refuse_several_tasks(given)
         return None
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in given]:
         raise UserError(
@@ -186,13 +181,20 @@ def nproc_of(given: str | int) -> int:
     return int(text)
 
 
-def limit_threads(local_world_size: int) -> int:
-    """Share this machine's cores among its ranks; returns the number of threads that torch now uses."""
+def limit_threads(local_world_size: int, environment: Mapping[str, str] | None = None) -> int:
+    """Set the number of threads that torch uses on processors, and return it.
+
+    It is OMP_NUM_THREADS where the user has set that, and else this machine's cores shared by its ranks.
+    """
     import torch
 
     from meshwright.host import cores
 
-    threads = max(1, cores() // local_world_size)
+    given = os.environ if environment is None else environment
+    asked = given.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number for each level
+    by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in given  # its default, for ranks of GPUs
+    own = int(asked) if asked.isdecimal() and not by_torchrun else 0
+    threads = own or max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

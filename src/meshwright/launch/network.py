@@ -16,13 +16,17 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 def own_address(given: str | None = None) -> tuple[str, str]:
     """Return (address, interface) of this host: those of `given`, or else the only ones beside loopback.
 
-    Raises `UserError` for an address that is not this host's, and where there is a choice.
+    Raises `UserError` for an address that is of IPv6 or not this host's, and where there is a choice.
     """
     found = _addresses()
     if given is not None and given.startswith("127.") and "127.0.0.1" in found:
         found[given] = found["127.0.0.1"]  # all of 127.0.0.0/8 is this host
     listed = ", ".join(f"{address} ({interface})" for address, interface in found.items()) or "none"
     if given is not None:
+        if ":" in given:
+            raise UserError(
+                f"--address: {given} is an IPv6 address, and hosts meet over IPv4; this one has {listed}"
+            )
         if given not in found:
             raise UserError(f"--address: {given} is not an address of this host; it has {listed}")
         return given, found[given]

@@ -167,7 +167,7 @@ def read_log(path: Path, ranks: int) -> list[Fault]:
     """
     advice = "give the chaos.jsonl of a run under faults as it was written"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise UserError(f"--replay: {path} cannot be read ({error.strerror}); {advice}") from None
     except UnicodeDecodeError:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ STACKS_S, DUMP_S = 1.0, 0.1
 """Ranks of a run that hangs get so long to write their stacks, and so long once all have begun."""
 AT_ONCE_S = 1.0
 """Ranks that a later signal ends at once have so long; one that is stopped or stuck does not heed it."""
+ZYGOTE_STOPPED_S = 3.0
+"""A zygote that is stopped for so long is made to go on."""
 KILLED_S = 30.0
 """Ranks that have been killed must be reported to have ended by then, or the zygote is lost."""
 
@@ -158,6 +161,7 @@ class Generation:
             for report in zygote.receive(POLL_S):
                 self._note(report)
             now = time.monotonic()
+            self._wake(zygote, now)
             if asked and any(rank.pid is None for rank in self._ranks):
                 break
             for number in asked[handed_on:]:
@@ -229,6 +233,17 @@ class Generation:
         meant = now >= self._asked_at + ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS)
         self._kill_at = min(self._kill_at, now + (AT_ONCE_S if meant else self.job.recovery.grace_seconds))
 
+    def _wake(self, zygote: Zygote, now: float) -> None:
+        """Let a zygote that has been stopped go on, and tell it: without it no rank's end is known."""
+        seconds = zygote.stopped_seconds(now)
+        if seconds < ZYGOTE_STOPPED_S:
+            return
+        sentence = f"the process that forks ranks was stopped for {seconds:.1f} s, and goes on (SIGCONT)"
+        warnings.warn(sentence, stacklevel=2)
+        if self._tell is not None:
+            self._tell("zygote_stopped", {"generation": self.number, "message": sentence})
+        zygote.wake()
+
     def _look(self, now: float) -> None:
         """Look for ranks that hang or are slow, once all have started."""
         living = {n: rank.pid for n, rank in enumerate(self._ranks) if rank.pid is not None and not rank.end}
@@ -239,7 +254,7 @@ class Generation:
             known, first = self._step_seconds, self.place.first_rank
             self._watch = HangWatch(living, beats, now, first, stuck_seconds=stuck, step_seconds=known)
             peers = (self.place.world_size or len(living)) // self.job.stages
-            self._slow = SlowWatch(beats, len(living), now, peers, first)
+            self._slow = SlowWatch(beats, len(living), now, peers, first, list(living.values()))
         for slow in self._slow.look(now):
             if self._tell is not None:
                 self._tell("slow", {"generation": self.number, **asdict(slow), "message": slow.sentence})

@@ -1,24 +1,27 @@
 """Islands of one host that are worlds of their own: each is a process that supervises its ranks.
 
-An island that fails is started again, and the others go on. All end with this process.
+An island that fails is started again, and the others go on; one that is refused, or that fails too often, is
+left out. All end with this process.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from signal import SIGINT, Signals
 
 from meshwright.launch.child import tie_to_parent
 from meshwright.launch.failure import KINDS
 from meshwright.recover.generation import Tell
 from meshwright.recover.processes import kill_session, send_signal
 from meshwright.recover.supervisor import stop_requests
+from meshwright.spec.errors import REQUEUE
 
 POLL_S = 0.05
 
@@ -42,6 +45,8 @@ class Island:
         self._process: subprocess.Popen[bytes] | None = None
         self._begins = 0
         """Bytes of the log before the last start."""
+        self._unstarted = ""
+        """Why the last start failed, if it did."""
 
     @property
     def runs(self) -> bool:
@@ -50,21 +55,35 @@ class Island:
             self.code = self._process.poll()
         return self._process is not None and self.code is None
 
+    @property
+    def is_over(self) -> bool:
+        """True once the process has come to its end, or is left out."""
+        return not self.runs and (self.code == 0 or self.left_out)
+
+    @property
+    def saved(self) -> bool:
+        """True for a process that has come to its end, or that a signal stopped and that has saved."""
+        # Ctrl-C has one exit code, whether or not something was saved.
+        return self.code in (0, REQUEUE) or (self.code == 128 + SIGINT and "is saved" in self.last_words())
+
     def start(self, resume: str | None) -> None:
-        """Start the process, to go on from `resume`."""
+        """Start the process, to go on from `resume`; where that fails, it has ended with code 1."""
         argv = [sys.executable, "-m", "meshwright", *self._argv]
-        self.code = None
+        self.code, self._unstarted = None, ""
         self.starts += 1
-        with self._log.open("ab") as log:
-            self._begins = log.tell()
-            self._process = subprocess.Popen(
-                argv if resume is None else [*argv, "--resume", resume],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # signals of the terminal are handed on
-                preexec_fn=partial(_prepare, os.getpid(), self._cores),
-            )
+        try:
+            with self._log.open("ab") as log:
+                self._begins = log.tell()
+                self._process = subprocess.Popen(
+                    argv if resume is None else [*argv, "--resume", resume],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # signals of the terminal are handed on
+                    preexec_fn=partial(_prepare, os.getpid(), self._cores),
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            self.code, self._unstarted = 1, f"its process could not be started ({error})"
 
     def signal(self, number: int) -> None:
         """Hand a signal to the process."""
@@ -78,12 +97,14 @@ class Island:
             self._process.wait()
 
     def last_words(self) -> str:
-        """The signal that ended the process, or the last line that it printed since it was started."""
+        """How the process ended: why it did not start, its signal, or the last line that it printed."""
+        if self._unstarted:
+            return self._unstarted
         if self.code is not None and self.code < 0:
-            return f"ended by {signal.Signals(-self.code).name}"
+            return f"ended by {Signals(-self.code).name}"
         text = self._log.read_bytes()[self._begins :].decode("utf-8", errors="replace")
         lines = text.strip().splitlines()
-        return lines[-1].removeprefix("meshwright: error: ") if lines else ""
+        return lines[-1].removeprefix("meshwright: error: ") if lines else f"ended with exit code {self.code}"
 
 
 def _prepare(parent: int, cores: Collection[int]) -> None:
@@ -117,7 +138,7 @@ class IslandsSupervisor:
             try:
                 self._start(resume, asked)
                 handed = 0
-                while any(island.runs for island in self.islands):
+                while True:
                     self._done(0)  # looks at what is new
                     for number in asked[handed:]:
                         for island in self.islands:
@@ -127,6 +148,8 @@ class IslandsSupervisor:
                         failed = not island.runs and island.code not in (None, 0)
                         if failed and not island.left_out and not asked:
                             self._failed(island)
+                    if all(island.is_over or (asked and not island.runs) for island in self.islands):
+                        break
                     time.sleep(POLL_S)
             finally:
                 for island in self.islands:
@@ -143,13 +166,16 @@ class IslandsSupervisor:
             island.start(resume)
 
     def _failed(self, island: Island) -> None:
-        """Start an island again, or leave it out."""
+        """Start an island again, or leave it out, and say which."""
         _, exchanges = self._done(island.number)
         island.failures = island.failures + 1 if exchanges == self._exchanges[island.number] else 1
         self._exchanges[island.number] = exchanges
         code, again = island.code, island.code not in KINDS and island.failures <= self._most
-        fields = {"island": island.number, "code": code, "message": island.last_words(), "restarted": again}
+        words = island.last_words()
+        fields = {"island": island.number, "code": code, "message": words, "restarted": again}
         self._tell("island_failed", fields)
+        done = "is started again" if again else "is left out from now on"
+        warnings.warn(f"island {island.number}: {words}; it {done}", stacklevel=2)
         island.left_out = not again
         if again:
             island.start("auto")

@@ -32,6 +32,17 @@ def process_state(pid: int) -> ProcessState | None:
     return ProcessState(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND)
 
 
+def queued_seconds(pid: int) -> float:
+    """Return for how long a process's main thread has been ready to run while no processor was free (Linux).
+
+    It is 0 for a process that is gone, and where the kernel does not count it.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process; one that has ended is left alone."""
     with suppress(ProcessLookupError):

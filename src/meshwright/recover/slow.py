@@ -1,8 +1,9 @@
 """Detection of slow ranks: in each step they compute for longer than others that do the same work.
 
 A slow rank makes all others wait, so all take equally long for a step; what tells them apart is the time that
-each spends outside of waits for others. On CUDA the host hands its work to the device and waits for it as a
-whole, which no heartbeat shows: there only a slow host is seen.
+each spends outside of waits for others, and for a processor: that other programs use the host makes no rank
+slow. On CUDA the host hands its work to the device and waits for it as a whole, which no heartbeat shows:
+there only a slow host is seen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 from meshwright.parallel.heartbeat import STEP_PHASES, Beat
 from meshwright.recover.hang import MOST_TICK_S
+from meshwright.recover.processes import queued_seconds
 
 WINDOW_STEPS, WINDOW_S = 20, 5.0
 """Least steps and seconds of a window over which the time of a step is taken."""
@@ -47,7 +49,7 @@ class _Rank:
     beat: Beat
     first_step: int
     computed: float = 0.0
-    """Seconds of the window in steps, without waits."""
+    """Seconds of the window in steps, without waits for others and for a processor."""
     slow: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOWS))
     told: bool = False
 
@@ -55,24 +57,34 @@ class _Rank:
 class SlowWatch:
     """Looks at the heartbeats of `ranks` ranks of one host; the first has number `first` in the world.
 
-    Runs of `peers` ranks of the world do the same work, by default all.
+    Runs of `peers` ranks of the world do the same work, by default all. `pids` are the ranks' processes.
     """
 
     def __init__(
-        self, heartbeats: memoryview, ranks: int, now: float, peers: int | None = None, first: int = 0
+        self,
+        heartbeats: memoryview,
+        ranks: int,
+        now: float,
+        peers: int | None = None,
+        first: int = 0,
+        pids: Sequence[int] = (),
     ) -> None:
         self._heartbeats, self._last, self._began, self._first = heartbeats, now, now, first
         self._peers = peers or first + ranks
         beats = [Beat.of(heartbeats, number) for number in range(ranks)]
         self._ranks = [_Rank(beat, beat.step) for beat in beats]
+        self._pids, self._queued = pids, [queued_seconds(pid) for pid in pids]
 
     def look(self, now: float) -> list[Slow]:
         """Return ranks that have become slow; called several times a second with `time.monotonic`."""
         elapsed, self._last = now - self._last, now
+        before, self._queued = self._queued, [queued_seconds(pid) for pid in self._pids]
         for number, rank in enumerate(self._ranks):
             beat = Beat.of(self._heartbeats, number)
             if {beat.phase, rank.beat.phase} <= set(STEP_PHASES):
                 rank.computed += elapsed - (beat.waited_ns - rank.beat.waited_ns) / 1e9
+                if self._pids:  # of one that has just ended nothing is known any more
+                    rank.computed -= max(0.0, self._queued[number] - before[number])
             rank.beat = beat
         steps = min(rank.beat.step - rank.first_step for rank in self._ranks)
         if elapsed > MOST_TICK_S:  # nobody looked

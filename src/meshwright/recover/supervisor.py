@@ -39,8 +39,9 @@ class Restarts:
     """How failed ranks are started again, and who hears of failures.
 
     `argv` is what restarted ranks run; `recovery.max_restarts` says how often. `tell` is called with each
-    `failure` and `hang`, while no rank runs, and with `slow` ranks, while they run. The first two have the
-    fields `noticed`, when that was (`time.monotonic`), and `furthest`, the most steps that a rank completed.
+    `failure` and `hang`, while no rank runs, and with `slow` and `zygote_stopped`, while they run. The first
+    two have the fields `noticed`, when that was (`time.monotonic`), and `furthest`, the most steps that a
+    rank completed.
     """
 
     argv: Sequence[str]

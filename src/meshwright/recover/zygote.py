@@ -31,7 +31,7 @@ from meshwright.launch.child import run_rank, tie_to_parent
 from meshwright.launch.env import without_small_caches
 from meshwright.launch.scratch import remove_folders_of
 from meshwright.profile.machine import has_gpu_driver
-from meshwright.recover.processes import kill_session
+from meshwright.recover.processes import kill_session, process_state, send_signal
 from meshwright.spec.errors import STOP_SIGNALS
 from meshwright.spec.schema import known_keys
 
@@ -90,6 +90,7 @@ class Zygote:
             )
         self._connection = ours
         self._buffer = b""
+        self._stopped_since: float | None = None
 
     @property
     def pid(self) -> int:
@@ -116,6 +117,20 @@ class Zygote:
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         reports = [json.loads(line) for line in lines]
         return [Ended(**report) if "code" in report else Started(**report) for report in reports]
+
+    def stopped_seconds(self, now: float) -> float:
+        """Return for how long the process has been seen stopped (SIGSTOP), at `now` (`time.monotonic`)."""
+        state = process_state(self.pid)
+        if state is None or state.letter != "T":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        return 0.0 if self._stopped_since is None else now - self._stopped_since
+
+    def wake(self) -> None:
+        """Let a process that is stopped go on."""
+        self._stopped_since = None
+        send_signal(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End the zygote, and with it every rank that is left."""

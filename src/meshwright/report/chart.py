@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -37,10 +37,14 @@ class Series:
     y: Values
     colour: int = 0
     css: str = "line"
+    lost: Collection[float] = ()
+    """Those of `x` whose y was measured and is lost: the curve has a gap there."""
 
     def thinned(self) -> Series:
-        """Return the curve thinned to at most `2 * BUCKETS + 2` points."""
+        """Return the curve thinned to at most `2 * BUCKETS + 2` points beside those of gaps."""
         keep = decimate(self.y, BUCKETS)
+        if self.lost:
+            keep = sorted({*keep, *(i for i, x in enumerate(self.x) if x in self.lost)})
         return replace(self, x=[self.x[i] for i in keep], y=[self.y[i] for i in keep])
 
 
@@ -174,7 +178,8 @@ class Chart:
         curves = [series.thinned() for series in self.series]
         values = [value for curve in curves for value in curve.y if value is not None]
         first = self.series[0]
-        gaps = [x for x, y in zip(first.x, first.y, strict=True) if y is None and self.mark_gaps]
+        unknown = [x for x, y in zip(first.x, first.y, strict=True) if y is None and x not in first.lost]
+        gaps = unknown if self.mark_gaps else []
         if not values:
             return render("chart.html", chart=self, gaps=len(gaps), views=[])
         x = _steps_scale([step for series in self.series for step in series.x])

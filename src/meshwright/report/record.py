@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:  # reading a record needs no torch
     from meshwright.checkpoint import Lease
 
 RUN, METRICS, EVENTS, RESULT = "run.json", "metrics.jsonl", "events.jsonl", "result.json"
+ROWS_MISSING = "rows_missing"
+"""Kind of an event: a run goes on whose record lacks rows of earlier steps."""
+MOST_PARTS = 8
+"""Parts of missing rows that are named one by one."""
 
 Row = dict[str, Any]
 
@@ -103,7 +109,8 @@ def _cut(path: Path, last_step: int | None = None) -> int:
     return len(rows) - len(kept)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None without the file. Raises `UserError` for anything else."""
     if not path.is_file():
         return None
     try:
@@ -163,10 +170,29 @@ class RecordedRun:
 
 def read_run(out: Path) -> RecordedRun:
     """Read the record of the run in folder `out`. Raises `UserError` if it has none."""
-    info = _read_object(out / RUN)
+    info = read_object(out / RUN)
     if info is None:
         raise UserError(f"{out}: holds no {RUN}, so it is not the folder of a run; give the --out of one")
-    return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), _read_object(out / RESULT))
+    return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), read_object(out / RESULT))
+
+
+def missing_steps(info: dict[str, Any], rows: Sequence[Row], step: int) -> list[list[int]]:
+    """Return the steps of a run up to `step` whose training rows are not among `rows`, in parts that join.
+
+    `info` is the content of run.json: its `starts` say from which step on rows were written, and how often.
+    Nothing is known of a start that does not say it.
+    """
+    starts = [start for start in info.get("starts") or [] if type(start.get("step")) is int]
+    due: list[int] = []
+    for start, end in zip(starts, [*(start["step"] for start in starts[1:]), step], strict=True):
+        while due and due[-1] > start["step"]:  # taken again
+            due.pop()
+        every, last = start.get("log_every"), start.get("last_step")
+        if type(every) is int and every > 0:
+            due += [each for each in range(start["step"] + 1, end + 1) if each % every == 0 or each == last]
+    written = {row.get("step") for row in rows if "val_loss" not in row}
+    parts = groupby((each for each in due if each <= step), lambda each: each in written)
+    return [list(part) for there, part in parts if not there]
 
 
 def append_event(out: Path, kind: str, fields: dict[str, Any], *, alone: bool) -> None:
@@ -208,17 +234,42 @@ class RunRecord:
         with self._fenced(self.out / RUN):
             lost = _cut(self.out / METRICS, step)
             _cut(self.out / EVENTS)
-            self._write_run(info, step)
-        self._evaluated = next((row for row in reversed(read_metrics(self.out)) if "val_loss" in row), None)
+            described = self._write_run(info, step)
+        rows = read_metrics(self.out)
+        self._evaluated = next((row for row in reversed(rows) if "val_loss" in row), None)
         self._continued = False
         self._lines = {name: _Lines(self.out / name) for name in (METRICS, EVENTS)}
         if step or lost:
             self.on_event("resumed", {"step": step, "lost_rows": lost})
+        self._tell_missing(missing_steps(described, rows, step), step)
 
-    def _write_run(self, info: dict[str, Any], step: int) -> None:
-        """Write `run.json`; a resumed run keeps the time of its first start and lists the later ones."""
-        earlier = (_read_object(self.out / RUN) or {}) if step else {}
-        starts = [*earlier.get("starts", []), {"step": step, "time": now()}]
+    def _tell_missing(self, parts: Sequence[Sequence[int]], step: int) -> None:
+        """Warn of rows that the record lacks up to `step`, from which the run goes on, once of the same."""
+        if not parts:
+            return
+        named = [f"{part[0]}" if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+        steps = ", ".join(named[:MOST_PARTS]) + ", ..." * (len(named) > MOST_PARTS)
+        found = {"rows": sum(map(len, parts)), "steps": steps}
+        told = [row for row in _read_lines(self.out / EVENTS) if row.get("kind") == ROWS_MISSING]
+        if told and found.items() <= told[-1].items():
+            return
+        message = (
+            f"{self.out / METRICS}: {found['rows']} row{'s' * (found['rows'] != 1)} of steps that the run "
+            f"has done are missing (step{'s' * (found['rows'] != 1)} {steps}); it goes on after step {step}, "
+            f"and the report has a gap there"
+        )
+        warnings.warn(message, stacklevel=3)
+        self.on_event(ROWS_MISSING, {"step": step, **found, "message": message})
+
+    def _write_run(self, info: dict[str, Any], step: int) -> dict[str, Any]:
+        """Write `run.json`, and return its content.
+
+        A resumed run keeps the time of its first start and lists the later ones.
+        """
+        earlier = (read_object(self.out / RUN) or {}) if step else {}
+        rows = {"log_every": info.get("spec", {}).get("train", {}).get("log_every", 1)}
+        own = {"step": step, "time": now(), **rows, "last_step": info.get("last_step")}
+        starts = [*earlier.get("starts", []), own]
         described = {
             **{key: value for key, value in info.items() if key != "step"},
             "version": __version__,
@@ -226,6 +277,7 @@ class RunRecord:
             "starts": starts,
         }
         write_atomically(self.out / RUN, json.dumps(strict_json(described), indent=2, allow_nan=False) + "\n")
+        return described
 
     def on_step(self, row: Row) -> None:
         if not self._continued:

@@ -13,10 +13,11 @@ from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
 from meshwright.report.page import render
 from meshwright.report.record import (
+    RUN,
     RecordedRun,
     Row,
     island_folder,
-    read_metrics,
+    missing_steps,
     read_run,
     write_atomically,
 )
@@ -128,9 +129,16 @@ def _result_so_far(run: RecordedRun) -> dict[str, Any]:
     return result
 
 
+def _with_gaps(run: RecordedRun, rows: Sequence[Row]) -> list[Row]:
+    """Return training rows by step, and for each part of the run that lacks them one with its step alone."""
+    parts = missing_steps(run.info, run.metrics, max((row["step"] for row in rows), default=0))
+    return sorted([*rows, *({"step": part[0]} for part in parts)], key=lambda row: row["step"])
+
+
 def _series(name: str, rows: Sequence[Row], key: str, colour: int = 0, css: str = "line") -> Series:
     values = [row[key] if fmt.is_number(row.get(key)) else None for row in rows]
-    return Series(name, [row["step"] for row in rows], values, colour, css)
+    lost = frozenset(row["step"] for row in rows if row.keys() == {"step"})
+    return Series(name, [row["step"] for row in rows], values, colour, css, lost)
 
 
 def _chart(rows: Sequence[Row], title: str, names: dict[str, str], colour: int = 0, **options: bool) -> Chart:
@@ -140,18 +148,20 @@ def _chart(rows: Sequence[Row], title: str, names: dict[str, str], colour: int =
 
 
 def _curves(run: RecordedRun) -> list[Chart]:
-    train, evaluations = _rows(run, "loss"), _rows(run, "val_loss")
+    train, evaluations = _with_gaps(run, _rows(run, "loss")), _rows(run, "val_loss")
     loss = _series("training", train, "loss")
     curves = [loss]
     if len(train) >= SMOOTH_FROM:
         window = len(train) // 50 | 1
         curves = [replace(loss, css="faint")]
-        curves.append(replace(loss, name=f"mean of {window:,} rows", y=moving_mean(loss.y, window)))
+        means = zip(loss.x, moving_mean(loss.y, window), strict=True)
+        mean = [None if step in loss.lost else value for step, value in means]
+        curves.append(replace(loss, name=f"mean of {window:,} rows", y=mean))
     if evaluations:
         curves.append(_series("validation", evaluations, "val_loss", 1, "dots"))
 
     def single(key: str, title: str, name: str, colour: int, **options: bool) -> Chart:
-        return _chart(_rows(run, key), title, {key: name}, colour, **options)
+        return _chart(_with_gaps(run, _rows(run, key)), title, {key: name}, colour, **options)
 
     return [
         Chart("loss", "Loss (nats per token)", curves, log=True, mark_gaps=True, wide=True),
@@ -164,11 +174,15 @@ def _curves(run: RecordedRun) -> list[Chart]:
 
 def _curves_of_islands(out: Path, islands: Sequence[Row]) -> list[Chart]:
     """Return charts with a curve for each island of the run in folder `out`."""
-    rows = {row["island"]: read_metrics(island_folder(out, row["island"])) for row in islands}
+    folders = {row["island"]: island_folder(out, row["island"]) for row in islands}
+    runs = {island: read_run(folder) for island, folder in folders.items() if (folder / RUN).is_file()}
 
     def chart(key: str, title: str, **options: bool) -> Chart:
-        of_key = {island: [row for row in each if key in row] for island, each in rows.items()}
-        curves = [_series(f"island {island}", each, key, island) for island, each in of_key.items() if each]
+        curves = [
+            _series(f"island {island}", rows if key == "val_loss" else _with_gaps(run, rows), key, island)
+            for island, run in runs.items()
+            if (rows := _rows(run, key))
+        ]
         return Chart(key.replace("_", "-"), title, curves, **options)
 
     return [

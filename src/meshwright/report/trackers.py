@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.report.format import is_number
-from meshwright.report.record import write_atomically
+from meshwright.report.record import read_object, write_atomically
 from meshwright.spec import UserError
 from meshwright.train.callbacks import Observer
 
@@ -49,6 +49,20 @@ class _Tracker(ABC):
     @abstractmethod
     def start(self) -> Any:
         """Return the package's object that logs the run, which goes on after `self.step`."""
+
+    def identity(self) -> str:
+        """Return the id that the run has with the package, which no other run has.
+
+        It is kept in the run's folder, so that a resumed run continues its curves; one that begins anew has a
+        new one.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / _IDS
+        kept = read_object(path) or {}
+        if not self.step or self.name not in kept:
+            kept[self.name] = uuid.uuid4().hex[:12]
+            write_atomically(path, json.dumps(kept) + "\n")
+        return str(kept[self.name])
 
     @abstractmethod
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -85,15 +99,24 @@ class _Tracker(ABC):
 
 
 class TensorBoardTracker(_Tracker):
-    """Event files in `tensorboard/` of the run's folder; a resume hides the points of lost steps."""
+    """Event files in `tensorboard/` of the run's folder.
+
+    A resume, and a rollback, hide the points of lost steps: those of later steps in earlier files.
+    """
 
     name, module = "tensorboard", "torch.utils.tensorboard"
 
     def start(self) -> Any:
-        purge = self.step + 1 if self.step else None
-        writer = self._package.SummaryWriter(log_dir=str(self.out / "tensorboard"), purge_step=purge)
+        folder = str(self.out / "tensorboard")
+        writer = self._package.SummaryWriter(log_dir=folder, purge_step=self.step + 1)
         writer.add_text("spec", f"```json\n{json.dumps(self.spec_json, indent=2)}\n```", self.step)
         return writer
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "rollback":
+            self.finish()
+            self.on_start(fields)
+        super().on_event(kind, fields)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -106,28 +129,21 @@ class TensorBoardTracker(_Tracker):
 class WandbTracker(_Tracker):
     """A Weights & Biases run; wandb itself reads `WANDB_MODE=offline` and its other variables.
 
-    The run's id is kept in `trackers.json`, so that a resumed run continues its curves. The step is a metric
-    of its own (`step`), since wandb ignores values of a step that it has already seen. A run that is closed
+    The step is a metric of its own (`step`), since wandb ignores values of a step that it has already seen.
+    It has no way to remove rows: after a resume or a rollback, lost steps appear twice. A run that is closed
     before its end is marked as failed.
     """
 
     name = module = "wandb"
 
     def start(self) -> Any:
-        self.out.mkdir(parents=True, exist_ok=True)
-        path, resumed = self.out / _IDS, self.step > 0
-        if resumed and path.is_file():
-            run_id = str(json.loads(path.read_text(encoding="utf-8"))["wandb"])
-        else:
-            run_id = uuid.uuid4().hex[:12]
-            write_atomically(path, json.dumps({"wandb": run_id}) + "\n")
         run = self._package.init(
             project=PROJECT,
             name=self.run_name,
             dir=str(self.out),
             config=self.spec_json,
-            id=run_id,
-            resume="allow" if resumed else None,
+            id=self.identity(),
+            resume="allow" if self.step else None,
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -148,15 +164,17 @@ class WandbTracker(_Tracker):
 class TrackioTracker(_Tracker):
     """A Trackio run, in Trackio's own folder (`TRACKIO_DIR`).
 
-    Trackio has no way to remove rows: after a resume, lost steps appear twice.
+    Trackio resumes the newest run of a name, so the name ends with the run's id. It has no way to remove
+    rows: after a resume or a rollback, lost steps appear twice.
     """
 
     name = module = "trackio"
 
     def start(self) -> Any:
         resume = "allow" if self.step else "never"
+        name = f"{self.run_name}-{self.identity()}"
         return self._package.init(
-            project=PROJECT, name=self.run_name, config=self.spec_json, resume=resume, embed=False
+            project=PROJECT, name=name, config=self.spec_json, resume=resume, embed=False
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import tomllib
@@ -41,12 +42,17 @@ def shortened(text: str) -> str:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return the text of a file of at most `most` bytes of UTF-8. Raises OSError and ValueError."""
+    """Return the text of a file of at most `most` bytes of UTF-8, without the mark of its byte order.
+
+    Raises OSError and ValueError.
+    """
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
-    return content.decode("utf-8")
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is UTF-16 or UTF-32; save it as UTF-8")
+    return content.decode("utf-8-sig")
 
 
 def strict_json(value: Any) -> Any:

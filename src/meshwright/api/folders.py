@@ -1,0 +1,49 @@
+"""Folders of runs: the one that is given, or a new one under runs/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import chain, count
+from pathlib import Path
+
+from meshwright.spec import UserError
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of `--out`, with those above it, where it is not there. Raises `UserError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
+
+
+@contextmanager
+def folder_of(out: Path | None) -> Iterator[Path]:
+    """Yield `out`, or else a new folder, which goes again if nothing has come into it."""
+    if out is not None:
+        yield Path(out)
+        return
+    folder = default_out()
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds a run
+            folder.rmdir()
+
+
+def default_out() -> Path:
+    """Make a new folder under runs/, named by the time, which no other process has, and return its path."""
+    base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    make_folder(base.parent)
+    names = chain((base,), (Path(f"{base}-{number}") for number in count(2)))
+    while True:
+        folder = next(names)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"--out: {folder} cannot be made ({error.strerror}); give an --out") from error
+        return folder
