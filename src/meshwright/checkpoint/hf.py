@@ -7,13 +7,12 @@ here, have a tensor each in published files.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +21,7 @@ from meshwright import atomic
 from meshwright.checkpoint.hf_quantised import KEY, Quantisation, QuantisedLayers
 from meshwright.checkpoint.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.checkpoint.hf_tokenizer import write_json, write_tokenizer
+from meshwright.checkpoint.weights import fill
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.quantisation import DYNAMIC, Codes
@@ -29,10 +29,10 @@ from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.hf_write import write_hf_config
 from meshwright.spec.parameters import parameters
-from meshwright.spec.records import sentence
 from meshwright.spec.special_tokens import copy_side_files
 from meshwright.spec.special_tokens import side_files as find_side_files
 from meshwright.spec.tiling import tiling
+from meshwright.spec.weights import hf_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -43,8 +43,8 @@ class HfWeights:
     """The tensors of an HF folder under the decoder's names, read one at a time.
 
     Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
-    one that `spec` asks for, and every dtype a floating-point one; iterating checks that every value is
-    finite. Both raise `UserError` with the tensor's name. Quantised weights are read in fp32.
+    one that `spec` asks for, and every dtype a floating-point one; reading checks that every value is
+    finite. Both raise `UserError` with the tensor's name. Quantised weights are read in fp32 (`Weights`).
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -61,10 +61,15 @@ class HfWeights:
         self._pieces: list[HfTensor] = []
         self._check(expected)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter, value), each once, in the dtype of the file."""
+    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter, value) of these parameters, each once, in the dtype of the file.
+
+        Tensors of files that hold none of them are not read.
+        """
         stacked: list[Tensor] = []
         for piece in self._pieces:
+            if not any(name in names for name in piece.parameters):
+                continue
             tensor = self._read(piece.hf)
             if not torch.isfinite(tensor).all():
                 raise UserError(
@@ -73,7 +78,8 @@ class HfWeights:
                 )
             parts = piece.split(tensor, self._shapes)
             if piece.expert is None:
-                yield from zip(piece.parameters, parts, strict=True)
+                named = zip(piece.parameters, parts, strict=True)
+                yield from (each for each in named if each[0] in names)
                 continue
             (parameter,), (part,) = piece.parameters, parts
             shape = self._shapes[parameter]
@@ -82,6 +88,11 @@ class HfWeights:
             stacked[0][piece.expert] = part
             if piece.expert == shape[0] - 1:
                 yield parameter, stacked.pop()
+
+    @property
+    def exact(self) -> bool:
+        """True if a weight is in float64."""
+        return any(self._files[piece.hf][2] == "F64" for piece in self._pieces if not piece.exact)
 
     def rounded_inputs(self) -> list[str]:
         """The parameters whose layers round their inputs, too, by the folder's recipe."""
@@ -182,15 +193,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
-    """Return the spec of an HF folder, and its weights under the decoder's names: iterate for (name, tensor).
+    """Return the spec of an HF folder, and its weights under the decoder's names: `take` them by name.
 
     Raises `UserError` for a folder that the decoder cannot compute, or whose tensors are not those that its
     config.json asks for.
     """
-    try:
-        spec = ModelSpec.model_validate({"hf": str(folder)})
-    except ValidationError as error:
-        raise UserError(f"model.hf: {folder}: {sentence(error, ModelSpec)}") from None
+    spec = hf_model(Path(folder), "model.hf")
     return spec, HfWeights(Path(folder), spec)
 
 
@@ -206,10 +214,7 @@ def load_hf(folder: Path | str, dtype: torch.dtype | None = None) -> Decoder:
     decoder = Decoder(spec).to(dtype).eval()
     if weights.quantised is not None:
         round_inputs(decoder, weights.quantised.quantisation.recipe, weights.rounded_inputs())
-    tensors = decoder.tensors()
-    with torch.no_grad():
-        for name, value in weights:
-            tensors[name].copy_(value)
+    fill(decoder.tensors(), weights)
     return decoder
 
 

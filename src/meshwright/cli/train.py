@@ -83,6 +83,8 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     elif out is None:  # ranks of a torchrun must agree on a folder, and share no clock: the spec names it
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
     ending.out, ending.checkpoints = out, spec.checkpoint.folder(out)
+    if not quiet and resume is None and (place is None or (place.rank == 0 and not place.launched)):
+        _tell_weights(spec, run)
     if call.flags["verify"]:
         api.check_start(spec, out, resume)
         if not _is_equal(call, spec, ending):
@@ -94,6 +96,14 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     if place is None or (place.rank == 0 and not place.launched):
         _show_finished(call, result, ending)
     return 0
+
+
+def _tell_weights(spec: RunSpec, run: Path | None) -> None:
+    """Say in one line which weights a run starts from, where the folder that it names may have others."""
+    from meshwright import api
+
+    if told := api.initial_weights_told(spec, run):
+        show.line(told)
 
 
 def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending) -> None:

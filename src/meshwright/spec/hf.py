@@ -30,6 +30,19 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
     return model_fields(Config(str(path), read_json_object(path, "model.hf")))
 
 
+WEIGHT_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt",
+    "*.gguf", "*.h5", "*.msgpack",
+)  # fmt: skip
+"""Names of files with weights in published folders; the first two are read, the others are refused."""
+
+
+def has_weights(where: str | Path) -> bool:
+    """Return True for a folder that holds weights in any format, also in one that is not read."""
+    path = user_path(where, "model.hf")
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES)
+
+
 def model_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` for a config of any family."""
     family = config.values.get("model_type")

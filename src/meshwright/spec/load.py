@@ -16,10 +16,12 @@ from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
 from meshwright.spec.layout import DEFAULT_SCHEDULE, WHOLE_SCHEDULE, Layout
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
+from meshwright.spec.weights import FIRST_STEP
 
 Overrides = Sequence[tuple[str, str]]
 """Dotted flags in the order given: [("layout.dp", "2"), ...]."""
@@ -86,6 +88,7 @@ def _validated(
         policy = dict(overrides).get("recompute.policy", "selective")
         if policy != "selective" and isinstance(merged.get("recompute"), dict):
             merged["recompute"].pop("save", None)  # a key of the file's policy, which the flag replaces
+        _take_another_model(merged, dict(overrides))
         for key, text in overrides:
             _overlay(merged, key, text)
         _tidy(merged, "", where)
@@ -97,6 +100,21 @@ def _validated(
         raise UserError(one_line(f"{where(key)}{colon}{rest}")) from None
     except RecursionError:
         raise UserError(f"{source or 'the run'}: its tables and lists are nested too deeply") from None
+
+
+def _take_another_model(tree: dict[str, Any], flags: dict[str, str]) -> None:
+    """Remove from a run's record what a flag for another preset, HF folder or weights gives anew.
+
+    A record has every field of its model, which would win; and its tokenizer is not that of other weights.
+    """
+    model, data = tree.get("model"), tree.get("data")
+    if not isinstance(model, dict) or not ModelSpec.model_fields.keys() <= model.keys():
+        return
+    given = {key for key in ("preset", "hf", "weights") if not _is_none(flags.get(f"model.{key}", "none"))}
+    if given & {"preset", "hf"}:
+        tree["model"] = {}
+    if given & {"hf", "weights"} and isinstance(data, dict):
+        data.pop("tokenizer", None)
 
 
 def _where(flags: set[str], tree: dict[str, Any], source: str, key: str) -> str:
@@ -120,8 +138,8 @@ def read_tree(path: Path) -> dict[str, Any]:
     """Read TOML, or the `run.json` of a run's folder, into a nested dict.
 
     From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. So is
-    the default schedule of a run without a pipeline, since it depends on keys that flags may change. Raises
-    `UserError`.
+    the default schedule of a run without a pipeline, since it depends on keys that flags may change. The
+    weights that the run started from are its checkpoint of step 0, if it has one. Raises `UserError`.
     """
     path = user_path(path, "the run file")
     if path.is_dir():
@@ -132,6 +150,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         if isinstance(layout, dict) and layout.get("pp") == 1 and layout.get("schedule") in _DEFAULTS:
             del layout["schedule"]
         _find_tokenizer(tree.get("data"), path / "tokenizer.json")
+        if isinstance(tree.get("model"), dict) and (path / FIRST_STEP).is_dir():
+            tree["model"]["weights"] = str(path / FIRST_STEP)
         return tree
     if not path.is_file():
         if (path.parent / "config.json").is_file():

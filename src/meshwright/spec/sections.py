@@ -30,7 +30,9 @@ class DataSpec(FrozenModel):
         default_factory=dict, description="several corpora with their weights; replaces corpus"
     )
     tokenizer: str = Field(
-        "bpe", description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json"
+        "bpe",
+        description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json; "
+        "default that of model.weights, if it names any",
     )
     text_key: str = Field("text", description="the key of the text in JSONL and parquet rows")
     seq_len: int = Field(512, ge=1, le=MAX_LENGTH, description="tokens in one sample")
