@@ -29,6 +29,8 @@ from meshwright.data.verified import cache_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 
+READER = 2
+"""Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows."""
 XZ_BYTES = 8 * 10**6
 """Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
 
@@ -294,6 +296,7 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
         _check_vocabulary(known, sources[0].name, vocab_size)
     recipe = {
         "version": VERSION,
+        "reader": READER,
         "sources": [source.fingerprint() for source in sources],
         "text_key": data.text_key,
         "tokenizer": known.digest if known else ["bpe", size, data.val_fraction],

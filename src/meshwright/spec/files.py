@@ -41,12 +41,15 @@ def shortened(text: str) -> str:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return the text of a file of at most `most` bytes of UTF-8. Raises OSError and ValueError."""
+    """Return the text of a file of at most `most` bytes of UTF-8, without a byte-order mark at its start.
+
+    Raises OSError and ValueError.
+    """
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
 
 
 def strict_json(value: Any) -> Any:
