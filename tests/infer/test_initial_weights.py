@@ -27,8 +27,8 @@ from ranks import Ranks
 WORDS = "the cat sat on the mat, naïvely"
 
 
-def tokenizer_of(folder: Path, extra: Sequence[str] = ()) -> Tokenizer:
-    """Save a byte-level BPE of 300 entries in a folder, with `extra` special ones after them."""
+def tokenizer_of(folder: Path, special: Sequence[str] = (), words: Sequence[str] = ()) -> None:
+    """Save a byte-level BPE of 300 entries in a folder, with `special` ones and `words` added after them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,11 +38,11 @@ def tokenizer_of(folder: Path, extra: Sequence[str] = ()) -> Tokenizer:
     )
     letters = (f"{a}{b}{c} " for a in "abcdefg" for b in "hijkl" for c in "mnopq")
     tokenizer.train_from_iterator([WORDS * 50, *letters], trainer)
-    tokenizer.add_special_tokens(list(extra))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens(list(words))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "</s>", "chat_template": "{{ messages }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -328,3 +328,32 @@ def test_the_flag_of_another_folder_replaces_the_model_of_a_run(theirs: Path, tm
     assert (spec.model.layers, spec.model.weights) == (3, str(theirs))
     assert spec.data.tokenizer == str(theirs / "tokenizer.json")
     assert load(tmp_path / "run", [("model.preset", "small")]).model.layers == 8
+
+
+def test_a_tokenizer_with_more_entries_than_the_model_trains_until_one_occurs(
+    theirs: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
+    tokenizer_of(folder, special=["[PAD]"], words=["zebra"])  # numbers 300 and 301
+    rows = [json.dumps({"text": f"the cat sat [PAD] {number}"}) for number in range(60)]
+    (tmp_path / "without.jsonl").write_text("\n".join(rows))
+    (tmp_path / "with.jsonl").write_text("\n".join([*rows, '{"text": "the cat and the zebra"}', *rows]))
+    trained(theirs, tmp_path / "run", model__hf=folder, data__corpus=tmp_path / "without.jsonl")
+    exported_equals(theirs, tmp_path / "run", tmp_path / "out")
+    api.import_hf(folder, tmp_path / "imported")
+    how = {"data__corpus": tmp_path / "without.jsonl"}
+    trained(theirs, tmp_path / "imported", tmp_path / "imported", "auto", **how)
+    with pytest.raises(
+        UserError, match=r"has 302 entries, .* 300, .*: 'zebra', number 301, in '.*cat and the zebra"
+    ):
+        trained(theirs, tmp_path / "other", model__hf=folder, data__corpus=tmp_path / "with.jsonl")
+    shards = tmp_path / "tokens"
+    api.tokenize(str(tmp_path / "with.jsonl"), str(folder / "tokenizer.json"), shards, vocab_size=302)
+    with pytest.raises(UserError, match=r"'zebra', number 301"):
+        trained(theirs, tmp_path / "other", model__hf=folder, data__corpus=shards)
+    config = {"eos_token": "[PAD]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=r"'\[PAD\]', which ends a document, is number 300; .* another eos_token"
+    ):
+        trained(theirs, tmp_path / "other", model__hf=folder, data__corpus=tmp_path / "without.jsonl")

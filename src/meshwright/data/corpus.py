@@ -26,6 +26,7 @@ from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer,
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
 from meshwright.data.verified import cache_folder
+from meshwright.data.vocabulary import check_end, check_vocabulary
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 
@@ -221,6 +222,8 @@ def open_sources(spec: RunSpec, check: Check = "files") -> Corpus:
     if SYNTHETIC not in names:
         shards = _open_shards(spec, names, check)
         _check_tokenizers(spec, names, shards)
+        for name, shard in zip(names, shards, strict=True):
+            check_vocabulary(shard, name, spec.model.vocab_size, check)
         return Corpus(spec, shards, weights, shards[0].tokenizer)
     if len(names) > 1:
         raise UserError(
@@ -293,7 +296,7 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
         check_tokenizer(data.tokenizer, vocab_size)
         known = build_tokenizer(data.tokenizer, vocab_size, [], 0.0) if size is None else None
     if known is not None:
-        _check_vocabulary(known, sources[0].name, vocab_size)
+        check_end(known, sources[0].name, vocab_size)
     recipe = {
         "version": VERSION,
         "reader": READER,
@@ -322,7 +325,7 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[TokenShards]) -> None:
-    """Raise `UserError` unless all sources have one tokenizer, within the vocabulary, as was asked for."""
+    """Raise `UserError` unless all sources have one tokenizer, as was asked for."""
     first = shards[0].tokenizer
     for name, shard in zip(names, shards, strict=True):
         if shard.tokenizer.digest != first.digest:
@@ -341,13 +344,4 @@ def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[Toke
         raise UserError(
             f"data.tokenizer: {names[0]} was tokenized with another tokenizer than {setting!r}; "
             f"leave data.tokenizer out, or tokenize the corpus again"
-        )
-    _check_vocabulary(first, names[0], vocab_size)
-
-
-def _check_vocabulary(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"data.tokenizer: the tokenizer of {name} has {tokenizer.vocab_size} entries, more than "
-            f"model.vocab_size {vocab_size}; set model.vocab_size = {tokenizer.vocab_size} or more"
         )

@@ -24,7 +24,8 @@ class DataSpec(FrozenModel):
         "stdlib",
         min_length=1,
         description="'stdlib' (the interpreter's own sources), 'synthetic', a file or folder of text, JSON, "
-        "JSONL, CSV, parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of the hub",
+        "JSONL, CSV, parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of "
+        "the hub",
     )
     mixture: dict[str, PositiveFloat] = Field(
         default_factory=dict, description="several corpora with their weights; replaces corpus"
