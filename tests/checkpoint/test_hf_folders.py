@@ -286,3 +286,23 @@ def test_exported_weights_may_be_read_by_whoever_reads_the_rest(tmp_path: Path) 
     export_hf(tmp_path / "hf", decoder.spec, dict(decoder.named_parameters()))
     modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("case", ["llama tied", "qwen3 tied, biases", "gpt2"])
+@pytest.mark.parametrize("form", ["base model", "head alone"])
+def test_forms_of_a_tied_model_that_transformers_reads(case: str, form: str, tmp_path: Path) -> None:
+    """A base model's names have no prefix, and a tied matrix may be there as the head's alone."""
+    model = save_theirs(tmp_path, *CASES[case])
+    if form == "base model":
+        (model.transformer if case == "gpt2" else model.model).save_pretrained(tmp_path)
+        names = load_file(tmp_path / "model.safetensors").keys()
+        assert not any(name.startswith(("model.", "transformer.", "lm_head.")) for name in names)
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        embedding = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors.pop(embedding)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        ours = load_hf(tmp_path)(TOKENS)
+        torch.testing.assert_close(ours, model(TOKENS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, their_logits(tmp_path), rtol=0, atol=1e-5)

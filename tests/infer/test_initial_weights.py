@@ -189,7 +189,7 @@ def test_a_run_of_an_import_starts_from_what_was_imported(theirs: Path, tmp_path
     exported_equals(theirs, other, tmp_path / "first")
     trained(theirs, imported, imported, "auto", train__steps=3, train__lr=1e-2)  # trained on in its place
     moved = imported.rename(tmp_path / "moved")
-    trained(theirs, third, moved)
+    trained(theirs, third, moved / "run.json")
     exported_equals(theirs, third, tmp_path / "second")
 
 
@@ -259,6 +259,7 @@ def test_architecture_alone_is_said(given: str, theirs: Path, tmp_path: Path) ->
         ("model.weights", "nowhere", "model.weights: nowhere is not there"),
         ("model.preset", "tiny", "model.preset: 'tiny' is given together with model.hf"),
         ("data.tokenizer", "nowhere/tokenizer.json", "data.tokenizer: there is no file"),
+        ("data.tokenizer", "bpe", "data.tokenizer: 'bpe' trains a new tokenizer"),
     ],
 )
 def test_flags_that_contradict_the_folder_are_one_sentence(
@@ -279,7 +280,9 @@ def test_flags_that_agree_with_the_folder_or_only_train_it_are_taken(theirs: Pat
 def test_weights_without_a_tokenizer_ask_for_one(theirs: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
     (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match=r"^data.tokenizer: a new BPE would give tokens the ids of others"):
+    with pytest.raises(
+        UserError, match=r"^data.tokenizer: 'bpe' trains a new tokenizer, .*; give the tokeni"
+    ):
         trained(theirs, tmp_path / "run", model__hf=folder)
     assert not (tmp_path / "run").exists()
     trained(theirs, tmp_path / "run", model__hf=folder, data__tokenizer=tmp_path / "tokenizer.json")
@@ -292,6 +295,14 @@ def test_another_tokenizer_than_the_weights_is_said(theirs: Path, tmp_path: Path
     trained(theirs, tmp_path / "run", **how)
     kept = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
     assert kept != json.loads((theirs / "tokenizer.json").read_text())
+
+
+def test_tokens_of_another_tokenizer_are_refused(theirs: Path, tmp_path: Path) -> None:
+    api.tokenize(str(theirs.parent / "corpus.jsonl"), "byte", tmp_path / "tokens", vocab_size=300)
+    with pytest.raises(
+        UserError, match=r"tokenized with another .*; tokenize the corpus again with that of the w"
+    ):
+        trained(theirs, tmp_path / "run", model__hf=theirs, data__corpus=tmp_path / "tokens")
 
 
 def test_damaged_weights_leave_no_folder_of_a_run(theirs: Path, tmp_path: Path) -> None:

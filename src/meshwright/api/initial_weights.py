@@ -24,10 +24,10 @@ def check_weights(spec: RunSpec) -> None:
     theirs = hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
     check_fits(spec.model, theirs, source.folder)
     if spec.data.tokenizer == "bpe" and any(map(_is_text, spec.data.mixture or [spec.data.corpus])):
+        own = own_tokenizer(spec.model.weights) or "the tokenizer.json that they were trained with"
         raise UserError(
-            f"data.tokenizer: a new BPE would give tokens the ids of others that the weights in "
-            f"{source.folder} know, which has no tokenizer.json; give the tokenizer.json that they were "
-            f"trained with"
+            f"data.tokenizer: 'bpe' trains a new tokenizer, in which an id is another token than the weights "
+            f"in {source.folder} know; give {own}"
         )
 
 

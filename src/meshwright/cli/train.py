@@ -83,8 +83,8 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     elif out is None:  # ranks of a torchrun must agree on a folder, and share no clock: the spec names it
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
     ending.out, ending.checkpoints = out, spec.checkpoint.folder(out)
-    if not quiet and resume is None and (place is None or (place.rank == 0 and not place.launched)):
-        _tell_weights(spec, run)
+    if not quiet and (place is None or (place.rank == 0 and not place.launched)):
+        _tell_weights(spec, run, out, resume)
     if call.flags["verify"]:
         api.check_start(spec, out, resume)
         if not _is_equal(call, spec, ending):
@@ -98,11 +98,15 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     return 0
 
 
-def _tell_weights(spec: RunSpec, run: Path | None) -> None:
-    """Say in one line which weights a run starts from, where the folder that it names may have others."""
+def _tell_weights(spec: RunSpec, run: Path | None, out: Path, resume: str | None) -> None:
+    """Say in one line which weights a run starts from that goes on from no checkpoint.
+
+    Nothing is said where nobody expects other ones than random.
+    """
     from meshwright import api
 
-    if told := api.initial_weights_told(spec, run):
+    goes_on = resume is not None and any(spec.checkpoint.folder(out).glob("step-*"))
+    if not goes_on and (told := api.initial_weights_told(spec, run)):
         show.line(told)
 
 
@@ -149,9 +153,13 @@ def _train_with_others(call: Call, ending: Ending) -> None:
             "without torchrun"
         )
     tree, overrides, nproc, source = asked(call)
-    spec, ending.out = from_tree(tree, overrides, source), call.flags["out"]
+    path, spec = call.path(), from_tree(tree, overrides, source)
+    ending.out = call.flags["out"]
     if ending.out is not None:
         ending.checkpoints = spec.checkpoint.folder(ending.out)
+        if not call.flags["quiet"]:
+            run = path if path is not None and path.is_dir() else None
+            _tell_weights(spec, run, ending.out, call.flags["resume"])
     result = api.train(
         spec,
         nproc=None if nproc is None else nproc_of(nproc),

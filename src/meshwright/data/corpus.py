@@ -29,6 +29,7 @@ from meshwright.data.verified import cache_folder
 from meshwright.data.vocabulary import check_end, check_vocabulary
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
+from meshwright.spec.weights import own_tokenizer
 
 READER = 2
 """Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows."""
@@ -341,7 +342,12 @@ def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[Toke
     else:
         other = build_tokenizer(setting, vocab_size, [], 0).digest != first.digest
     if other:
+        of_weights = setting == str(own_tokenizer(spec.model.weights))
+        remedy = (
+            "tokenize the corpus again with that of the weights"
+            if of_weights
+            else ("leave data.tokenizer out, or tokenize the corpus again")
+        )
         raise UserError(
-            f"data.tokenizer: {names[0]} was tokenized with another tokenizer than {setting!r}; "
-            f"leave data.tokenizer out, or tokenize the corpus again"
+            f"data.tokenizer: {names[0]} was tokenized with another tokenizer than {setting!r}; {remedy}"
         )

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from meshwright.spec.architecture import RANDOM
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
@@ -138,8 +139,8 @@ def read_tree(path: Path) -> dict[str, Any]:
     """Read TOML, or the `run.json` of a run's folder, into a nested dict.
 
     From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. So is
-    the default schedule of a run without a pipeline, since it depends on keys that flags may change. The
-    weights that the run started from are its checkpoint of step 0, if it has one. Raises `UserError`.
+    the default schedule of a run without a pipeline, since it depends on keys that flags may change. Raises
+    `UserError`.
     """
     path = user_path(path, "the run file")
     if path.is_dir():
@@ -149,9 +150,6 @@ def read_tree(path: Path) -> dict[str, Any]:
         layout = tree.get("layout")
         if isinstance(layout, dict) and layout.get("pp") == 1 and layout.get("schedule") in _DEFAULTS:
             del layout["schedule"]
-        _find_tokenizer(tree.get("data"), path / "tokenizer.json")
-        if isinstance(tree.get("model"), dict) and (path / FIRST_STEP).is_dir():
-            tree["model"]["weights"] = str(path / FIRST_STEP)
         return tree
     if not path.is_file():
         if (path.parent / "config.json").is_file():
@@ -170,7 +168,20 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(record, dict) or not isinstance(record.get("spec"), dict):
         raise UserError(f"{path}: is not a run record, as it has no table 'spec'; give the run.json of a run")
-    return dict(record["spec"])
+    tree = dict(record["spec"])
+    _find_tokenizer(tree.get("data"), path.parent / "tokenizer.json")
+    _find_first_weights(tree.get("model"), path.parent / FIRST_STEP, made="started" not in record)
+    return tree
+
+
+def _find_first_weights(model: Any, first: Path, made: bool) -> None:
+    """Name the checkpoint of step 0 in a run's folder as the weights that the run starts from, if it does.
+
+    It does where these were `made`, as `import` does, and not trained yet, and where the record says so.
+    """
+    if isinstance(model, dict) and first.is_dir():
+        recorded = Path(str(model.get("weights", ""))).parts[-2:] == FIRST_STEP.parts
+        model["weights"] = str(first) if made or recorded else model.get("weights", RANDOM)
 
 
 def _find_tokenizer(data: Any, kept: Path) -> None:
