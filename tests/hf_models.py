@@ -9,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.checkpoint.hf import import_hf, tensor_shapes
+from meshwright.spec import ModelSpec
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 LLAMA: dict[str, Any] = {
@@ -85,6 +88,12 @@ def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -
                 buffer.uniform_(-0.2, 0.2)
     model.save_pretrained(folder, **how)
     return model
+
+
+def read_whole(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+    """The spec of a folder, and all of its weights under the decoder's names."""
+    spec, weights = import_hf(folder)
+    return spec, dict(weights.take(tensor_shapes(spec)))
 
 
 def their_logits(folder: Path) -> torch.Tensor:

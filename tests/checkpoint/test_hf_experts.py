@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_models import CASES, DEEPSEEK, TOKENS, same_files, save_theirs, their_logits
+from hf_models import CASES, DEEPSEEK, TOKENS, read_whole, same_files, save_theirs, their_logits
 from meshwright import api
-from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
+from meshwright.checkpoint.hf import export_hf, load_hf
 from meshwright.checkpoint.hf_state_dict import hf_tensors
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
@@ -27,8 +27,8 @@ BIAS = "blocks.{}.mlp.router.bias"
 def test_experts_in_one_tensor_are_read_too(case: str, tmp_path: Path) -> None:
     model = save_theirs(tmp_path / "stacked", *CASES[case], save_original_format=False)
     assert any("gate_up_proj" in name for name in load_file(tmp_path / "stacked" / "model.safetensors"))
-    spec, weights = import_hf(tmp_path / "stacked")
-    export_hf(tmp_path / "ours", spec, dict(weights))
+    spec, tensors = read_whole(tmp_path / "stacked")
+    export_hf(tmp_path / "ours", spec, tensors)
     model.save_pretrained(tmp_path / "theirs")
     same_files(tmp_path / "ours", tmp_path / "theirs")
 
@@ -46,8 +46,8 @@ def test_a_run_made_of_a_folder_gives_it_back(case: str, tmp_path: Path) -> None
 def test_biases_of_routers_stay_in_fp32(tmp_path: Path) -> None:
     model = save_theirs(tmp_path / "theirs", "DeepseekV3", DEEPSEEK)
     bias = model.model.layers[2].mlp.gate.e_score_correction_bias
-    spec, weights = import_hf(tmp_path / "theirs")
-    export_hf(tmp_path / "ours", spec, dict(weights), dtype=torch.bfloat16)
+    spec, tensors = read_whole(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", spec, tensors, dtype=torch.bfloat16)
     written = load_file(tmp_path / "ours" / "model.safetensors")
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert torch.equal(written.pop(name), bias)
@@ -59,8 +59,8 @@ def test_biases_of_routers_stay_in_fp32(tmp_path: Path) -> None:
 
 def test_rotary_channels_in_halves_are_read_too(tmp_path: Path) -> None:
     model = save_theirs(tmp_path / "theirs", "DeepseekV3", DEEPSEEK | {"rope_interleave": False})
-    spec, weights = import_hf(tmp_path / "theirs")
-    export_hf(tmp_path / "ours", spec, dict(weights))
+    spec, tensors = read_whole(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", spec, tensors)
     with torch.no_grad():
         logits = model(TOKENS).logits
         torch.testing.assert_close(load_hf(tmp_path / "theirs")(TOKENS), logits, rtol=0, atol=1e-5)
@@ -167,8 +167,8 @@ def test_a_mixture_that_no_family_computes_is_not_exported(
 
 def test_experts_go_to_the_shards_they_fit_in(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", *CASES["deepseek_v3"])
-    spec, weights = import_hf(tmp_path / "theirs")
-    export_hf(tmp_path / "ours", spec, dict(weights), max_shard_bytes=20_000)
+    spec, tensors = read_whole(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", spec, tensors, max_shard_bytes=20_000)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())["weight_map"]
     of_experts = {index[name] for name in index if ".1.mlp.experts." in name}
     assert len(of_experts) > 3

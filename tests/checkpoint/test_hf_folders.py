@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from hf_models import CASES, LLAMA, TOKENS, same_files, save_theirs, their_logits
+from hf_models import CASES, LLAMA, TOKENS, read_whole, same_files, save_theirs, their_logits
 from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
 from meshwright.infer import generate
 from meshwright.model.decoder import Decoder
@@ -43,14 +43,14 @@ def test_generation_equals_transformers(case: str, tmp_path: Path) -> None:
 def test_import_then_export_changes_nothing(case: str, sharded: bool, tmp_path: Path) -> None:
     how = {"max_shard_size": "40KB"} if sharded else {}
     model = save_theirs(tmp_path / "theirs", *CASES[case], **how)
-    spec, weights = import_hf(tmp_path / "theirs")
-    export_hf(tmp_path / "ours", spec, dict(weights), max_shard_bytes=40_000 if sharded else 10**9)
+    spec, tensors = read_whole(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", spec, tensors, max_shard_bytes=40_000 if sharded else 10**9)
     assert (len(list((tmp_path / "ours").glob("*.safetensors"))) > 1) == sharded
     same_files(tmp_path / "ours", tmp_path / "theirs")
     with torch.no_grad():
         assert torch.equal(their_logits(tmp_path / "ours"), model(TOKENS).logits)
     again, _ = import_hf(tmp_path / "ours")
-    ignored = {"hf"}
+    ignored = {"hf", "weights"}
     assert again.model_dump(exclude=ignored) == spec.model_dump(exclude=ignored)
 
 
@@ -91,7 +91,9 @@ def test_our_own_models_open_in_transformers(family: str, tmp_path: Path) -> Non
         torch.testing.assert_close(their_logits(tmp_path / "out"), decoder(TOKENS), rtol=0, atol=1e-5)
         assert torch.equal(load_hf(tmp_path / "out")(TOKENS), decoder(TOKENS))
     again, _ = import_hf(tmp_path / "out")
-    assert again.model_dump(exclude={"hf", "preset"}) == spec.model_dump(exclude={"hf", "preset"})
+    assert again.model_dump(exclude={"hf", "preset", "weights"}) == spec.model_dump(
+        exclude={"hf", "preset", "weights"}
+    )
 
 
 def train_tokenizer(path: Path) -> Tokenizer:
@@ -284,3 +286,23 @@ def test_exported_weights_may_be_read_by_whoever_reads_the_rest(tmp_path: Path) 
     export_hf(tmp_path / "hf", decoder.spec, dict(decoder.named_parameters()))
     modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("case", ["llama tied", "qwen3 tied, biases", "gpt2"])
+@pytest.mark.parametrize("form", ["base model", "head alone"])
+def test_forms_of_a_tied_model_that_transformers_reads(case: str, form: str, tmp_path: Path) -> None:
+    """A base model's names have no prefix, and a tied matrix may be there as the head's alone."""
+    model = save_theirs(tmp_path, *CASES[case])
+    if form == "base model":
+        (model.transformer if case == "gpt2" else model.model).save_pretrained(tmp_path)
+        names = load_file(tmp_path / "model.safetensors").keys()
+        assert not any(name.startswith(("model.", "transformer.", "lm_head.")) for name in names)
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        embedding = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors.pop(embedding)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        ours = load_hf(tmp_path)(TOKENS)
+        torch.testing.assert_close(ours, model(TOKENS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, their_logits(tmp_path), rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data import readers
+from meshwright.data import readers, row_files
 from meshwright.data.readers import open_source
 from meshwright.spec import UserError
 
@@ -192,7 +192,8 @@ def test_parquet_rows(tmp_path: Path) -> None:
 def test_a_document_that_is_too_large_is_refused(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "LARGEST_DOCUMENT", 1000)
+    for module in (readers, row_files):
+        monkeypatch.setattr(module, "LARGEST_DOCUMENT", 1000)
     path = tmp_path / name
     for size, fits in ((900, True), (1001, False)):
         text = "x" * size

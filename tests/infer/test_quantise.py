@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_models import CASES, GPT2, MIXTRAL, save_theirs
+from hf_models import CASES, GPT2, MIXTRAL, read_whole, save_theirs
 from meshwright import api
-from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
+from meshwright.checkpoint.hf import export_hf, load_hf
 from meshwright.checkpoint.hf_quantised import (
     Quantisation,
     pack,
@@ -135,8 +135,7 @@ def test_weights_are_those_of_compressed_tensors(
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
     stored = load_file(tmp_path / "q" / "model.safetensors")
-    spec, weights = import_hf(tmp_path / "q")
-    read = dict(weights)
+    spec, read = read_whole(tmp_path / "q")
     assert spec.parameters == decoder.spec.parameters
     trained = decoder.tensors()
     pieces = list(quantised_tensors(spec))

@@ -187,3 +187,13 @@ def test_a_file_of_other_units_is_told_to_be_one(tmp_path: Path, encoding: str) 
         UserError, match=r"run\.toml: cannot be read \(it is UTF-16 or UTF-32; save it as UTF-8\)"
     ):
         load(tmp_path / "run.toml")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_run_file_or_of_an_hf_config(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "run.toml").write_bytes(mark + b"[train]\nsteps = 7\n")
+    assert load(tmp_path / "run.toml").train.steps == 7
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 64}  # fmt: skip
+    (tmp_path / "config.json").write_bytes(mark + json.dumps(config).encode())
+    assert load(None, [("model.hf", str(tmp_path))]).model.hidden == 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -183,13 +183,13 @@ def test_a_change_past_the_first_file_or_piece_of_an_export_is_named(
 
 
 def test_an_export_that_changes_a_weight_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    read = hf.HfWeights.__iter__
+    read = hf.HfWeights.take
 
-    def changed(self: hf.HfWeights) -> Iterable[tuple[str, Tensor]]:
-        for name, value in read(self):
+    def changed(self: hf.HfWeights, names: Collection[str]) -> Iterable[tuple[str, Tensor]]:
+        for name, value in read(self, names):
             yield name, value.flip(0) if name == "blocks.1.attn.k.weight" else value
 
-    with patch.object(hf.HfWeights, "__iter__", changed):
+    with patch.object(hf.HfWeights, "take", changed):
         _, loaded = through(ranks, tmp_path, {}, {}, imported=True)
     assert (loaded["first"]["kind"], loaded["first"]["name"]) == (
         "loaded parameter",

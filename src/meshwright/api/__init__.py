@@ -25,6 +25,7 @@ from meshwright.api.generation import read_prompts as read_prompts
 from meshwright.api.generation import start_generation as start_generation
 from meshwright.api.generation import write_rows as write_rows
 from meshwright.api.generation import write_text as write_text
+from meshwright.api.initial_weights import initial_weights_told as initial_weights_told
 from meshwright.api.models import checkpoint_list as checkpoint_list
 from meshwright.api.models import checkpoint_verify as checkpoint_verify
 from meshwright.api.models import checkpoints_of as checkpoints_of

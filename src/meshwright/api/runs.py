@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.folders import folder_of, make_folder
+from meshwright.api.initial_weights import check_weights
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
 from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.profile.machine import has_gpu_driver
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
+from meshwright.spec.weights import own_tokenizer
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.lease import Lease
@@ -33,6 +35,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 WORKERS = {
     "train": (
         "meshwright.train.loop",
+        "meshwright.infer.initial_weights",
         "meshwright.infer.sample",
         "meshwright.infer.teacher",
         "meshwright.report.run_page",
@@ -110,6 +113,8 @@ def _train_here(
 
         refuse_several_tasks()
         _check_folder(spec, out, resume)
+        if resume is None:
+            check_weights(spec)
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
@@ -119,6 +124,7 @@ def _train_here(
         make_folder(out)
     if resume is None:  # else the ranks do it, since to read checkpoints takes torch
         _check_folder(spec, out, resume)
+        check_weights(spec)
     if ranks == 1 and not supervise:
         return train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
@@ -182,6 +188,7 @@ def train_worker(
     """
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
+    from meshwright.infer.initial_weights import open_weights
     from meshwright.infer.teacher import teaching
     from meshwright.launch.network import own_address
     from meshwright.launch.out_of_memory import memory_errors_told
@@ -202,6 +209,9 @@ def train_worker(
         def check() -> None:
             if first:
                 _check_folder(spec, out, resume)
+                if resume is None:
+                    check_weights(spec)
+                    open_weights(spec.model)
 
         def start() -> Observers:
             check()
@@ -220,6 +230,7 @@ def train_worker(
         run = TrainingRun(
             spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk,
             teaching=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
+            weights=lambda: open_weights(spec.model),
         )  # fmt: skip
         if injection is not None:
             injection.attach(run)
@@ -247,11 +258,25 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
 
 
 def _keep_tokenizer(run: TrainingRun) -> None:
-    """Save the corpus's tokenizer in the run's folder, where `generate` and `export` look for it."""
-    first = run.mesh.control.rank == 0
-    if first and run.corpus.has_text and not (run.out / "tokenizer.json").exists():
-        make_folder(run.out)
-        run.corpus.tokenizer.save(run.out, run.spec.model.max_seq_len)
+    """Save the corpus's tokenizer in the run's folder, where `generate` and `export` look for it.
+
+    That of the weights which the run starts from comes with its other files, such as a chat template.
+    """
+    from meshwright.data.tokenizer import file_sha256
+    from meshwright.spec.special_tokens import copy_side_files, side_files
+
+    if run.mesh.control.rank != 0 or (run.out / "tokenizer.json").exists():
+        return
+    tokenizer, has_text = run.corpus.tokenizer, run.corpus.has_text
+    own = own_tokenizer(run.spec.model.weights)
+    make_folder(run.out)
+    if own is not None and (not has_text or file_sha256(own) == tokenizer.content_sha256):
+        try:
+            copy_side_files(side_files(own.parent, "model.weights"), own.parent, run.out)
+        except OSError as error:
+            raise UserError(f"{run.out}: the tokenizer cannot be written there ({error.strerror})") from error
+    elif has_text:
+        tokenizer.save(run.out, run.spec.model.max_seq_len)
 
 
 def _add_figures(result: Result, run: TrainingRun, supervision: Supervision | None) -> None:
@@ -285,6 +310,8 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     check_distillation(spec)
     check_room(spec)
     _check_folder(spec, out, resume)
+    if resume is None:
+        check_weights(spec)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:

@@ -141,7 +141,7 @@ def command_of(
     for key, (_, value) in differences(spec.to_json(), small.to_json()).items():
         if value is None and key in known and not known[key].optional:
             flags.pop(key, None)  # a key of another recompute policy
-        elif key not in ("model.preset", "model.hf"):
+        elif key not in ("model.preset", "model.hf", "model.weights"):
             flags[key] = _as_flag(value)
     if small.recompute.policy != spec.recompute.policy:  # on which the default schedule depends
         flags["layout.schedule"] = small.layout.schedule

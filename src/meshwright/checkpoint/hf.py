@@ -7,22 +7,22 @@ here, have a tensor each in published files.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright import atomic
+from meshwright.checkpoint.hf_files import INDEX, WEIGHTS, TensorFiles, why_lacking
 from meshwright.checkpoint.hf_quantised import KEY, Quantisation, QuantisedLayers
 from meshwright.checkpoint.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.checkpoint.hf_tokenizer import write_json, write_tokenizer
+from meshwright.checkpoint.weights import fill
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.quantisation import DYNAMIC, Codes
@@ -30,13 +30,12 @@ from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.hf_write import write_hf_config
 from meshwright.spec.parameters import parameters
-from meshwright.spec.records import sentence
 from meshwright.spec.special_tokens import copy_side_files
 from meshwright.spec.special_tokens import side_files as find_side_files
 from meshwright.spec.text_tokens import MODEL_IDS, model_ids
 from meshwright.spec.tiling import tiling
+from meshwright.spec.weights import hf_model
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Number formats of weights that are read, by their names in safetensors files."""
 
@@ -45,14 +44,16 @@ class HfWeights:
     """The tensors of an HF folder under the decoder's names, read one at a time.
 
     Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
-    one that `spec` asks for, and every dtype a floating-point one; iterating checks that every value is
-    finite. Both raise `UserError` with the tensor's name. Quantised weights are read in fp32.
+    one that `spec` asks for, and every dtype a floating-point one; reading checks that every value is
+    finite. Both raise `UserError` with the tensor's name. Quantised weights are read in fp32 (`Weights`).
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder, self._spec = folder, spec
         self._shapes = tensor_shapes(spec)
-        self._files = _headers(folder)
+        files = TensorFiles(folder, spec)
+        self._files, self._stored_names = files.headers, files.stored
+        self._opened: tuple[Path, Any] | None = None
         config = read_json_object(folder / "config.json", "model.hf")
         self.quantised = None
         if config.get(KEY) is not None and not any(name.endswith("_scale_inv") for name in self._files):
@@ -63,10 +64,15 @@ class HfWeights:
         self._pieces: list[HfTensor] = []
         self._check(expected)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter, value), each once, in the dtype of the file."""
+    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter, value) of these parameters, each once, in the dtype of the file.
+
+        Tensors of files that hold none of them are not read.
+        """
         stacked: list[Tensor] = []
         for piece in self._pieces:
+            if not any(name in names for name in piece.parameters):
+                continue
             tensor = self._read(piece.hf)
             if not torch.isfinite(tensor).all():
                 raise UserError(
@@ -75,7 +81,8 @@ class HfWeights:
                 )
             parts = piece.split(tensor, self._shapes)
             if piece.expert is None:
-                yield from zip(piece.parameters, parts, strict=True)
+                named = zip(piece.parameters, parts, strict=True)
+                yield from (each for each in named if each[0] in names)
                 continue
             (parameter,), (part,) = piece.parameters, parts
             shape = self._shapes[parameter]
@@ -84,6 +91,11 @@ class HfWeights:
             stacked[0][piece.expert] = part
             if piece.expert == shape[0] - 1:
                 yield parameter, stacked.pop()
+
+    @property
+    def exact(self) -> bool:
+        """True if a weight is in float64."""
+        return any(self._files[piece.hf][2] == "F64" for piece in self._pieces if not piece.exact)
 
     def rounded_inputs(self) -> list[str]:
         """The parameters whose layers round their inputs, too, by the folder's recipe."""
@@ -96,28 +108,27 @@ class HfWeights:
         dense = self.quantised.read(name) if self.quantised is not None else None
         if dense is not None:
             return dense
-        with safe_open(self._files[name][0], framework="pt") as file:
-            return file.get_tensor(name)
-
-    def _stored_name(self, name: str) -> str:
-        """Return a tensor's name in the files: GPT-2's published ones leave out `transformer.`."""
-        bare = name.removeprefix("transformer.")
-        return bare if name not in self._files and bare in self._files else name
+        path = self._files[name][0]
+        if self._opened is None or self._opened[0] != path:  # each opening parses the header
+            self._opened = path, safe_open(path, framework="pt")
+        tensor: Tensor = self._opened[1].get_tensor(self._stored_names[name])
+        return tensor
 
     def _check(self, expected: Iterable[HfTensor]) -> None:
         """Note the pieces one by one: a config.json that asks for more than there is ends at the first."""
 
         def wanted() -> Iterator[tuple[str, tuple[int, ...]]]:
             for piece in expected:
-                self._pieces.append(replace(piece, hf=self._stored_name(piece.hf)))
-                yield self._pieces[-1].hf, piece.shape(self._shapes)
+                self._pieces.append(piece)
+                yield piece.hf, piece.shape(self._shapes)
 
         if any(name.endswith("_scale_inv") for name in self._files):
             raise UserError(
                 f"model.hf: the weights in {self._folder} are in fp8 with scales; convert them to bf16 first"
             )
         shapes = {name: shape for name, (_, shape, _) in self._files.items()}
-        _check_tensors(f"model.hf: {self._folder}", wanted(), shapes, self._is_redundant)
+        where = f"model.hf: {self._folder}"
+        _check_tensors(where, wanted(), shapes, self._is_redundant, partial(why_lacking, spec=self._spec))
         for piece in self._pieces:
             dtype = self._files[piece.hf][2]
             if dtype not in DTYPES:
@@ -149,50 +160,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _headers(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """Return {tensor name: (file, shape, dtype)} from the headers of the folder's safetensors files."""
-    headers: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-    for path in _weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    part = file.get_slice(name)
-                    headers[name] = (path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"model.hf: {path} is not a readable safetensors file ({error})") from error
-    return headers
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / WEIGHTS, folder / INDEX
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise UserError(
-            f"model.hf: {folder} has neither {WEIGHTS} nor {INDEX}; give a folder with safetensors"
-        )
-    weight_map = read_json_object(index, "model.hf").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"model.hf: {index} has no weight_map from tensors to files")
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if Path(name).name != name:
-            raise UserError(f"model.hf: {index} names the file {name!r}, which is outside of its folder")
-        if not (folder / name).is_file():
-            raise UserError(f"model.hf: {index} names the file {name}, which is not in {folder}")
-    return [folder / name for name in names]
-
-
 def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
-    """Return the spec of an HF folder, and its weights under the decoder's names: iterate for (name, tensor).
+    """Return the spec of an HF folder, and its weights under the decoder's names: `take` them by name.
 
     Raises `UserError` for a folder that the decoder cannot compute, or whose tensors are not those that its
     config.json asks for.
     """
-    try:
-        spec = ModelSpec.model_validate({"hf": str(folder)})
-    except ValidationError as error:
-        raise UserError(f"model.hf: {folder}: {sentence(error, ModelSpec)}") from None
+    spec = hf_model(Path(folder), "model.hf")
     return spec, HfWeights(Path(folder), spec)
 
 
@@ -208,10 +182,7 @@ def load_hf(folder: Path | str, dtype: torch.dtype | None = None) -> Decoder:
     decoder = Decoder(spec).to(dtype).eval()
     if weights.quantised is not None:
         round_inputs(decoder, weights.quantised.quantisation.recipe, weights.rounded_inputs())
-    tensors = decoder.tensors()
-    with torch.no_grad():
-        for name, value in weights:
-            tensors[name].copy_(value)
+    fill(decoder.tensors(), weights)
     return decoder
 
 
@@ -276,6 +247,7 @@ def _check_tensors(
     wanted: Iterable[tuple[str, Sequence[int]]],
     shapes: Shapes,
     is_redundant: Callable[[str], bool] = lambda _: False,
+    why_lacking: Callable[[str, Iterable[str]], str] = lambda *_: "",
 ) -> None:
     """Raise `UserError`, which starts with `where`, unless the shapes are those of the model's tensors.
 
@@ -285,7 +257,8 @@ def _check_tensors(
     for name, shape in wanted:
         known.add(name)
         if name not in shapes:
-            raise UserError(f"{where} lacks the tensor {name}, which this model has")
+            why = why_lacking(name, shapes)
+            raise UserError(f"{where} lacks the tensor {name}, which this model has{why}")
         if tuple(shapes[name]) != tuple(shape):
             raise UserError(
                 f"{where}: the tensor {name} has shape {list(shapes[name])}, but this model has {list(shape)}"

@@ -86,6 +86,8 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
     with api.folder_of(out) as folder:
         ending.out, ending.checkpoints = folder, spec.checkpoint.folder(folder)
+        if not quiet and (place is None or (place.rank == 0 and not place.launched)):
+            _tell_weights(spec, run, folder, resume)
         if call.flags["verify"]:
             api.check_start(spec, folder, resume)
             if not _is_equal(call, spec, ending):
@@ -97,6 +99,18 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         if place is None or (place.rank == 0 and not place.launched):
             _show_finished(call, result, ending)
     return 0
+
+
+def _tell_weights(spec: RunSpec, run: Path | None, out: Path, resume: str | None) -> None:
+    """Say in one line which weights a run starts from that goes on from no checkpoint.
+
+    Nothing is said where nobody expects other ones than random.
+    """
+    from meshwright import api
+
+    goes_on = resume is not None and any(spec.checkpoint.folder(out).glob("step-*"))
+    if not goes_on and (told := api.initial_weights_told(spec, run)):
+        show.line(told)
 
 
 def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending) -> None:
@@ -142,9 +156,13 @@ def _train_with_others(call: Call, ending: Ending) -> None:
             "without torchrun"
         )
     tree, overrides, nproc, source = asked(call)
-    spec, ending.out = from_tree(tree, overrides, source), call.flags["out"]
+    path, spec = call.path(), from_tree(tree, overrides, source)
+    ending.out = call.flags["out"]
     if ending.out is not None:
         ending.checkpoints = spec.checkpoint.folder(ending.out)
+        if not call.flags["quiet"]:
+            run = path if path is not None and path.is_dir() else None
+            _tell_weights(spec, run, ending.out, call.flags["resume"])
     result = api.train(
         spec,
         nproc=None if nproc is None else nproc_of(nproc),

@@ -27,16 +27,19 @@ from meshwright.data.tokenize import (
     build_tokenizer,
     check_tokenizer,
     tell_remarks,
-    too_many_entries,
     warn_of_literals,
     write_shards,
 )
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
 from meshwright.data.verified import cache_folder
+from meshwright.data.vocabulary import check_end, check_vocabulary
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
+from meshwright.spec.weights import own_tokenizer
 
+READER = 2
+"""Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows."""
 XZ_BYTES = 8 * 10**6
 """Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
 
@@ -239,6 +242,8 @@ def open_sources(spec: RunSpec, check: Check = "files") -> Corpus:
     if SYNTHETIC not in names:
         shards = _open_shards(spec, names, check)
         _check_tokenizers(spec, names, shards)
+        for name, shard in zip(names, shards, strict=True):
+            check_vocabulary(shard, name, spec.model.vocab_size, check)
         return Corpus(spec, shards, weights, shards[0].tokenizer)
     if len(names) > 1:
         raise UserError(
@@ -320,17 +325,16 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     if given is None:
         check_tokenizer(data.tokenizer, vocab_size)
         known = build_tokenizer(data.tokenizer, vocab_size, [], 0.0, None, reads) if size is None else None
-    limit = None
     if known is not None:
         tell_remarks(known)
-        limit = _limit(known, sources[0].name, vocab_size)
+        check_end(known, sources[0].name, vocab_size)
     recipe = {
         "version": VERSION,
+        "reader": READER,
         "sources": [source.fingerprint() for source in sources],
         "text_key": data.text_key,
         "tokenizer": known.digest if known else ["bpe", size, data.val_fraction],
         **({"special_tokens": "read"} if reads else {}),
-        **({"limit": limit} if limit is not None else {}),
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(sources[0].name).name).strip("-")[:40] or "corpus"
@@ -342,7 +346,7 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
                 data.tokenizer, vocab_size, sources, data.val_fraction, processes, reads
             )
             for number, source in enumerate(sources):
-                write_shards(source, tokenizer, _part(folder, number), processes, limit)
+                write_shards(source, tokenizer, _part(folder, number), processes)
 
     build_once(target, "data.cache", build)
     return target
@@ -353,7 +357,7 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[TokenShards]) -> None:
-    """Raise `UserError` unless all sources have one tokenizer, within the vocabulary, as was asked for."""
+    """Raise `UserError` unless all sources have one tokenizer, as was asked for."""
     first = shards[0].tokenizer
     for name, shard in zip(names, shards, strict=True):
         if shard.tokenizer.digest != first.digest:
@@ -375,23 +379,12 @@ def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[Toke
         wanted = build_tokenizer(setting, vocab_size, [], 0)  # a folder says itself how documents begin
         other = (wanted.content_sha256, wanted.end_id) != (first.content_sha256, first.end_id)
     if other:
-        raise UserError(
-            f"data.tokenizer: {names[0]} was tokenized with another tokenizer than {setting!r}; "
-            f"leave data.tokenizer out, or tokenize the corpus again"
+        of_weights = setting == str(own_tokenizer(spec.model.weights))
+        remedy = (
+            "tokenize the corpus again with that of the weights"
+            if of_weights
+            else ("leave data.tokenizer out, or tokenize the corpus again")
         )
-    for shard in shards:
-        if shard.manifest.vocab_size > vocab_size:
-            raise too_many_entries(first, names[0], vocab_size)
-
-
-def _limit(tokenizer: Tokenizer, name: str, vocab_size: int) -> int | None:
-    """Return what the ids of texts must stay below, where a tokenizer has more tokens than the model.
-
-    Some published tokenizers have tokens that were added after the model, such as [PAD], which no text need
-    have. Raises `UserError` if others have no row in the embedding.
-    """
-    if tokenizer.vocab_size <= vocab_size:
-        return None
-    if tokenizer.end_id >= vocab_size or not tokenizer.added_from(vocab_size):
-        raise too_many_entries(tokenizer, name, vocab_size)
-    return vocab_size
+        raise UserError(
+            f"data.tokenizer: {names[0]} was tokenized with another tokenizer than {setting!r}; {remedy}"
+        )

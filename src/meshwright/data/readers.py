@@ -6,37 +6,41 @@ Every reader gives documents as str, in one fixed order, and a fingerprint of th
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.data.manifest import MANIFEST, TOKENS_FILE
 from meshwright.data.publish import readable, sha256_file
+from meshwright.data.row_files import (
+    ALWAYS_ROWS,
+    LARGEST_DOCUMENT,
+    NAMED_ROWS,
+    READABLE,
+    load_dataset,
+    rows_of,
+    too_large,
+)
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import user_path
 from meshwright.units import gigabytes
 
-ROWS = (".jsonl", ".ndjson")
-PARQUET = ".parquet"
 HUB = "hf:"
 SYNTHETIC = "synthetic"
 SEPARATOR = "<|endoftext|>"  # between the documents of one .txt file, as in GPT-2's data sets
 
-LARGEST_DOCUMENT = 2**28
-"""Most characters of one document, or bytes of the line that it is in: tokenizing it takes ten times that."""
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
+"""Suffixes of compressed files, which are not read."""
 UNPACKED_FREELY, MOST_UNPACKED = 2**26, 1000
 """A parquet file may spell so many characters, or so many times its size: 479 bytes can spell a gigabyte."""
 
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _NOT_STDLIB = _TEST_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
-_READABLE = "give text that this user may read"
 
 
 class TextSource(ABC):
@@ -75,7 +79,7 @@ class TextSource(ABC):
             elif not _is_utf8(text):
                 self.skipped["not UTF-8"] += 1
             elif len(text) > LARGEST_DOCUMENT:
-                raise _too_large(place)
+                raise too_large(place)
             else:
                 yield text
 
@@ -142,10 +146,11 @@ def _refuse_tokens(root: Path, paths: list[Path]) -> None:
 
 
 class FileSource(TextSource):
-    """Text files, one document each, and JSONL and parquet files, one document a row.
+    """Text files, one document each, and JSONL, JSON, CSV, TSV and parquet files, one document a row.
 
     A file that the user named must be readable as text. In a folder, files that are empty, binary (holding a
-    NUL byte) or not UTF-8 are left out and counted.
+    NUL byte) or not UTF-8 are left out and counted; and JSON, CSV and TSV, which may be sources, are rows if
+    the first one has the key of the text.
     """
 
     def __init__(self, name: str, root: Path, paths: list[Path], text_key: str, *, named: bool) -> None:
@@ -158,7 +163,7 @@ class FileSource(TextSource):
         """Return the SHA-256 of relative names, sizes and content hashes of all files."""
 
         def describe(path: Path) -> str:
-            with readable(f"data.corpus: {path}", _READABLE):
+            with readable(f"data.corpus: {path}", READABLE):
                 name, size = path.relative_to(self._root).as_posix(), path.stat().st_size
                 return f"{name}\0{size}\0{sha256_file(path)}\n"
 
@@ -170,33 +175,55 @@ class FileSource(TextSource):
         """Yield each document's text, file by file."""
         self.skipped.clear()
         for path in self._paths:
-            if path.suffix in ROWS:
-                yield from self._texts(_json_rows(path))
-            elif path.suffix == PARQUET:
-                yield from _unpacked(path, self._texts(_load_dataset(path, "parquet", data_files=str(path))))
+            if self._has_rows(path):
+                texts = self._texts(self._counted(rows_of(path)))
+                yield from _unpacked(path, texts) if path.suffix.lower() == ".parquet" else texts
             else:
                 yield from self._parts(path)
 
+    def _has_rows(self, path: Path) -> bool:
+        """Return True for a file whose rows are documents, False for one that is text."""
+        suffix = path.suffix.lower()
+        if suffix not in NAMED_ROWS or self._named:
+            return suffix in ALWAYS_ROWS or suffix in NAMED_ROWS
+        try:
+            _, first = next(rows_of(path), ("", None))
+        except UserError:  # text of another kind
+            return False
+        return isinstance(first, dict) and self._text_key in first
+
+    def _counted(self, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield the rows of a file, which counts as empty without any."""
+        first = next(rows, None)
+        if first is None:
+            self.skipped["empty"] += 1
+            return
+        yield first
+        yield from rows
+
     def _parts(self, path: Path) -> Iterator[str]:
         """Yield the documents of a file of text."""
-        with readable(f"data.corpus: {path}", _READABLE), path.open("rb") as file:
+        with readable(f"data.corpus: {path}", READABLE), path.open("rb") as file:
             raw = file.read(8192)
             reason = "binary" if b"\0" in raw else ""
-            if not reason and path.suffix != ".txt" and path.stat().st_size > LARGEST_DOCUMENT:
-                raise _too_large(path)
+            is_txt = path.suffix.lower() == ".txt"
+            if not reason and not is_txt and path.stat().st_size > LARGEST_DOCUMENT:
+                raise too_large(path)
             raw += b"" if reason else file.read()
         try:
             text = raw.decode("utf-8-sig")  # a byte-order mark is no part of the text
         except UnicodeDecodeError:
             reason = reason or "not UTF-8"
         if reason and self._named:
-            raise UserError(f"data.corpus: {path} is {reason}; give UTF-8 text, JSONL or parquet")
+            packed = path.suffix.lower() in PACKED
+            remedy = "unpack it first" if packed else "give UTF-8 text, JSON, JSONL, CSV, TSV or parquet"
+            raise UserError(f"data.corpus: {path} is {reason}; {remedy}")
         if reason:
             self.skipped[reason] += 1
             return
-        parts = text.split(SEPARATOR) if path.suffix == ".txt" else [text]
+        parts = text.split(SEPARATOR) if is_txt else [text]
         if any(len(part) > LARGEST_DOCUMENT for part in parts):
-            raise _too_large(path)
+            raise too_large(path)
         texts = [part for part in parts if part and not part.isspace()]
         if not texts:
             self.skipped["empty"] += 1
@@ -222,40 +249,7 @@ class HubSource(TextSource):
     def documents(self) -> Iterator[str]:
         """Yield the text of each row."""
         self.skipped.clear()
-        yield from self._texts(_load_dataset(self.name, self._path, name=self._config or None))
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of each line of a JSONL file that is not blank."""
-    with readable(f"data.corpus: {path}", _READABLE), path.open("rb") as file:
-        lines = iter(partial(file.readline, LARGEST_DOCUMENT + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            place = f"{path} line {number}"
-            if len(line) > LARGEST_DOCUMENT:
-                raise _too_large(place)
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"data.corpus: {place} is not JSON ({error})") from error
-                yield place, row
-
-
-def _load_dataset(source: Path | str, path: str, **options: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of each row of a parquet file or a data set, which messages call `source`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "data.corpus: parquet and hub data sets need the package datasets; pip install 'meshwright[hf]'"
-        ) from error
-    try:
-        rows = datasets.load_dataset(path, split="train", streaming=True, **options)
-        for number, row in enumerate(rows, start=1):
-            yield f"{source} row {number}", row
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"data.corpus: {source} cannot be read by datasets ({reason})") from error
+        yield from self._texts(load_dataset(self.name, self._path, name=self._config or None))
 
 
 def _unpacked(path: Path, texts: Iterator[str]) -> Iterator[str]:
@@ -270,13 +264,6 @@ def _unpacked(path: Path, texts: Iterator[str]) -> Iterator[str]:
                 f"text, as if it were made to fill a disk; if that is meant, give the text as JSONL"
             )
         yield text
-
-
-def _too_large(place: Path | str) -> UserError:
-    return UserError(
-        f"data.corpus: the document in {place} has more than {gigabytes(LARGEST_DOCUMENT)}, and tokenizing "
-        f"it takes ten times its size in memory; divide it into several documents"
-    )
 
 
 def _is_utf8(text: str) -> bool:

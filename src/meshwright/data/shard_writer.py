@@ -27,21 +27,13 @@ _WRITE_BUFFER = 2**22  # tokens
 class ShardWriter:
     """Writes documents into a folder of shards, in bounded memory; `finish` writes the manifest.
 
-    Ids lie below `limit`, by default the size of the tokenizer's vocabulary. The caller makes the folder
-    appear in one step (`publish.publishing`).
+    The caller makes the folder appear in one step (`publish.publishing`).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        tokens_per_shard: int = TOKENS_PER_SHARD,
-        limit: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, tokens_per_shard: int = TOKENS_PER_SHARD) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._tokenizer = tokenizer
-        self._vocab_size = tokenizer.vocab_size if limit is None else limit
         self._tokens_per_shard = tokens_per_shard
         self._dtype = np.dtype(f"<u{tokenizer.id_bytes}")
         self._end = np.full(1, tokenizer.end_id, dtype=self._dtype)
@@ -70,8 +62,8 @@ class ShardWriter:
         if self._length and self._length + len(ids) + 1 > self._tokens_per_shard:
             self._close_shard()
             self._open_shard()
-        if len(ids) and int(ids.max()) >= self._vocab_size:
-            raise ValueError(f"token id {ids.max()} is beyond the vocabulary of {self._vocab_size}")
+        if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
+            raise ValueError(f"token id {ids.max()} is beyond the vocabulary of {self._tokenizer.vocab_size}")
         self._records.append((self._length, utf8_bytes, content_hash))
         self._pending += [self._end, ids.astype(self._dtype, copy=False)]
         self._length += len(ids) + 1
@@ -94,7 +86,7 @@ class ShardWriter:
         manifest = Manifest(
             version=VERSION,
             dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
-            vocab_size=self._vocab_size,
+            vocab_size=self._tokenizer.vocab_size,
             end_id=self._tokenizer.end_id,
             begin_id=None if self._tokenizer.begin_id == self._tokenizer.end_id else self._tokenizer.begin_id,
             special_tokens="read" if self._tokenizer.reads_special else None,

@@ -54,7 +54,12 @@ class TokenShards:
         self.tokenizer = tokenizer_of(folder, manifest)
         self._bounds: I64 = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._first: I64 = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
-        self.documents = int(self._first[-1])
+        self.documents, self.tokens = int(self._first[-1]), int(self._bounds[-1])
+
+    @property
+    def home(self) -> Path:
+        """The folder for what is derived from the tokens."""
+        return self._homes[0]
 
     def take(self, place: I64) -> I64:
         """Return the token ids at these places of the stream, in the shape of `place`."""

@@ -86,22 +86,11 @@ def tokenize(
     return counts
 
 
-def write_shards(
-    source: TextSource,
-    tokenizer: Tokenizer,
-    folder: Path,
-    processes: TextProcesses,
-    limit: int | None = None,
-) -> Counts:
-    """Encode every document of `source` into shards in `folder`.
-
-    Raises `UserError` for an empty corpus, and for a token whose id is `limit` or more.
-    """
+def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, processes: TextProcesses) -> Counts:
+    """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
     split: Counter[str] = Counter()
-    with ShardWriter(folder, tokenizer, limit=limit) as writer:
+    with ShardWriter(folder, tokenizer) as writer:
         for ids, utf8_bytes, content in _encode(source.documents(), tokenizer, processes, split):
-            if limit is not None and len(ids) and ids.max() >= limit:
-                raise too_many_entries(tokenizer, source.name, limit, int(ids.max()))
             writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
@@ -140,15 +129,6 @@ def literals_sentence(count: int, example: str, switch: str = "data.special_toke
     return (
         f"{count:,} {literals} of special tokens such as {example} {were} read as plain characters; {switch} "
         f"reads them as tokens"
-    )
-
-
-def too_many_entries(tokenizer: Tokenizer, name: str, vocab_size: int, met: int | None = None) -> UserError:
-    """Return the error of a tokenizer with more tokens than the model, of which one was `met` in the text."""
-    occurs = "" if met is None else f", and {tokenizer.decode([met])!r} (id {met}) occurs in the text"
-    return UserError(
-        f"data.tokenizer: the tokenizer of {name} has {tokenizer.vocab_size} entries, more than "
-        f"model.vocab_size {vocab_size}{occurs}; set model.vocab_size = {tokenizer.vocab_size} or more"
     )
 
 

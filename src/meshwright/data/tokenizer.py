@@ -160,12 +160,6 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         return Literals([token.content for token in added if token.special])
 
-    def added_from(self, number: int) -> bool:
-        """Return True if all tokens with ids from `number` on are added ones."""
-        added = self._backend.get_added_tokens_decoder()
-        vocab = self.vocabulary.values()
-        return all(each in added for each in vocab if each >= number)
-
     @property
     def id_bytes(self) -> int:
         """Bytes of an id on disk."""

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import atomic
-from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.hf import HfWeights, import_hf, tensor_shapes
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokenizer import file_sha256
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.control import Control
 from meshwright.parallel.flat_param import Stored, UnpaddedDTensor
 from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.spec.architecture import RANDOM
 from meshwright.spec.errors import NumericalError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
@@ -130,14 +131,10 @@ def import_run(folder: Path, out: Path) -> None:
     check_within(folder / "config.json", folder, "import")
     beside = side_files(folder, "import")
     model, weights = import_hf(folder)
-    if weights.rounded_inputs():
-        raise UserError(
-            f"import: {folder} is quantised by a recipe that rounds the inputs of layers, too, which a run "
-            f"does not; import the folder that it was made of"
-        )
+    check_trainable(weights, folder, "import")
     tensors: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()
-    for name, value in weights:
+    for name, value in weights.take(tensor_shapes(model)):
         is_bias = name.endswith(".router.bias")  # a router's own, in fp32 whatever the weights are
         dtypes |= set() if is_bias else {value.dtype}
         exact = value.dtype is torch.float64 and not is_bias
@@ -150,6 +147,15 @@ def import_run(folder: Path, out: Path) -> None:
     if (tokenizer := folder / "tokenizer.json") in beside:
         for remark in open_published(tokenizer, "import").remarks:
             warnings.warn(remark, stacklevel=2)
+
+
+def check_trainable(weights: HfWeights, folder: Path, key: str) -> None:
+    """Raise `UserError`, which starts with `key`, for quantised weights whose layers round their inputs."""
+    if weights.rounded_inputs():
+        raise UserError(
+            f"{key}: {folder} is quantised by a recipe that rounds the inputs of layers, too, which a run "
+            f"does not; give the folder that it was made of"
+        )
 
 
 def check_new(out: Path) -> None:
@@ -181,7 +187,7 @@ def write_run(
     if given in beside:
         data, tokenizer = {**data, "tokenizer": str((out / given.name).resolve())}, file_sha256(given)
     tree = {
-        "model": {**model.model_dump(mode="json"), "hf": None},
+        "model": {**model.model_dump(mode="json"), "hf": None, "weights": RANDOM},
         "data": dict(data),
         "train": {"batch_tokens": 16 * int(data["seq_len"])},
         **({"precision": {"compute": "fp64"}} if exact else {}),

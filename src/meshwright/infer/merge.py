@@ -16,10 +16,7 @@ from meshwright.infer.saved_weights import SavedWeights
 from meshwright.spec import UserError
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.special_tokens import side_files
-from meshwright.train.state import FREE, TRAINING
-
-UNUSED = FREE["model"] | TRAINING | {"init_std"}
-"""Keys of a model that its weights do not depend on."""
+from meshwright.spec.weights import UNUSED
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from meshwright.spec import UserError, load
 
 
 class SavedWeights:
-    """The weights of a checkpoint: of `step`, or of the newest.
+    """The weights of a checkpoint: of `step`, or of the newest (`Weights`).
 
     `run` is the folder of a run, `spec` its spec, and `shapes` has the shape of each parameter and of each
     router's bias by name. `average` reads the moving average of the weights (`train.ema`) in their place.
@@ -60,6 +61,10 @@ class SavedWeights:
         reading.commit(TrafficCounter())
         check_finite(self.run, self._manifest.state, name, value)
         return value
+
+    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, value) of these parameters and routers' biases, one at a time, as `read` does."""
+        yield from ((name, self.read(name)) for name in self.shapes if name in names)
 
     def _key(self, name: str) -> str:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""

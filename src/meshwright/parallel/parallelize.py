@@ -142,6 +142,13 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
             whole = torch.Size(slot.global_shape)
             init_part_(local, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
             local[indices[0] >= whole[0]] = 0.0  # padding
-            if states.formats.rounded:
-                local.copy_(local.float().bfloat16())
+    round_stored(states)
+
+
+def round_stored(states: DataParallel) -> None:
+    """Round this rank's stored parameters, which were just set, to the numbers that the run stores."""
+    for unit in states.units:
+        for slot in unit.slots if states.formats.rounded else ():
+            local = unit.local(unit.stored, slot)
+            local.copy_(local.float().bfloat16())
         unit.expire()

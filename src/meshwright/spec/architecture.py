@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.hf import read_hf_config
+from meshwright.spec.hf import has_weights, read_hf_config
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
@@ -50,6 +50,8 @@ class YarnRope(FrozenModel):
     truncate: bool = Field(True, description="the ramp begins and ends at whole channels")
 
 
+RANDOM = "random"
+"""The value of `model.weights` of a run that draws its initial weights."""
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
@@ -61,7 +63,17 @@ class Architecture(FrozenModel):
     """
 
     preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")
-    hf: str | None = Field(None, description="a folder with an HF config.json, or the file itself")
+    hf: str | None = Field(
+        None,
+        description="a folder with an HF config.json, or the file itself: its architecture; train also takes "
+        "the weights and the tokenizer that the folder has",
+    )
+    weights: str = Field(
+        RANDOM,
+        min_length=1,
+        description="what a run starts from: 'random', the folder of an HF model or of a run, or that of one "
+        "of its checkpoints; default model.hf where that folder has weights",
+    )
     family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
         "llama", description="names used by HF export"
     )
@@ -109,8 +121,9 @@ class Architecture(FrozenModel):
                 raise UserError(
                     f"model.preset: {preset!r} is given together with model.hf = {hf!r}; give one of them"
                 )
-            if not given.keys() >= _REQUIRED:  # a resolved spec needs the folder no more
-                base = {"preset": None, **read_hf_config(hf)}
+            if not given.keys() >= {*_REQUIRED, "preset"}:  # a resolved spec needs the folder no more
+                weights = hf if has_weights(hf) else RANDOM
+                base = {"preset": None, **read_hf_config(hf), "weights": weights}
         elif preset is not None:
             if preset not in PRESETS:
                 hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"

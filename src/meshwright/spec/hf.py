@@ -9,6 +9,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.hf_json import FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
+from meshwright.spec.special_tokens import check_within
 
 # Defaults of transformers for keys that are absent, by family.
 _KV_HEADS = {"qwen3": 32, "mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # llama: as many as attention heads
@@ -24,10 +25,30 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
     if not isinstance(where, (str, Path)) or not str(where):
         raise UserError(f"model.hf: {where!r} is not a path; give a folder that holds a config.json")
     path = user_path(where, "model.hf")
-    path = path / "config.json" if path.is_dir() else path
+    folder, path = path, path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json")
+    if path != folder:
+        check_within(path, folder, "model.hf")
     return model_fields(Config(str(path), read_json_object(path, "model.hf")))
+
+
+WEIGHT_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt",
+    "*.gguf", "*.h5", "*.msgpack",
+)  # fmt: skip
+"""Names of files with weights in published folders; the first two are read, the others are refused."""
+
+
+def has_weights(where: str | Path) -> bool:
+    """Return True for a folder that holds weights in any format, also in one that is not read."""
+    path = user_path(where, "model.hf")
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES)
+
+
+def other_weights(folder: Path) -> list[str]:
+    """Return the names of files with weights in a folder that are in a format, or of a name, not read."""
+    return sorted(path.name for pattern in WEIGHT_FILES for path in folder.glob(pattern))
 
 
 def model_fields(config: Config) -> dict[str, Any]:

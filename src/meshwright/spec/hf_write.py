@@ -44,7 +44,7 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     fields = model_fields(Config(f"the config.json of HF's {model.family}", config, "model.family"))
     described = ModelSpec.model_validate({"preset": None, **fields})
     trained = {"mup_base_hidden", "moe.bias_rate", "moe.z_loss"}  # these act in training only
-    ignored = {"preset", "hf", "moe", *trained}
+    ignored = {"preset", "hf", "weights", "moe", *trained}
     if model.position == "learned":
         ignored |= {"rope_theta", "rope_scaling"}
     if model.family == "mixtral":

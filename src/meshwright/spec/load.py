@@ -12,14 +12,17 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from meshwright.spec.architecture import RANDOM
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
 from meshwright.spec.layout import DEFAULT_SCHEDULE, WHOLE_SCHEDULE, Layout
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
+from meshwright.spec.weights import FIRST_STEP
 
 Overrides = Sequence[tuple[str, str]]
 """Dotted flags in the order given: [("layout.dp", "2"), ...]."""
@@ -86,6 +89,7 @@ def _validated(
         policy = dict(overrides).get("recompute.policy", "selective")
         if policy != "selective" and isinstance(merged.get("recompute"), dict):
             merged["recompute"].pop("save", None)  # a key of the file's policy, which the flag replaces
+        _take_another_model(merged, dict(overrides))
         for key, text in overrides:
             _overlay(merged, key, text)
         _tidy(merged, "", where)
@@ -97,6 +101,21 @@ def _validated(
         raise UserError(one_line(f"{where(key)}{colon}{rest}")) from None
     except RecursionError:
         raise UserError(f"{source or 'the run'}: its tables and lists are nested too deeply") from None
+
+
+def _take_another_model(tree: dict[str, Any], flags: dict[str, str]) -> None:
+    """Remove from a run's record what a flag for another preset, HF folder or weights gives anew.
+
+    A record has every field of its model, which would win; and its tokenizer is not that of other weights.
+    """
+    model, data = tree.get("model"), tree.get("data")
+    if not isinstance(model, dict) or not ModelSpec.model_fields.keys() <= model.keys():
+        return
+    given = {key for key in ("preset", "hf", "weights") if not _is_none(flags.get(f"model.{key}", "none"))}
+    if given & {"preset", "hf"}:
+        tree["model"] = {}
+    if given & {"hf", "weights"} and isinstance(data, dict):
+        data.pop("tokenizer", None)
 
 
 def _where(flags: set[str], tree: dict[str, Any], source: str, key: str) -> str:
@@ -131,7 +150,6 @@ def read_tree(path: Path) -> dict[str, Any]:
         layout = tree.get("layout")
         if isinstance(layout, dict) and layout.get("pp") == 1 and layout.get("schedule") in _DEFAULTS:
             del layout["schedule"]
-        _find_tokenizer(tree.get("data"), path / "tokenizer.json")
         return tree
     if not path.is_file():
         if (path.parent / "config.json").is_file():
@@ -150,7 +168,20 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(record, dict) or not isinstance(record.get("spec"), dict):
         raise UserError(f"{path}: is not a run record, as it has no table 'spec'; give the run.json of a run")
-    return dict(record["spec"])
+    tree = dict(record["spec"])
+    _find_tokenizer(tree.get("data"), path.parent / "tokenizer.json")
+    _find_first_weights(tree.get("model"), path.parent / FIRST_STEP, made="started" not in record)
+    return tree
+
+
+def _find_first_weights(model: Any, first: Path, made: bool) -> None:
+    """Name the checkpoint of step 0 in a run's folder as the weights that the run starts from, if it does.
+
+    It does where these were `made`, as `import` does, and not trained yet, and where the record says so.
+    """
+    if isinstance(model, dict) and first.is_dir():
+        recorded = Path(str(model.get("weights", ""))).parts[-2:] == FIRST_STEP.parts
+        model["weights"] = str(first) if made or recorded else model.get("weights", RANDOM)
 
 
 def _find_tokenizer(data: Any, kept: Path) -> None:

@@ -10,6 +10,7 @@ from pydantic import ValidationInfo, model_validator
 
 from meshwright.spec import rules
 from meshwright.spec.sections import Sections
+from meshwright.spec.weights import given_weights, own_tokenizer
 
 
 class RunSpec(Sections):
@@ -27,6 +28,18 @@ class RunSpec(Sections):
             if "policy" not in recompute:
                 policy = "selective" if "save" in recompute else "none"
                 given = {**given, "recompute": {**recompute, "policy": policy}}
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_tokenizer(cls, given: Any) -> Any:
+        """Without a `data.tokenizer`, weights that a run starts from bring their own, if they have one."""
+        if not isinstance(given, dict) or not isinstance(given.get("model"), dict):
+            return given
+        data = given.get("data", {})
+        if isinstance(data, dict) and "tokenizer" not in data:
+            own = own_tokenizer(given_weights(given["model"]))
+            given = {**given, "data": {**data, "tokenizer": str(own)}} if own else given
         return given
 
     @model_validator(mode="after")

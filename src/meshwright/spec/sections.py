@@ -23,23 +23,24 @@ class DataSpec(FrozenModel):
     corpus: str = Field(
         "stdlib",
         min_length=1,
-        description="'stdlib' (the interpreter's own sources), 'synthetic', a file or folder of text, JSONL, "
-        "parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of the hub",
+        description="'stdlib' (the interpreter's own sources), 'synthetic', a file or folder of text, JSON, "
+        "JSONL, CSV, parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of "
+        "the hub",
     )
     mixture: dict[str, PositiveFloat] = Field(
         default_factory=dict, description="several corpora with their weights; replaces corpus"
     )
     tokenizer: str = Field(
         "bpe",
-        description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json, or the "
-        "folder that has it",
+        description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json or the "
+        "folder that has it; default that of model.weights, if it names any",
     )
     special_tokens: Literal["text", "read"] = Field(
         "text",
         description="special tokens that a text spells, as a rendered chat does: 'text' takes their "
         "characters, 'read' the tokens",
     )
-    text_key: str = Field("text", description="the key of the text in JSONL and parquet rows")
+    text_key: str = Field("text", description="the key of the text in rows of JSON, CSV and parquet")
     seq_len: int = Field(512, ge=1, le=MAX_LENGTH, description="tokens in one sample")
     pack: bool = Field(True, description="join documents to fill samples; false gives each its own, padded")
     document_mask: bool = Field(True, description="no attention across documents, positions restart")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.spec.architecture import RANDOM
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.load import from_tree, load
@@ -68,7 +69,7 @@ def on_ranks_of(spec: RunSpec, model: ModelSpec, trained: PrecisionSpec) -> RunS
     high = spec.precision.base if spec.precision.base != "fp64" else "fp32"
     compute = "fp64" if trained.base == "fp64" else "bf16" if trained.master == "bf16" else high
     tree = {
-        "model": {**model.model_dump(mode="json"), "hf": None, "preset": None},
+        "model": {**model.model_dump(mode="json"), "hf": None, "preset": None, "weights": RANDOM},
         "layout": {**axes, "dp": data, "ep": distil.ep, "zero": distil.zero, "sequence_parallel": False},
         "data": {key: getattr(spec.data, key) for key in ("seq_len", "pack", "document_mask")},
         "train": {"batch_tokens": spec.train.batch_tokens, "batch_warmup": spec.train.batch_warmup},

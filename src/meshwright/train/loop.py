@@ -22,6 +22,7 @@ from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.reader import newest_state
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.weights import Weights
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader, SplitReader
 from meshwright.data.verification import Check
@@ -59,7 +60,8 @@ class TrainingRun:
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
     `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
     for snapshots, two or four descriptors for each rank of this host. Checkpoints are saved on `disk`.
-    `teaching` gives what answers about a corpus to a run with a teacher.
+    `teaching` gives what answers about a corpus to a run with a teacher, and `weights` opens the weights that
+    a start without a checkpoint takes, None for random ones.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class TrainingRun:
         slots: Sequence[Sequence[int]] = (),
         disk: Disk | None = None,
         teaching: Callable[[Corpus], Teaching | None] = lambda _corpus: None,
+        weights: Callable[[], Weights | None] = lambda: None,
         host: str = "127.0.0.1",
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
+        self._weights = weights
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
         self.corpus: Corpus = self.control.together(lambda: open_corpus(spec, check))
         self.control.agree(
@@ -210,7 +214,7 @@ class TrainingRun:
                     f"{self.store.directory} already holds checkpoints; go on with --resume auto, or give "
                     f"another --out or checkpoint.dir"
                 )
-            self.trainer.initialise()
+            self._initialise()
         else:
             self._resume(resume)
         if not self.metrics.peak_flops:  # a snapshot has it, and a restart has no time to lose
@@ -233,6 +237,16 @@ class TrainingRun:
         if self.from_memory:  # the ranks may have died in what was due after that step
             self._validate_and_save()
 
+    def _initialise(self) -> None:
+        """Take the weights of `model.weights`, each rank its own part, or draw them."""
+        weights = self.control.together(self._weights)
+        if weights is not None and weights.exact and self.spec.precision.base != "fp64":
+            self.store.warnings.append(
+                f"model.weights: {self.spec.model.weights} has weights in float64, which this run rounds to "
+                f"{self.spec.precision.master}; give precision.compute = fp64 to keep them as they are"
+            )
+        self.control.together(lambda: self.trainer.initialise(weights))
+
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
@@ -250,7 +264,7 @@ class TrainingRun:
             self.store.warnings.append(
                 f"{self.store.directory} holds no checkpoint: the run starts from its initial weights"
             )
-            self.trainer.initialise()
+            self._initialise()
             return
 
         kept = self._load(partial(self.store.load, step))

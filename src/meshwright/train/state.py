@@ -19,12 +19,13 @@ from meshwright.spec.outer import OuterSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Number, Positive, read
 from meshwright.spec.train import TrainSpec
+from meshwright.spec.weights import TRAINING
 from meshwright.train.clipping import ZClipState
 from meshwright.train.step import Trainer
 from meshwright.train.stored_answers import TeacherState
 
 FREE = {
-    "model": {"preset", "hf", "family"},
+    "model": {"preset", "hf", "weights", "family"},
     "train": {
         "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
         "offload", "offload_dir", "offload_activations", "ema",
@@ -32,9 +33,6 @@ FREE = {
     "precision": {"loss_scale", "loss_scale_window", "fp8_gather", "qat", "qat_group"},
 }  # fmt: skip
 """Keys that may differ between a checkpoint and the run that resumes from it."""
-
-TRAINING = {"mup_base_hidden", "moe.aux_loss", "moe.z_loss", "moe.bias_rate", "moe.capacity_factor"}
-"""Keys of a model that say how it is trained: an imported one may get other values."""
 
 
 def tensors(trainer: Trainer) -> dict[str, Stored]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Weights, fill
 from meshwright.data.loader import Batch
 from meshwright.model.low_precision_linear import LowPrecision
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
@@ -25,7 +26,7 @@ from meshwright.parallel.loss_normalization import (
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.outer import Outer
 from meshwright.parallel.outer_quorum import Arrivals, QuorumOuter, ScriptedArrivals
-from meshwright.parallel.parallelize import initialise, parallelize
+from meshwright.parallel.parallelize import initialise, parallelize, round_stored
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
@@ -174,9 +175,16 @@ class Trainer:
         """Factor from what `sums` left to the gradients that `apply` takes; 0 where none is due yet."""
         return self.gradient_factor if self.stale is None else self._due_factor or 0.0
 
-    def initialise(self) -> None:
-        """Draw the initial weights."""
-        initialise(self.states, self.spec.model, self.spec.train.seed)
+    def initialise(self, weights: Weights | None = None) -> None:
+        """Draw the initial weights, or take those given, rounded to the master format. Local: sends nothing.
+
+        Raises `UserError` for weights that are damaged.
+        """
+        if weights is None:
+            initialise(self.states, self.spec.model, self.spec.train.seed)
+        else:
+            fill({**dict(self.states.parameters()), **self.balance.biases()}, weights)
+            round_stored(self.states)
         if self.ema is not None:
             self.ema.begin()
         if self.outer is not None:

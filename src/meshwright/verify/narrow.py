@@ -8,6 +8,7 @@ from math import lcm
 from typing import Any
 
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
+from meshwright.spec.architecture import RANDOM
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.parameters import parameters
 from meshwright.spec.stages import stages
@@ -164,6 +165,7 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, objec
         "vocab_size": _reduced(model.vocab_size, max(256, layout.tp**2), lcm(64, layout.tp)),
         "preset": None,
         "hf": None,
+        "weights": RANDOM,
     }
 
 

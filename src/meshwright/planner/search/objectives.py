@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.architecture import RANDOM
 from meshwright.units import short
 
 _LONGEST = 2**24
@@ -100,6 +101,7 @@ def sized(given: ModelSpec, size: int) -> ModelSpec:
         **given.model_dump(),
         "preset": None,
         "hf": None,
+        "weights": RANDOM,
         "kv_heads": kv_heads,
         "heads": round(given.heads * width),
         "hidden": round(given.hidden * width),

@@ -1,0 +1,69 @@
+"""The weights that a run starts from: whether they fit it, and one line that says where they are from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.architecture import RANDOM
+from meshwright.spec.files import user_path
+from meshwright.spec.hf import has_weights
+from meshwright.spec.load import load
+from meshwright.spec.weights import check_fits, hf_model, own_tokenizer, weight_source
+from meshwright.units import short
+
+
+def check_weights(spec: RunSpec) -> None:
+    """Raise `UserError` for weights that are not there, and for a model that contradicts them.
+
+    The weights themselves are not opened.
+    """
+    source = weight_source(spec.model.weights)
+    if source is None:
+        return
+    theirs = hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
+    check_fits(spec.model, theirs, source.folder)
+    if spec.data.tokenizer == "bpe" and any(map(_is_text, spec.data.mixture or [spec.data.corpus])):
+        own = own_tokenizer(spec.model.weights) or "the tokenizer.json that they were trained with"
+        raise UserError(
+            f"data.tokenizer: 'bpe' trains a new tokenizer, in which an id is another token than the weights "
+            f"in {source.folder} know; give {own}"
+        )
+
+
+def _is_text(corpus: str) -> bool:
+    """Return True for a corpus that the run's tokenizer is to read."""
+    from meshwright.data.manifest import is_shards
+
+    return corpus != "synthetic" and not is_shards(user_path(corpus, "data.corpus"))
+
+
+def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
+    """Return in one line which weights a run starts from; None where nobody expects others than random ones.
+
+    `run` is the folder of the earlier run whose settings it has.
+    """
+    model, tokenizer = spec.model, spec.data.tokenizer
+    if model.weights != RANDOM:
+        own = own_tokenizer(model.weights)
+        text = f"text by {tokenizer}"
+        if own is not None and Path(tokenizer) != own:
+            text += f", not by {own} of these weights, so a token may have another's id"
+        return (
+            f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimizer and "
+            f"the step count start anew; {text}"
+        )
+    anew = "random, the tokenizer new" if tokenizer.startswith("bpe") else f"random, text by {tokenizer}"
+    if model.hf is not None:
+        lacks = "" if has_weights(model.hf) else ", which holds no weights"
+        remedy = "give a folder that has them" if lacks else f"give model.weights = {model.hf}"
+        return (
+            f"weights: {anew}; of {model.hf}{lacks} this run takes the architecture alone; to start from "
+            f"its weights and tokenizer {remedy}"
+        )
+    if run is not None:
+        return (
+            f"weights: {anew}; of {run} this run takes the settings alone; to start from its weights give "
+            f"--model.weights {run}, to go on with it --resume auto without another --out"
+        )
+    return None

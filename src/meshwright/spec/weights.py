@@ -1,0 +1,93 @@
+"""Where a run's initial weights come from: `model.weights` as a folder, and whether the model fits it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from meshwright.spec.architecture import RANDOM
+from meshwright.spec.differences import as_in_file, differences
+from meshwright.spec.errors import UserError
+from meshwright.spec.files import user_path
+from meshwright.spec.hf import has_weights
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.records import sentence
+
+TRAINING = {"mup_base_hidden", "moe.aux_loss", "moe.z_loss", "moe.bias_rate", "moe.capacity_factor"}
+"""Keys of a model that say how it is trained: one that no run of ours has trained may get other values."""
+UNUSED = {"preset", "hf", "weights", "family", "init_std", *TRAINING}
+"""Keys of a model that its weights do not depend on."""
+FIRST_STEP = Path("checkpoints", "step-00000000")
+"""The checkpoint of step 0 in a run's folder: weights that were imported, merged or averaged."""
+
+
+class WeightSource(NamedTuple):
+    """The folder of an HF model, or of a run with the step of its checkpoint, None for the newest."""
+
+    folder: Path
+    is_hf: bool
+    step: int | None = None
+
+
+def weight_source(weights: str) -> WeightSource | None:
+    """Return where the weights that `model.weights` names are; None for random ones. Raises `UserError`."""
+    if weights == RANDOM:
+        return None
+    path = folder = user_path(weights, "model.weights")
+    step = None
+    if (match := re.fullmatch(r"step-(\d+)(\.\d+)?", path.name)) and (path / "manifest.json").is_file():
+        folder, step = path.absolute().parent.parent, int(match[1])
+    if (folder / "run.json").is_file():
+        return WeightSource(folder, False, step)
+    if (folder / "config.json").is_file() and step is None:
+        return WeightSource(folder, True)
+    if path.is_file():
+        problem = "is a file; give its folder"
+    elif path.exists():
+        problem = (
+            "is neither a run's folder (run.json), nor a checkpoint in one, nor an HF folder (config.json); "
+            "give the folder of a model"
+        )
+    else:
+        problem = f"is not there; give the folder of a model, or {RANDOM}"
+    raise UserError(f"model.weights: {path} {problem}")
+
+
+def given_weights(model: Mapping[str, Any]) -> Any:
+    """Return what the value of `model.weights` will be for a table of keys as a user gives it."""
+    hf = model.get("hf")
+    default = hf if isinstance(hf, (str, Path)) and hf and has_weights(hf) else RANDOM
+    return model.get("weights", default)
+
+
+def own_tokenizer(weights: Any) -> Path | None:
+    """Return the tokenizer.json that came with the weights that `model.weights` names, if there is one."""
+    if not isinstance(weights, str) or weights == RANDOM:
+        return None
+    path = user_path(weights, "model.weights")
+    folder = path.parent.parent if (path / "manifest.json").is_file() else path
+    file = folder / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def check_fits(model: ModelSpec, theirs: ModelSpec, where: Path) -> None:
+    """Raise `UserError` for a key of `model` that contradicts the model whose weights `where` holds."""
+    one, other = (each.model_dump(mode="json") for each in (model, theirs))
+    for key, (own, its) in differences(one, other).items():
+        if key not in UNUSED:
+            raise UserError(
+                f"model.{key}: {as_in_file(own)} contradicts {where}, whose weights are of a model with "
+                f"{as_in_file(its)}; remove it, or give model.weights = {RANDOM} for a new model"
+            )
+
+
+def hf_model(folder: Path, key: str) -> ModelSpec:
+    """Return the model of an HF folder's config.json. Raises `UserError`, which starts with `key`."""
+    try:
+        return ModelSpec.model_validate({"hf": str(folder)})
+    except ValidationError as error:
+        raise UserError(f"{key}: {folder}: {sentence(error, ModelSpec)}") from None

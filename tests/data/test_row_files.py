@@ -1,0 +1,200 @@
+"""Files of rows that are named: the rows that datasets reads of JSON, CSV, TSV and parquet, or a sentence."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import api
+from meshwright.data import row_files
+from meshwright.data.readers import open_source
+from meshwright.spec import UserError
+
+ROWS: list[dict[str, Any]] = [
+    {"text": "hello"},
+    {"text": 'two\nlines, a comma, a "quote" and a\ttab', "n": 1},
+    {"text": "naïve 日本 🙂", "n": 2, "inner": {"a": [1, 2]}},
+    {"text": " spaces kept ", "n": None},
+]
+BOM = b"\xef\xbb\xbf"
+
+
+def read(path: Path, key: str = "text") -> list[str]:
+    return list(open_source(str(path), key).documents())
+
+
+def theirs(path: Path, kind: str, **how: Any) -> list[str]:
+    """Texts that the package datasets reads of a file."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.load_dataset(
+        kind, data_files=str(path), split="train", cache_dir=str(path.parent / "c"), **how
+    )
+    return [row["text"] for row in rows]
+
+
+def table(delimiter: str, ends: str = "\n") -> bytes:
+    written = io.StringIO()
+    writer = csv.DictWriter(written, ["n", "text"], delimiter=delimiter, lineterminator=ends)
+    writer.writeheader()
+    writer.writerows({"n": row.get("n"), "text": row["text"]} for row in ROWS)
+    return written.getvalue().encode()
+
+
+LINES = "\n".join(map(json.dumps, ROWS)).encode()
+FILES: dict[str, tuple[str, bytes]] = {
+    "array.json": ("json", json.dumps(ROWS).encode()),
+    "indented.json": ("json", json.dumps(ROWS, indent=2).encode()),
+    "lines.json": ("json", LINES),
+    "bom.json": ("json", BOM + json.dumps(ROWS).encode()),
+    "LINES.JSONL": ("json", LINES + b"\n"),
+    "array.jsonl": ("json", json.dumps(ROWS).encode()),
+    "crlf.jsonl": ("json", LINES.replace(b"\n", b"\r\n")),
+    "bom.jsonl": ("json", BOM + LINES),
+    "lines.NDJSON": ("json", LINES),
+    "table.csv": ("csv", table(",")),
+    "Table.CSV": ("csv", table(",")),
+    "crlf.csv": ("csv", table(",", "\r\n")),
+    "bom.csv": ("csv", BOM + table(",")),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_those_of_datasets(name: str, tmp_path: Path) -> None:
+    kind, content = FILES[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert read(path) == [row["text"] for row in ROWS]
+    if name != "bom.json":  # an array behind a mark, which datasets refuses
+        assert theirs(path, kind) == [row["text"] for row in ROWS]
+
+
+def test_columns_of_a_tsv_file(tmp_path: Path) -> None:
+    path = tmp_path / "table.tsv"
+    path.write_bytes(table("\t"))
+    assert read(path) == [row["text"] for row in ROWS] == theirs(path, "csv", sep="\t")
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_is_read_in_blocks_of_any_size(
+    block: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "_BLOCK", block)
+    path = tmp_path / "rows.json"
+    numbers: list[Any] = [12, 345, 6.5e7, None, True]
+    path.write_text(f"  {json.dumps([*numbers, *ROWS], indent=indent)}\n ")
+    assert [row for _, row in row_files.rows_of(path)] == [*numbers, *ROWS]
+    path.write_text("\n".join(json.dumps(row, indent=indent) for row in [*ROWS, *numbers]))
+    assert [row for _, row in row_files.rows_of(path)] == [*ROWS, *numbers]
+
+
+WRONG: dict[str, tuple[bytes, str]] = {
+    "cut.json": (
+        b'[{"text": "a"}, {"text": "b"',
+        r"cut\.json is not JSON at row 2 .*give an array of objects",
+    ),
+    "more.json": (b'[{"text": "a"}] x', r"more\.json is not JSON .*there is more after its array"),
+    "comma.json": (b'[{"text": "a"},]', r"comma\.json is not JSON at row 2"),
+    "words.json": (b"hello", r"words\.json is not JSON at row 1"),
+    "latin.json": ('["é"]'.encode("latin-1"), r"latin\.json is not JSON .*utf-8"),
+    "deep.json": (b"[" * 100_000, r"deep\.json is not JSON"),
+    "key.json": (
+        b'[{"txt": "a"}]',
+        r"^data\.text_key: .*key\.json row 1 has no key 'text'; did you mean 'txt'",
+    ),
+    "scalar.json": (b"[1]", r"scalar\.json row 1 has no key 'text'"),
+    "key.csv": (b"body\na\n", r"key\.csv row 1 has no key 'text'; its keys are body"),
+    "wide.csv": (b"text\na,b\n", r"wide\.csv row 1 has 2 fields, and its header has 1; put fields with ','"),
+    "quote.csv": (b'text\n"a\n', r"quote\.csv line 2 is not CSV"),
+    "latin.csv": ("text\né\n".encode("latin-1"), r"latin\.csv is not UTF-8"),
+    "rows.jsonl.gz": (b"\x1f\x8b\0\0", r"rows\.jsonl\.gz is binary; unpack it first"),
+    "rows.JSON.ZST": (b"\x28\xb5\x2f\xfd\0", r"ZST is binary; unpack it first"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_table_is_one_sentence(name: str, tmp_path: Path) -> None:
+    content, message = WRONG[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as refusal:
+        read(path)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_missing_fields_are_empty_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("n,text\n1,a\n\n2\n3,\n")
+    source = open_source(str(path), "text")
+    assert list(source.documents()) == ["a"]
+    assert source.skipped == {"empty": 2}
+
+
+def test_a_document_of_a_json_file_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "LARGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(row_files, "_BLOCK", 100)
+    for name, content in (
+        ("a.json", json.dumps([{"text": "x" * 2000}])),
+        ("a.csv", "text\n" + "x" * 2000),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=r"more than 1 KB"):
+            read(tmp_path / name)
+
+
+def test_in_a_folder_json_and_tables_are_rows_if_they_have_the_key(tmp_path: Path) -> None:
+    files = {
+        "a.json": json.dumps([{"text": "one"}, {"text": "two"}]),
+        "b.JSON": '{"text": "three"}\n{"text": "four"}',
+        "c.csv": "id,text\n1,five\n",
+        "package.json": '{"name": "x", "version": 1}',
+        "prices.csv": "name,price\na,1\n",
+        "words.json": "not JSON",
+        "z.TXT": "six<|endoftext|>seven",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert read(tmp_path) == [
+        "one", "two", "three", "four", "five", files["package.json"], files["prices.csv"],
+        files["words.json"], "six", "seven",
+    ]  # fmt: skip
+
+
+def test_files_without_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for name, rows in (("a", ["one"]), ("b", []), ("c", ["two"])):
+        table = pyarrow.table({"text": pyarrow.array(rows, pyarrow.string())})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    (tmp_path / "d.jsonl").write_text("\n\n")
+    (tmp_path / "e.csv").write_text("")
+    (tmp_path / "f.json").write_text("")
+    source = open_source(str(tmp_path), "text")
+    assert list(source.documents()) == ["one", "two"]
+    assert source.skipped == {"empty": 4}
+    for name, content in (
+        ("d.jsonl", ""),
+        ("e.csv", "text\n"),
+        ("f.json", "[]"),
+        ("g.tsv", ""),
+        ("h.json", ""),
+    ):
+        (tmp_path / name).write_text(content)
+    for name in ("b.parquet", "d.jsonl", "e.csv", "f.json", "g.tsv", "h.json"):
+        with pytest.raises(UserError, match=r"holds no text \(1 left out: 1 empty\)"):
+            api.tokenize(str(tmp_path / name), "byte", tmp_path / "out", vocab_size=257)
+
+
+def test_a_pipe_that_is_called_json_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        read(tmp_path / "a.json")
