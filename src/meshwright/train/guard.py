@@ -6,20 +6,33 @@ All ranks decide alike: from numbers that were summed over all of them, or by a 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.spec.errors import CorruptionError, NumericalError
+from meshwright.spec.records import Natural
 from meshwright.train.callbacks import Observers
 from meshwright.train.nonfinite import bad_state, locate
 from meshwright.train.replay import replay, replicas
-from meshwright.train.spikes import SpikeDetector
+from meshwright.train.spikes import SpikeDetector, SpikesState
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
 
 MOST_NAMED = 5
 """Parameters without gradients that a warning lists."""
+
+
+class GuardState(TypedDict):
+    """State of a `Guard` in a checkpoint."""
+
+    skipped_samples: NotRequired[list[tuple[Natural, Natural]]]
+    skipped_batches: NotRequired[list[tuple[Natural, Natural]]]
+    """In the place of `skipped_samples` from before batches could grow."""
+    rollbacks: Natural
+    spikes: SpikesState
 
 
 class Guard:
@@ -137,7 +150,7 @@ class Guard:
             )
         return earlier
 
-    def skip(self, goal: int, step: int, before: dict[str, Any]) -> None:
+    def skip(self, goal: int, step: int, before: GuardState) -> None:
         """After a rollback to step `goal`, leave out the batches up to that of `step`, at most `spike_skip`.
 
         `before` is `state()` before the rollback: what was skipped then stays so.
@@ -157,11 +170,14 @@ class Guard:
         if every and step % every == 0:
             self._compare(step)
 
-    def before_save(self, step: int) -> None:
-        """Raise `NumericalError` if the state of this step must not be saved."""
+    def before_save(self, step: int, flaw: str | None = None) -> None:
+        """Raise `NumericalError` if the state of this step must not be saved, as no resume would take it.
+
+        `flaw` says what is wrong with its part that is not a tensor.
+        """
         if self.recovery.vote_every and self._voted != step:
             self._compare(step)
-        self._refuse_bad_state(f"after step {step}", "it is not saved; resume from the last checkpoint")
+        self._refuse_bad_state(f"after step {step}", "it is not saved; resume from the last checkpoint", flaw)
 
     def _compare(self, step: int) -> None:
         found = self._vote()
@@ -180,17 +196,19 @@ class Guard:
             f"not saved: go on from the last checkpoint with --resume auto, without that machine if it recurs"
         )
 
-    def _refuse_bad_state(self, when: str, remedy: str) -> None:
-        mesh, own = self._trainer.mesh, bad_state(self._trainer)
+    def _refuse_bad_state(self, when: str, remedy: str, flaw: str | None = None) -> None:
+        mesh, own = self._trainer.mesh, flaw
+        if (name := bad_state(self._trainer)) is not None:
+            own = f"{name} is not finite"
         if not sum_scalars([own is not None], mesh.world)[0]:
             return
         named = mesh.control.gather(own and [mesh.numbers[mesh.rank], own])
-        rank, name = mesh.control.broadcast(next((pair for pair in named if pair), None))
-        raise NumericalError(f"{when} {name} is not finite on rank {rank}; {remedy}")
+        rank, wrong = mesh.control.broadcast(next((pair for pair in named if pair), None))
+        raise NumericalError(f"{when} {wrong} on rank {rank}; {remedy}")
 
     # Checkpoints --------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> GuardState:
         """State for a checkpoint, as JSON."""
         return {
             "skipped_samples": self._loader.skipped,

@@ -464,11 +464,10 @@ class TrainingRun:
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
-        self.guard.before_save(self.done)
-        samples = self.samples.digest()
+        kept = self._metadata(self.samples.digest())
+        self.guard.before_save(self.done, state.flaw(kept))
         try:
-            tensors = state.tensors(self.trainer)
-            self.saves.save(self.done, tensors, self._metadata(samples), asynchronous)
+            self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         finally:
             self._tell_saved()
 
