@@ -464,8 +464,9 @@ class TrainingRun:
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
+        self.guard.before_save(self.done)
         kept = self._metadata(self.samples.digest())
-        self.guard.before_save(self.done, state.flaw(kept))
+        self.guard.refuse_flaw(self.done, lambda: state.flaw(kept))
         try:
             self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         finally:
@@ -498,6 +499,7 @@ class TrainingRun:
     # End --------------------------------------------------------------------------------------------
 
     def _end(self, seconds: float) -> Row:
+        self.guard.at_end(self.done)
         if self.arrivals is not None:
             self.arrivals.leave("done")
         self._validate()
@@ -517,6 +519,7 @@ class TrainingRun:
             "samples_sha256": self.samples.digest(),
             "steps": self.done,
             "skipped_steps": self.skipped,
+            "skipped_last": self.guard.in_a_row,
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
             **self._of_island(),
