@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -127,6 +128,12 @@ STATES: dict[str, Callable[[dict[str, Any]], None]] = {
     "samples are a number": lambda state: state.update(samples_sha256=3),
     "loss is a list": lambda state: state.update(loss=[1.0]),
     "loss scale is a text": lambda state: state.update(loss_scale="1"),
+    "scales follow from infinity": lambda state: state.update(amax_history=[[[math.inf]]]),
+    "clipping follows from infinity": lambda state: state.update(
+        zclip={"norms": [], "mean": 1.0, "variance": math.inf}
+    ),
+    "a spike's mean is no number": lambda state: state["guard"]["spikes"].update(mean=math.nan),
+    "no rollbacks": lambda state: state["guard"].pop("rollbacks"),
     "loss scale of 0": lambda state: state.update(loss_scale={"value": 0.0, "good_steps": 0}),
 }
 
@@ -138,6 +145,7 @@ def test_a_forged_state_is_refused_in_one_sentence(case: str, run: Path) -> None
     for call in (*both(run), lambda: api.train(spec, out=run, resume="auto", quiet=True)):
         words = refused(call)
         assert "checkpoints" in words and "lower train.lr" not in words
+    assert api.checkpoint_verify(run)["problems"]
 
 
 def poison(run: Path, name: str, value: float) -> None:
@@ -157,7 +165,8 @@ def poison(run: Path, name: str, value: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_parameter_that_is_not_finite_is_named(value: float, run: Path) -> None:
     poison(run, "model/blocks.1.mlp.up.weight", value)
-    assert not api.checkpoint_verify(run)["problems"]
+    (problem,) = api.checkpoint_verify(run)["problems"]
+    assert "blocks.1.mlp.up.weight" in problem and "not finite" in problem
     for call in both(run):
         assert "blocks.1.mlp.up.weight" in refused(call)
     assert not (run.parent / "out").exists()

@@ -220,3 +220,18 @@ def test_a_gpu_without_the_format_is_told(capability: tuple[int, int], recipe: s
         pytest.raises(UserError, match=rf"^precision.compute: '{recipe}' needs .* try {instead}"),
     ):
         products_of(precision, device)
+
+
+@pytest.mark.parametrize("exponent", [-149, -140, -130, -126, -60, 0, 100, 127])
+def test_finite_numbers_of_any_size_are_rounded_to_finite_ones(exponent: int) -> None:
+    """Also by the scale of steps whose numbers were far smaller or larger; else no later step is applied."""
+    x = torch.full((16, 32), 2.0**exponent)
+    x[0], x[1, :16] = 0.0, -(2.0**exponent)
+    for scale in (2.0**-126, 1.0, 2.0**127):
+        given = torch.tensor(scale)
+        for form in (E4M3, E5M2):
+            assert round_tensor(x, form, given).isfinite().all()
+        for rows in (1, 16):
+            for stochastic in (False, True):
+                assert round_nvfp4(x, given, rows, 16, stochastic).isfinite().all()
+    assert round_tensor(x.fill_(torch.inf), E4M3, torch.tensor(1.0)).isnan().all()

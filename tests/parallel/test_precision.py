@@ -76,3 +76,13 @@ def test_mkl_multiplies_fp32_on_intel(
     monkeypatch.setattr(torch, "set_float32_matmul_precision", tried.append)
     use_fast_fp32_matmul(torch.device("cpu"))
     assert ("medium" in tried) == asked
+
+
+def test_the_loss_scale_stays_a_number_of_fp32() -> None:
+    scale = LossScale(PrecisionSpec(compute="fp16", loss_scale=2.0**126, loss_scale_window=1))
+    for _ in range(3):
+        scale.update(True)
+    assert torch.tensor(scale.value).isfinite() and scale.value == 2.0**127
+    small = LossScale(PrecisionSpec(compute="fp16", loss_scale=0.5))
+    small.update(False)
+    assert small.value == 0.5

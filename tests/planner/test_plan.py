@@ -478,3 +478,18 @@ def test_days_count_the_slower_start_of_a_growing_batch(tokens: float) -> None:
     ratio = seconds / (tokens / steady.tokens_per_second)
     assert ratio > 1.02
     assert best.training(tokens).days / steady.training(tokens).days == pytest.approx(ratio, rel=1e-3)
+
+
+def test_a_sliding_window_is_counted_as_it_is_timed() -> None:
+    """At 131,072 tokens a window of 1,024 leaves hardly any attention, and no more MFU than without it."""
+    long = {"gpus": 64, "seq_len": 131_072, "batch_tokens": "8M", "top": 1}
+    base = {"preset": "llama3-8b", "sliding_window": 1024}
+    wide, narrow = (
+        api.plan(load(None, [(f"model.{key}", str(value)) for key, value in flags.items()]), "h100", **long)
+        for flags in ({"preset": "llama3-8b"}, base)
+    )
+    for found in (wide, narrow):
+        assert 0.3 < found.best.mfu < 0.9 and found.best.causal_mfu <= found.best.mfu
+    model = narrow.best.spec.model
+    assert model.flops_per_token(131_072) == wide.best.spec.model.flops_per_token(1024)
+    assert narrow.best.step_seconds < wide.best.step_seconds / 2

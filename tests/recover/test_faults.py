@@ -123,5 +123,15 @@ def test_a_wrong_log_gets_a_sentence(tmp_path: Path, text: str | None, words: st
 
 
 def test_kinds_that_change_numbers_are_not_drawn_by_default() -> None:
-    assert not any(KINDS[name].alters for name in DEFAULT_KINDS)
+    assert not any(KINDS[name].alters or KINDS[name].skips for name in DEFAULT_KINDS)
     assert set(inject._ACTS) == set(KINDS)
+
+
+def test_a_batch_is_made_bad_before_it_is_computed() -> None:
+    kinds = [name for name, kind in KINDS.items() if kind.skips]
+    assert kinds == ["nan-batch", "inf-batch", "nan-loss"]
+    found = schedule(3, 60, 1.0, kinds, 2)
+    assert {fault.phase for _, fault in found} == {"data"}
+    assert {fault.kind for _, fault in found} == set(kinds)
+    with pytest.raises(UserError, match=r"phase: nan-batch hits in 'data', .* not 'reduce'"):
+        Fault("nan-batch", 0, "reduce")

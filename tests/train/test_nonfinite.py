@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from test_run import EXPERTS, Notes, spec_of, start
 from meshwright.checkpoint.directory import latest_step
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
+from meshwright.report.progress import summary
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import NumericalError
 from meshwright.train.callbacks import Observers
@@ -23,6 +25,7 @@ from meshwright.train.loop import TrainingRun
 from meshwright.train.nonfinite import bad_state
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
+from small import first_batches
 
 BAD_STEP = 2
 
@@ -198,3 +201,80 @@ def huge(mesh: Mesh, spec: RunSpec) -> str | None:
 
 def test_a_huge_finite_weight_is_no_nan(ranks: Ranks, corpus: Path) -> None:
     assert ranks.run(spec_of(corpus).layout, huge, spec_of(corpus)) == [None]
+
+
+def ended_with_skips(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[dict[str, Any], list[str]]:
+    """The result of a run whose last steps are not finite, and its warnings."""
+    notes = Notes()
+    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    Fault(run, "blocks.0.mlp", steps=9)
+    with warnings.catch_warnings(record=True):
+        result = run.execute(None)
+    return result, [fields["message"] for kind, fields in notes.events if kind == "warning"]
+
+
+def test_a_run_that_ends_with_skipped_steps_says_so(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, train__steps=4)
+    ((result, told),) = ranks.run(spec.layout, ended_with_skips, spec, tmp_path)
+    assert (result["skipped_steps"], result["skipped_last"]) == (3, 3)
+    (message,) = told
+    assert message.startswith("the last 3 steps were skipped") and "that of step 1 of 4" in message
+    assert "3 skipped, the last 3 among them" in summary(result)
+    whole, told = ranks.run(spec.layout, ended_with_skips, spec_of(corpus, train__steps=1), tmp_path / "w")[0]
+    assert whole["skipped_last"] == 0 and not told
+
+
+def unfit_for_a_resume(mesh: Mesh, spec: RunSpec, out: Path, place: str) -> str:
+    """The error of a run whose state gets a number that is not finite before its save."""
+    run = TrainingRun(spec, mesh, out, Observers([]))
+    trainer, step = run.trainer, run.trainer.step
+    assert trainer.scaling is not None and trainer.clipping.zclip is not None
+
+    def spoil(*arguments: Any) -> Step:
+        result = step(*arguments)
+        if place == "zclip":
+            trainer.clipping.zclip._variance = math.inf  # type: ignore[union-attr]
+        elif place == "spikes":
+            run.guard._spikes._mean = math.nan
+        else:
+            trainer.scaling._history[0, 0, 0] = math.inf  # type: ignore[union-attr]
+        return result
+
+    trainer.step = spoil  # type: ignore[method-assign]
+    try:
+        run.execute(None)
+    except NumericalError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("place", "field"),
+    [("zclip", "zclip.variance: inf"), ("spikes", "guard.spikes.mean: nan"), ("fp8", "amax")],
+)
+def test_what_a_resume_would_refuse_is_not_saved(
+    ranks: Ranks, corpus: Path, tmp_path: Path, place: str, field: str
+) -> None:
+    flags = {"precision__compute": "fp8", "train__zclip": 2.5, "model__ffn": 64, "model__vocab_size": 320}
+    spec = spec_of(corpus, train__steps=2, **flags)
+    (error,) = ranks.run(spec.layout, unfit_for_a_resume, spec, tmp_path, place)
+    assert field in error and "it is not saved; resume from the last checkpoint" in error
+    assert latest_step(tmp_path / "checkpoints") is None
+
+
+def test_a_history_with_an_infinity_heals(ranks: Ranks, corpus: Path) -> None:
+    spec = spec_of(corpus, precision__compute="fp8", model__ffn=64, model__vocab_size=320)
+    assert all(ranks.run(spec.layout, healed, spec))
+
+
+def healed(mesh: Mesh, spec: RunSpec) -> bool:
+    """True if the steps after one that a bad history has spoiled are applied, with finite scales."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    batches = first_batches(spec, mesh, 4)
+    trainer.step(batches[0], 1)
+    assert trainer.scaling is not None
+    trainer.scaling._history[0].fill_(math.inf)
+    trainer.scaling._rescale()
+    applied = [trainer.step(batch, number).applied for number, batch in enumerate(batches[1:], 2)]
+    return applied == [False, True, True] and all(bool(x.isfinite().all()) for x in trainer.scaling.tensors())

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from meshwright.recover.faults import Fault
 
 LOG = "chaos.jsonl"
+DIGESTS = ("parameters_sha256", "samples_sha256")
+"""Fields of a run's result that are equal to those of its twin."""
 GONE_S = 5.0
 """Processes get so long to end after the run has."""
 
@@ -47,8 +50,9 @@ def chaos(
 
     `kinds` are some of `meshwright.recover.faults.KINDS`, by default all that change no numbers. `replay` is
     the `chaos.jsonl` of an earlier run, whose faults hit again at their steps and phases. `out` gets
-    `chaos.json`, `chaos.jsonl`, `chaos.html` and the folders `twin` and `run`. Returns the content of
-    `chaos.json`: `oracles`, `faults`, `kinds`, `effective`, `restart_seconds` and more. Raises `UserError`.
+    `chaos.json`, `chaos.jsonl`, `chaos.html` and the folders `twin` and `run`, and `twin-skipping` after
+    kinds that cost a step. Returns the content of `chaos.json`: `oracles`, `faults`, `kinds`, `effective`,
+    `restart_seconds` and more. Raises `UserError`.
     """
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
@@ -69,7 +73,7 @@ def _chaos_in(
 ) -> Result:
     """Train in `out` under the planned faults, and compare; see `chaos`. `seed` is None for a replay."""
     from meshwright.recover.chaos import Chaos
-    from meshwright.recover.faults import Plan
+    from meshwright.recover.faults import KINDS, Plan
     from meshwright.recover.processes import adopted_orphans, children
     from meshwright.recover.verdict import ORACLES, report
     from meshwright.report.chaos_page import write_chaos_page
@@ -94,6 +98,9 @@ def _chaos_in(
             raise _stopped(error, written) from error
         seconds = time.monotonic() - begun
         left = [*_processes_left(before, children), *_files_left(checkpoints)]
+        hit = [course.placed for course in injected.courses().values()]
+        if result is not None and (bad := [fault for fault in hit if KINDS[fault.kind].skips]):
+            twin |= _twin_that_skips(spec, ranks, out, bad)
         found = {"nproc": ranks, "seed": seed, "mtbf_seconds": None if seed is None else mtbf}
         found |= report(spec, injected, twin, result, seconds, left) | {"end": end}
     write_atomically(out / "chaos.json", json.dumps(found, indent=1) + "\n")
@@ -166,10 +173,30 @@ def _twin(spec: RunSpec, ranks: int, out: Path) -> Result:
         "spec": spec.to_json(),
         "wall_seconds": seconds,
         "step_seconds": statistics.median(steps),
-        **{key: result[key] for key in ("parameters_sha256", "samples_sha256", "final_loss")},
+        **{key: result[key] for key in (*DIGESTS, "final_loss")},
     }
     write_atomically(file, json.dumps(kept) + "\n")
     return kept
+
+
+def _twin_that_skips(spec: RunSpec, ranks: int, out: Path, bad: Sequence[Fault]) -> Result:
+    """Return the digests of a run that has no faults, and skips the steps of bad batches.
+
+    It does so for a loss that is not a number, though all that it was computed from is as it must be.
+    """
+    from meshwright.recover.faults import Plan
+
+    folder = out / "twin-skipping"
+    shutil.rmtree(folder, ignore_errors=True)
+    by_step = {fault.step: replace(fault, kind="nan-loss", generation=0) for fault in bad}
+    flags = ["--out", str(folder), "--quiet"]
+    with Plan([by_step[step] for step in sorted(by_step)]) as plan:
+        for number in range(len(by_step)):
+            plan.hits.write(number, armed=1)
+        result = launch(
+            "train", spec, ranks, flags, folder / "result.json", [*flags, "--resume", "auto"], plan
+        )
+    return {key: result[key] for key in DIGESTS}
 
 
 def _kept(file: Path) -> Result:

@@ -150,10 +150,14 @@ def checkpoint_list(directory: Path) -> list[Result]:
 
 
 def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
-    """Check every hash of the checkpoint of `step` (default: the latest); `problems` lists the damage."""
-    from meshwright.checkpoint.inspect import verify_checkpoint
+    """Check every hash of the checkpoint of `step` (default: the latest), and what else a load checks.
 
-    report = verify_checkpoint(checkpoints_of(Path(directory)), step)
+    `problems` lists the damage.
+    """
+    from meshwright.checkpoint.inspect import verify_checkpoint
+    from meshwright.train.state import check_fields
+
+    report = verify_checkpoint(checkpoints_of(Path(directory)), step, check_fields)
     return {**asdict(report), "path": str(report.path), "problems": list(report.problems)}
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, reading, retried
-from meshwright.checkpoint.manifest import Part, Piece
+from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, Piece
 from meshwright.checkpoint.reader import (
     opened,
     parse_manifest,
@@ -28,6 +31,8 @@ from meshwright.spec.sharded_tensor import Rectangle
 
 HOLES_FROM = 1 << 30
 """Size in bytes from which a file is looked at for holes; smaller ones are read in a second."""
+_TRAINED = re.compile(r"(island\.[0-9]+/)?(model|optim|ema)/")
+"""Names of tensors that a run refuses to load where they are not finite: `train/nonfinite.py`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of `verify_checkpoint`; without `problems`, every byte is as it was written."""
+    """Result of `verify_checkpoint`; without `problems`, every byte is as it was written, and of use."""
 
     step: int | None  # None where the manifest itself is damaged
     path: Path
@@ -96,8 +101,15 @@ def _keep_every(state: dict[str, Any]) -> int:
     return found if isinstance(found, int) else 0
 
 
-def verify_checkpoint(directory: Path, step: int | None = None) -> VerifyReport:
+def verify_checkpoint(
+    directory: Path,
+    step: int | None = None,
+    check: Callable[[dict[str, Any], Path], None] = lambda _state, _directory: None,
+) -> VerifyReport:
     """Read every byte of a checkpoint (None: the latest) and check every hash, with little memory.
+
+    What a load refuses is damage, too: numbers of the model, its average or the optimiser that are not
+    finite, and a state for which `check`, given it and the directory, raises a BadCheckpointError.
 
     Raises CheckpointError where there is no such checkpoint, and UnreadableError where a disk does not
     answer; damage is reported, not raised.
@@ -108,13 +120,15 @@ def verify_checkpoint(directory: Path, step: int | None = None) -> VerifyReport:
         manifest = parse_manifest(path, read_manifest_text(path, disk))
     except BadCheckpointError as error:
         return VerifyReport(None, path, 0, 0, 0, (str(error),))
+    with _collected(problems):
+        check(manifest.state, directory)
     places: dict[str, list[Rectangle]] = {name: [] for name in manifest.tensors}
     for number in range(manifest.part_count):
         with _collected(problems):
             part = read_part(path, manifest, number, disk)
             for name, pieces in part.tensors.items():
                 places[name] += [piece.rectangle for piece in pieces]
-            _verify_part(path, part, disk, problems)
+            _verify_part(path, manifest, part, disk, problems)
     if not problems:
         for name, rectangles in places.items():
             with _collected(problems), reading(path / MANIFEST):
@@ -123,7 +137,7 @@ def verify_checkpoint(directory: Path, step: int | None = None) -> VerifyReport:
     return VerifyReport(manifest.step, path, len(manifest.tensors), count, manifest.bytes, tuple(problems))
 
 
-def _verify_part(path: Path, part: Part, disk: Disk, problems: list[str]) -> None:
+def _verify_part(path: Path, manifest: Manifest, part: Part, disk: Disk, problems: list[str]) -> None:
     """Append to `problems` a sentence about each damaged piece or file of a part."""
     by_file: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
     for name, pieces in part.tensors.items():
@@ -134,7 +148,28 @@ def _verify_part(path: Path, part: Part, disk: Disk, problems: list[str]) -> Non
             _check_holes(descriptor, path / file)
             for name, piece in sorted(named, key=lambda pair: pair[1].start):
                 with _collected(problems):
-                    retried(partial(verify_piece, descriptor, name, piece, path / file, disk))
+                    dtype = DTYPES[manifest.tensors[name].dtype]
+                    retried(partial(_verify_piece, descriptor, name, piece, dtype, path / file, disk))
+
+
+def _verify_piece(
+    descriptor: int, name: str, piece: Piece, dtype: torch.dtype, path: Path, disk: Disk
+) -> None:
+    """Raise BadCheckpointError for a piece whose hash differs, or with numbers that no run loads."""
+    finite = True
+
+    def look(block: memoryview) -> None:
+        nonlocal finite
+        finite = finite and bool(torch.frombuffer(block, dtype=dtype).isfinite().all())
+
+    if _TRAINED.match(name) and dtype.is_floating_point:
+        verify_piece(descriptor, name, piece, path, disk, look)
+    else:
+        verify_piece(descriptor, name, piece, path, disk)
+    if not finite:
+        raise BadCheckpointError(
+            f"tensor {name} in {path} has numbers that are not finite, which no run loads"
+        )
 
 
 def _check_holes(descriptor: int, path: Path) -> None:

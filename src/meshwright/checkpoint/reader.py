@@ -16,7 +16,7 @@ import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -102,16 +102,27 @@ def opened(path: Path, expected: int, disk: Disk) -> Iterator[int]:
         yield descriptor
 
 
-def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Disk) -> None:
-    """Check a piece's hash in the memory of one call. Raises BadCheckpointError."""
+def verify_piece(
+    descriptor: int,
+    name: str,
+    piece: Piece,
+    path: Path,
+    disk: Disk,
+    look: Callable[[memoryview], None] = lambda _block: None,
+) -> None:
+    """Check a piece's hash in the memory of one call. Raises BadCheckpointError.
+
+    `look` is called with each block of its bytes, of whole elements.
+    """
     digest = hashlib.sha256()
-    most = tiling().read_bytes
+    most = max(8, tiling().read_bytes // 8 * 8)
     block = memoryview(bytearray(min(most, piece.bytes)))
     with reading(path):
         for start in range(0, piece.bytes, most):
             part = block[: piece.bytes - start]
             _read_into(part, descriptor, piece.start + start, path, disk)
             digest.update(part)
+            look(part)
     _check_digest(digest.hexdigest(), name, piece, path)
 
 

@@ -165,7 +165,7 @@ def checkpoint_ls(call: Call) -> None:
     JSON,
 )
 def checkpoint_verify(call: Call) -> int:
-    """Check every hash of a checkpoint; if one differs, name the pieces and return exit code 1."""
+    """Check all that a load checks, every hash first; if one differs, name the pieces, exit code 1."""
     from meshwright import api
 
     result = api.checkpoint_verify(Path(call.words[0]), call.flags["step"])

@@ -30,7 +30,7 @@ from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree
 from meshwright.spec.toml import to_toml
-from meshwright.units import duration, gigabytes, short
+from meshwright.units import duration, gigabytes, percent, short
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
@@ -257,9 +257,12 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         show.line(f"{plans.islands.words}.")
     if words := islands(best):
         show.line(f"Exchanges: {words}.")
+    length = best.spec.data.seq_len
+    share = best.spec.model.keys_visible(length) / best.spec.model.keys_seen(length)
+    left = "half" if share == 0.5 else percent(share)
     show.line(
         f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases; its MFU is "
-        f"{best.causal_mfu:.1%} with half of attention's FLOPs, which is what a causal mask leaves."
+        f"{best.causal_mfu:.1%} with {left} of attention's FLOPs, which is what a causal mask leaves."
     )
     if best.never_measured:
         show.line(f"Never measured: {'; '.join(best.never_measured)}.")

@@ -109,7 +109,7 @@ def to_numbers(x: Tensor, form: Form, scales: Tensor) -> Tensor:
     assert form.dtype is not None
     scaled = x.float() / scales
     within = scaled.clamp(-form.largest, form.largest)
-    return torch.where(scaled.isinf(), math.nan, within).to(form.dtype)
+    return torch.where(x.isinf(), math.nan, within).to(form.dtype)
 
 
 def round_tensor(x: Tensor, form: Form, scale: Tensor) -> Tensor:
@@ -137,7 +137,8 @@ def round_nvfp4(x: Tensor, scale: Tensor, rows: int, columns: int, stochastic: b
         largest = tiles.abs().amax((-3, -1), keepdim=True)
         blocks = (largest / E2M1.largest / scale).clamp(LEAST_BLOCK, E4M3.largest)
         blocks = blocks.to(torch.float8_e4m3fn).float() + (largest - largest)
-        scaled = (tiles * (1 / scale / blocks)).clamp_(-E2M1.largest, E2M1.largest)
+        # One by one: the inverse of the least scale times that of the least block is infinite.
+        scaled = (tiles * (1 / scale)).mul_(1 / blocks).clamp_(-E2M1.largest, E2M1.largest)
         numbers = round_e2m1(scaled, _uniform(scaled) if stochastic else None)
         return _untiled(numbers * (blocks * scale), part)
 

@@ -24,7 +24,7 @@ class DelayedScaling:
     """The history of largest numbers, and the scales that follow, of the matrices of all stages."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, products: LowPrecision) -> None:
-        self._mesh, self._products = mesh, products
+        self._mesh, self.products = mesh, products
         names = [parameter.name for parameter in rounded_parameters(spec)]
         self._scales = torch.ones(len(names), len(ROLES), device=mesh.device)
         self._seen = torch.zeros_like(self._scales)
@@ -41,31 +41,39 @@ class DelayedScaling:
 
     def begin_step(self) -> None:
         """Note the largest numbers from here on, which those of a validation are not among."""
-        self._products.noting = True
+        self.products.noting = True
 
     def end_step(self, applied: bool) -> None:
-        """Take the largest numbers of all ranks into the history, unless the step was skipped."""
+        """Take the largest numbers of all ranks into the history, unless the step was skipped.
+
+        Numbers that are not finite are left out, also of a history that has some by a fault of memory: no
+        scale follows from them, and no later step could be applied.
+        """
+        _leave_out_bad(self._seen)
         start_all_reduce(self._seen, self._mesh.world, "amax").wait()
         if applied:
             self._history[self._steps % len(self._history)].copy_(self._seen)
             self._steps += 1
+        if self._steps:
+            _leave_out_bad(self._history)
             self._rescale()
         self._seen.zero_()
-        self._products.noting = False
+        self.products.noting = False
 
     def _rescale(self) -> None:
         largest = self._history.amax(0)  # rows that no step has filled yet are 0
         for place, role in enumerate(ROLES):
-            if self._products.recipe == "nvfp4":
-                scales = scale_of(largest[:, place] * ROOM, E2M1.largest * E4M3.largest)
+            if self.products.recipe == "nvfp4":
+                roomy = (largest[:, place] * ROOM).clamp(max=torch.finfo(largest.dtype).max)
+                scales = scale_of(roomy, E2M1.largest * E4M3.largest)
             else:
-                scales = scale_of(largest[:, place], self._products.forms[role].largest)
+                scales = scale_of(largest[:, place], self.products.forms[role].largest)
             self._scales[:, place] = torch.where(largest[:, place] > 0, scales, 1.0)
-        self._products.scaled = True
+        self.products.scaled = True
 
     def assume(self) -> None:
         """Take scales for known before any step, in a rehearsal."""
-        self._products.scaled = True
+        self.products.scaled = True
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that this rank holds."""
@@ -84,6 +92,11 @@ class DelayedScaling:
         for row, each in zip(self._history, kept, strict=False):
             row.copy_(torch.tensor(each))
         self._steps = len(kept)
-        self._products.scaled = bool(state)
+        self.products.scaled = bool(state)
         if state:
             self._rescale()
+
+
+def _leave_out_bad(largest: torch.Tensor) -> None:
+    """Set what is not finite to 0, which stands for an operand that was not met."""
+    largest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

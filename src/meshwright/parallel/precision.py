@@ -63,8 +63,12 @@ def use_fast_fp32_matmul(device: torch.device) -> bool:
     return kept
 
 
+LARGEST_SCALE = 2.0**127
+"""The largest power of two in fp32, in which the loss is multiplied."""
+
+
 class LossScale:
-    """Dynamic loss scale of fp16: halved at an overflow, doubled after `window` good steps.
+    """Dynamic loss scale of fp16: halved at an overflow, down to 1, and doubled after `window` good steps.
 
     Other formats have the exponent range of fp32 and keep a scale of 1.
     """
@@ -80,11 +84,11 @@ class LossScale:
         if not self.dynamic:
             return
         if not finite:
-            self.value, self.good_steps = max(1.0, self.value / 2), 0
+            self.value, self.good_steps = min(self.value, max(1.0, self.value / 2)), 0
             return
         self.good_steps += 1
         if self.good_steps == self.window:
-            self.value, self.good_steps = self.value * 2, 0
+            self.value, self.good_steps = min(self.value * 2, LARGEST_SCALE), 0
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint."""

@@ -38,6 +38,9 @@ class Kind:
     """Needs checkpoints that are saved on the way."""
     alters: bool = False
     """Changes numbers, so that the run cannot end as one without faults does."""
+    skips: bool = False
+    """Costs the step, so that the run ends as one without faults in which that step is skipped. It hits a
+    batch, so in the phase `data` only."""
     drawn: bool = True
     """Among the kinds of a schedule that names none."""
 
@@ -70,6 +73,18 @@ KINDS: Mapping[str, Kind] = {
     "nan": Kind(
         "an activation of the rank is not a number in one step",
         event=("skipped_step", ""), alters=True, drawn=False,
+    ),
+    "nan-batch": Kind(
+        "an activation of the rank is not a number each time that the batch is computed",
+        event=("skipped_step", ""), skips=True, drawn=False,
+    ),
+    "inf-batch": Kind(
+        "an activation of the rank is infinite each time that the batch is computed",
+        event=("skipped_step", ""), skips=True, drawn=False,
+    ),
+    "nan-loss": Kind(
+        "the loss of the rank is not a number each time that the batch is computed",
+        event=("skipped_step", ""), skips=True, drawn=False,
     ),
     "flip": Kind(
         "a bit of a parameter of the rank flips",
@@ -109,6 +124,10 @@ class Fault:
                     f"{name}: {_shown(value)} is not a {name} of {'fault' if name == 'kind' else 'a run'}; "
                     f"they are {', '.join(known)}"
                 )
+        if KINDS[self.kind].skips and self.phase != "data":
+            raise UserError(
+                f"phase: {self.kind} hits in 'data', before its batch is computed, not {self.phase!r}"
+            )
         for name in ("rank", "step", "generation", "steps", "number"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -148,6 +167,7 @@ def schedule(
         due += draw.expovariate(1 / mtbf)
         kind, rank, phase = draw.choice(list(kinds)), draw.randrange(ranks), draw.choice(STEP_PHASES)
         step = FIRST_SAVES * every if KINDS[kind].damages else 1
+        phase = "data" if KINDS[kind].skips else phase
         seconds, steps = 0.0, 1
         if kind == "slow":
             seconds, steps = draw.uniform(0.02, 0.2), 3

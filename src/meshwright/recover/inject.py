@@ -6,18 +6,23 @@ Only a supervisor that was given a plan (`recover/faults.py`) makes its ranks lo
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.checkpoint.disk import Disk
+from meshwright.data.loader import Batch
 from meshwright.launch.env import Supervision, Worker
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.recover.faults import KINDS, Fault, HitTable
@@ -55,6 +60,9 @@ class Injection:
         self._slow = (0, 0.0)
         """Completed steps up to which each phase takes longer, and by how many seconds."""
         self._save_begun: int | None = None
+        self._has_bad_batches = any(KINDS[fault.kind].skips for fault in hits.faults)
+        self._bad: tuple[Batch, Fault] | None = None
+        """The last batch that a fault has made bad."""
         last = hits.last()
         before = last is not None and hits[last].starts == self._generation  # in the generation before this
         if last is not None and before and KINDS[hits.faults[last].kind].damages:
@@ -65,11 +73,16 @@ class Injection:
         """Inject into this run from its next phase on."""
         self._run = run
         run.heartbeat.on_phase = self._on_phase
+        if self._has_bad_batches:
+            compute = run.trainer.gradients
+            run.trainer.gradients = partial(self._gradients, compute)  # type: ignore[method-assign]
 
     def _on_phase(self, phase: str, done: int) -> None:
         if self._rank == 0:
             self._note_save(phase)
             self._note_progress(phase)
+        if phase == "data" and self._has_bad_batches:
+            self._meet_bad_batches(done)
         until, seconds = self._slow
         if done < until:
             time.sleep(seconds)
@@ -82,6 +95,27 @@ class Injection:
         if due and fault.rank == self._rank and self._hits[self._next].armed:
             self._hits.write(self._next, step=done, starts=self._generation + 1)
             _ACTS[fault.kind](self, self._next, fault, done)
+
+    def _meet_bad_batches(self, done: int) -> None:
+        """Make the batch of a step bad that was so before the ranks were started again."""
+        for number, fault in enumerate(self._hits.faults):
+            hit = self._hits[number]
+            if KINDS[fault.kind].skips and fault.rank == self._rank and hit.starts and hit.step == done:
+                self._bad = self._run.batch, fault
+
+    def _gradients(self, compute: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+        """Compute the gradients of a batch, which a fault may have made bad: in a step or aside."""
+        if self._bad is None or batch is not self._bad[0]:
+            return compute(batch)
+        fault = self._bad[1]
+        value = math.inf if fault.kind == "inf-batch" else math.nan
+        if fault.kind != "nan-loss":
+            with _spoiled(fault.number % 4, fault.number, value):
+                return compute(batch)
+        if self._run.trainer.stale is None:
+            return compute(batch) * value
+        with _spoiled(0, fault.number, value, _spoil_gradient):  # a late gradient is judged by itself
+            return compute(batch) * value
 
     def acted(self, number: int) -> None:
         """Note that a fault does now what it does."""
@@ -154,23 +188,17 @@ class Injection:
         self.disk.fails = errno.ENOSPC if fault.kind == "disk-full" else errno.EIO
 
     def _spoil_an_activation(self, number: int, fault: Fault, done: int) -> None:
-        """Make a number of one of the next outputs of modules NaN."""
-        left = fault.number % 8
+        """Make a number of one of the next outputs of modules NaN, once."""
 
-        def spoil(module: torch.nn.Module, given: Any, output: Any) -> Any:
-            nonlocal left
-            if not (isinstance(output, Tensor) and output.is_floating_point() and output.requires_grad):
-                return None
-            left -= 1
-            if left >= 0:
-                return None
-            hook.remove()
+        def spoil(output: Tensor) -> Tensor:
             self.acted(number)
-            output = output.clone()
-            output.view(-1)[fault.number % output.numel()] = torch.nan
-            return output
+            return _spoil(output, fault.number, math.nan)
 
-        hook = register_module_forward_hook(spoil)
+        _spoil_next(fault.number % 8, spoil)
+
+    def _spoil_a_batch(self, number: int, fault: Fault, done: int) -> None:
+        self.acted(number)
+        self._bad = self._run.batch, fault
 
     @torch.no_grad()
     def _flip_a_bit(self, number: int, fault: Fault, done: int) -> None:
@@ -195,9 +223,53 @@ _ACTS: dict[str, _Act] = {
     "io-error": Injection._fail_a_write,
     "disk-full": Injection._fail_a_write,
     "nan": Injection._spoil_an_activation,
+    **{name: Injection._spoil_a_batch for name, kind in KINDS.items() if kind.skips},
     "flip": Injection._flip_a_bit,
     **{name: Injection._kill for name, kind in KINDS.items() if kind.damages or name == "kill"},
 }
+
+
+def _spoil(output: Tensor, element: int, value: float) -> Tensor:
+    """An output with another value in one element."""
+    output = output.clone()
+    output.view(-1)[element % output.numel()] = value
+    return output
+
+
+def _spoil_gradient(output: Tensor, element: int, value: float) -> Tensor:
+    """An output whose gradient has another value in one element."""
+    output = output.clone()
+    output.register_hook(lambda gradient: _spoil(gradient.contiguous(), element, value))
+    return output
+
+
+@contextmanager
+def _spoiled(
+    passed: int, element: int, value: float, spoil: Callable[[Tensor, int, float], Tensor] = _spoil
+) -> Iterator[None]:
+    """Spoil an output of a module inside the context, after so many that a gradient passes through."""
+    hook = _spoil_next(passed, lambda output: spoil(output, element, value))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _spoil_next(passed: int, spoil: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Spoil an output of a module, once, after so many more that a gradient passes through."""
+
+    def after(module: torch.nn.Module, given: Any, output: Any) -> Any:
+        nonlocal passed
+        if not (isinstance(output, Tensor) and output.is_floating_point() and output.requires_grad):
+            return None
+        passed -= 1
+        if passed >= 0:
+            return None
+        hook.remove()
+        return spoil(output)
+
+    hook = register_module_forward_hook(after)
+    return hook
 
 
 def _flat(descriptors: Any) -> Iterator[int]:

@@ -116,7 +116,7 @@ def report(
     """Return the figures of a run under faults, and the oracles.
 
     It took `seconds`, ended with `result` (None where it failed), and left behind what `left` names; `twin`
-    has the digests and times of the run without faults.
+    has the times of the run without faults, and the digests that this one must end with.
     """
     rows = figures(chaos)
     missing = incomplete_rows(spec, chaos.run) if result is not None else []

@@ -37,6 +37,9 @@ def summary(result: dict[str, Any]) -> str:
     """Return a line that sums up the result of a run."""
     bits, xz = result.get("val_bits_per_byte"), result.get("xz_bits_per_byte")
     skipped = f", {fmt.count(result['skipped_steps'])} skipped" if result.get("skipped_steps") else ""
+    skipped += (
+        f", the last {fmt.count(result['skipped_last'])} among them" if result.get("skipped_last") else ""
+    )
     against = f" (xz -9e {fmt.fixed(xz)})" if fmt.is_number(xz) else ""
     parts = {
         "steps": f"{fmt.count(result.get('steps'))} steps in {fmt.duration(result.get('seconds'))}{skipped}",

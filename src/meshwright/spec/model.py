@@ -26,22 +26,45 @@ class ModelSpec(Architecture):
         """Forward FLOPs of the output head on one token."""
         return 2 * self.vocab_size * self.hidden
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def keys_seen(self, seq_len: int) -> int:
+        """Keys that each query of a sequence is counted with: all, or as many as the sliding window holds."""
+        return seq_len if self.sliding_window is None else min(seq_len, self.sliding_window)
+
+    def keys_visible(self, seq_len: int) -> float:
+        """Mean number of keys that a causal mask leaves a query of a sequence, to half a key.
+
+        That is half of the sequence without a window. The first queries see fewer than a window of w keys
+        holds: in n tokens w - w^2 / 2n on average.
+        """
+        seen = self.keys_seen(seq_len)
+        return seen - seen**2 / (2 * seq_len) if seq_len else 0.0
+
+    def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
 
         Counts 2 FLOPs per multiply-add and twice the forward for the backward. That is 6 for each weight that
         is multiplied (the head included, the embedding lookup not, and only those experts that the token is
-        routed to), and 12 * layers * heads * head_dim * seq_len for the two products of attention, without a
-        discount for the causal mask (Chowdhery et al. 2022, PaLM, appendix B). Recomputation is not counted,
-        as it is work of the hardware, not of the model.
+        routed to), and 12 * layers * heads * head_dim * `keys_seen` for the two products of attention,
+        without a discount for the causal mask (Chowdhery et al. 2022, PaLM, appendix B); `causal` counts
+        `keys_visible` instead. Recomputation is not counted, as it is work of the hardware, not of the model;
+        nor are norms, rotations and activations, and documents in a sequence count as one.
         """
-        blocks = sum(self.block_flops(seq_len, layer) for layer in range(self.layers))
-        return 3.0 * (blocks + self.head_flops)
+        return 3.0 * self.forward_flops(seq_len, causal)
+
+    def forward_flops(self, seq_len: int, causal: bool = False) -> float:
+        """Model FLOPs of a forward on one token, counted as in `flops_per_token`."""
+        keys = self.keys_visible(seq_len) if causal else self.keys_seen(seq_len)
+        weights = sum(self.block_weight_flops(layer) for layer in range(self.layers))
+        return weights + self.layers * self.flops_per_key * keys + self.head_flops
 
     def block_flops(self, seq_len: int, layer: int) -> int:
         """Forward FLOPs of block `layer` on one token: its weights, and attention as above."""
-        channels = self.head_dim + self.v_dim
-        return self.block_weight_flops(layer) + 2 * self.heads * channels * seq_len
+        return self.block_weight_flops(layer) + self.flops_per_key * self.keys_seen(seq_len)
+
+    @property
+    def flops_per_key(self) -> int:
+        """Forward FLOPs of a block's attention for a query and a key: their scores, and the sum of values."""
+        return 2 * self.heads * (self.head_dim + self.v_dim)
 
     def block_weight_flops(self, layer: int) -> int:
         """Forward FLOPs of the weights of block `layer` on one token."""

@@ -21,6 +21,8 @@ from meshwright.spec.errors import UserError, did_you_mean
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+"""A whole number of 64 bits, 0 or more."""
 
 _WORDS = {
     "Input should be": "it should be",

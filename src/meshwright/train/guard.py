@@ -6,20 +6,35 @@ All ranks decide alike: from numbers that were summed over all of them, or by a 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.spec.errors import CorruptionError, NumericalError
+from meshwright.spec.records import Natural
 from meshwright.train.callbacks import Observers
 from meshwright.train.nonfinite import bad_state, locate
 from meshwright.train.replay import replay, replicas
-from meshwright.train.spikes import SpikeDetector
+from meshwright.train.spikes import SpikeDetector, SpikesState
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
 
 MOST_NAMED = 5
 """Parameters without gradients that a warning lists."""
+_NOT_SAVED = "it is not saved; resume from the last checkpoint"
+
+
+class GuardState(TypedDict):
+    """State of a `Guard` in a checkpoint."""
+
+    skipped_samples: NotRequired[list[tuple[Natural, Natural]]]
+    skipped_batches: NotRequired[list[tuple[Natural, Natural]]]
+    """In the place of `skipped_samples` from before batches could grow."""
+    rollbacks: Natural
+    spikes: SpikesState
 
 
 class Guard:
@@ -31,7 +46,8 @@ class Guard:
     def __init__(self, trainer: Trainer, loader: Loader, observers: Observers) -> None:
         self.recovery = trainer.spec.recovery
         self._trainer, self._loader, self._observers = trainer, loader, observers
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Skipped steps up to the last one of this start."""
         self._looked = self._told_zero = False
         self.rollbacks = 0
         self._spikes = SpikeDetector(self.recovery)
@@ -80,27 +96,38 @@ class Guard:
         self._batch = batch
         self._look_at_gradients(step, result)
         if result.applied:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return None
-        self._in_a_row += 1
+        self.in_a_row += 1
         late = self._trainer.spec.outer.staleness
         if late:
             first = f"the gradient of step {step - late}, which this step applied"
         else:
             origin = locate(self._trainer, batch, result.loss_scale)
             first = str(origin) if origin else "nothing when the step was computed again"
-        fields = {"step": step, "grad_norm": str(result.grad_norm), "in_a_row": self._in_a_row}
+        fields = {"step": step, "grad_norm": str(result.grad_norm), "in_a_row": self.in_a_row}
         self._observers.on_event("skipped_step", {**fields, "first": first})
-        if self._in_a_row <= self.recovery.max_skipped:
+        if self.in_a_row <= self.recovery.max_skipped:
             return None
         precision = self._trainer.spec.precision
         scale = f"precision.loss_scale ({precision.loss_scale:g}) or " if precision.compute == "fp16" else ""
         return NumericalError(
-            f"the gradient was not finite in {self._in_a_row} steps in a row, up to step {step}, more than "
+            f"the gradient was not finite in {self.in_a_row} steps in a row, up to step {step}, more than "
             f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
             f"which they left alone, is {'not ' if self._trainer.outer else ''}saved: resume from an earlier "
             f"checkpoint, or train anew with a lower {scale}train.lr"
         )
+
+    def at_end(self, step: int) -> None:
+        """Warn of a run that ends with skipped steps, which have trained nothing."""
+        if self.in_a_row:
+            last = "the last step was" if self.in_a_row == 1 else f"the last {self.in_a_row} steps were"
+            self._warn(
+                step,
+                f"{last} skipped, as the gradient was not finite: the model is that of step "
+                f"{step - self.in_a_row} of {step}; events.jsonl names what was first, and a lower "
+                f"train.lr or an earlier checkpoint may help",
+            )
 
     # Loss spikes --------------------------------------------------------------------------------------
 
@@ -138,7 +165,7 @@ class Guard:
             )
         return earlier
 
-    def skip(self, goal: int, step: int, before: dict[str, Any]) -> None:
+    def skip(self, goal: int, step: int, before: GuardState) -> None:
         """After a rollback to step `goal`, leave out the batches up to that of `step`, at most `spike_skip`.
 
         `before` is `state()` before the rollback: what was skipped then stays so.
@@ -164,7 +191,16 @@ class Guard:
             self._compare(step, self._vote)
         if self.recovery.vote_every and self._vote_of_islands is not None:  # a save takes all islands
             self._compare(step, self._vote_of_islands)
-        self._refuse_bad_state(f"after step {step}", "it is not saved; resume from the last checkpoint")
+        self._refuse_bad_state(f"after step {step}", _NOT_SAVED)
+
+    def refuse_flaw(self, step: int, flaw: Callable[[], str | None]) -> None:
+        """Raise `NumericalError` if `flaw`, which the first rank calls, finds one in what is no tensor of the
+        state of this step: a resume would refuse it."""
+        found = self._trainer.run_mesh.control.on_first(flaw)
+        if found is not None:
+            raise NumericalError(
+                f"after step {step} the state is not one to resume from ({found}); {_NOT_SAVED}"
+            )
 
     def _compare(self, step: int, vote: Vote) -> None:
         found = vote()
@@ -193,7 +229,7 @@ class Guard:
 
     # Checkpoints --------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> GuardState:
         """State for a checkpoint, as JSON."""
         return {
             "skipped_samples": self._loader.skipped,

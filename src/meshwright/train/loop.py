@@ -482,10 +482,10 @@ class TrainingRun:
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
         self.guard.before_save(self.done)
-        samples = self.samples.digest()
+        kept = self._metadata(self.samples.digest())
+        self.guard.refuse_flaw(self.done, lambda: state.flaw(kept))
         try:
-            tensors = state.tensors(self.trainer)
-            self.saves.save(self.done, tensors, self._metadata(samples), asynchronous)
+            self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         finally:
             self._tell_saved()
 
@@ -516,6 +516,7 @@ class TrainingRun:
     # End --------------------------------------------------------------------------------------------
 
     def _end(self, seconds: float) -> Row:
+        self.guard.at_end(self.done)
         if self.arrivals is not None:
             self.arrivals.leave("done")
         self._validate()
@@ -535,6 +536,7 @@ class TrainingRun:
             "samples_sha256": self.samples.digest(),
             "steps": self.done,
             "skipped_steps": self.skipped,
+            "skipped_last": self.guard.in_a_row,
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
             **self._of_island(),

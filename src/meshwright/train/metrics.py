@@ -84,7 +84,10 @@ class Metrics:
         }
 
     def _mfu(self, tokens_per_second: float) -> float:
+        """The share of `peak_flops` that the model takes, and a teacher that answers in the run."""
         flops_per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
+        if self.trainer.teacher is not None:
+            flops_per_token += self.trainer.teacher.flops_per_token
         return flops_per_token * tokens_per_second / self.peak_flops
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
+from meshwright.train.aside import aside
 from meshwright.train.optimiser import StateBuffer
 from meshwright.train.step import Trainer
 from meshwright.train.trace import BACKWARD, FORWARD, Place, StepTracer
@@ -71,17 +72,11 @@ def locate(trainer: Trainer, batch: Batch, loss_scale: float) -> Origin | None:
     `loss_scale` is the one that the step had. Returns None where everything was finite this time: a fault
     that passed. Every rank calls this between two steps, and all get the same.
     """
-    counts, scale = trainer.balance.counts, trainer.loss_scale
-    kept_counts, kept_scale = None if counts is None else counts.clone(), scale.value
-    scale.value = loss_scale
-    with _Search(trainer) as search:
+    with aside(trainer), _Search(trainer) as search:
+        trainer.loss_scale.value = loss_scale
         search.state()
         trainer.gradients(batch)
         search.sums()
-    trainer.states.end_step()
-    scale.value = kept_scale
-    if counts is not None and kept_counts is not None:
-        counts.copy_(kept_counts)
     control = trainer.mesh.control
     own = None
     if search.first is not None:

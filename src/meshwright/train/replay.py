@@ -18,6 +18,7 @@ from meshwright.data.loader import TENSORS, Batch
 from meshwright.parallel.checksum import checksum
 from meshwright.parallel.collectives import gather_rows, start_broadcast
 from meshwright.parallel.mesh import Axis, Mesh
+from meshwright.train.aside import aside
 from meshwright.train.step import Trainer
 from meshwright.train.trace import FORWARD, Place, StepTracer
 
@@ -81,9 +82,8 @@ def replay(trainer: Trainer, batch: Batch, axis: Axis) -> Miscomputation | None:
 
 def _recorded(trainer: Trainer, batch: Batch) -> _Recorder:
     """Checksums of the tensors of a forward and backward."""
-    with _Recorder(trainer) as recorder:
+    with aside(trainer), _Recorder(trainer) as recorder:
         trainer.gradients(batch)
-    trainer.states.end_step()
     return recorder
 
 

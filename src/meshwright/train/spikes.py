@@ -13,7 +13,20 @@ import statistics
 from collections import deque
 from typing import Any
 
+from typing_extensions import TypedDict
+
+from meshwright.spec.records import Natural, NotNegative, Number
 from meshwright.spec.sections import RecoverySpec
+
+
+class SpikesState(TypedDict):
+    """State of a `SpikeDetector` in a checkpoint."""
+
+    seen: Natural
+    mean: Number
+    variance: NotNegative
+    norms: list[NotNegative]
+    suspects: list[Natural]
 
 
 class SpikeDetector:
@@ -31,7 +44,12 @@ class SpikeDetector:
         self._suspects: list[int] = []
 
     def first_step(self, step: int, loss: float, norm: float) -> int | None:
-        """Take note of an applied step; the first step of a spike if this one completes it, else None."""
+        """Take note of an applied step; the first step of a spike if this one completes it, else None.
+
+        One whose loss is not finite is left out: its gradient, which is applied late, will be skipped.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return None
         if not self._is_high(loss, norm):
             self._learn(loss, norm)
             self._suspects.clear()
@@ -54,7 +72,7 @@ class SpikeDetector:
         self._norms.append(norm)
         self._seen += 1
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SpikesState:
         """State for a checkpoint: a run that goes on from there judges as if it had not stopped."""
         return {
             "seen": self._seen,
@@ -64,7 +82,7 @@ class SpikeDetector:
             "suspects": list(self._suspects),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: SpikesState | dict[str, Any]) -> None:
         """Continue from `state()`."""
         self._seen, self._mean, self._variance = state["seen"], state["mean"], state["variance"]
         self._norms = deque(state["norms"], maxlen=self._recovery.spike_window)

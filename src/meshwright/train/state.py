@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Field, Strict
+from pydantic import Strict
 from typing_extensions import TypedDict
 
 from meshwright.checkpoint.errors import BadCheckpointError
@@ -17,10 +17,11 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.spec.records import Number, Positive, read
+from meshwright.spec.records import Natural, Number, Positive, read
 from meshwright.spec.train import TrainSpec
 from meshwright.spec.weights import TRAINING
 from meshwright.train.clipping import ZClipState
+from meshwright.train.guard import GuardState
 from meshwright.train.step import Trainer
 from meshwright.train.stored_answers import TeacherState
 
@@ -120,9 +121,6 @@ def has_average(state: dict[str, Any]) -> bool:
     return state["spec"]["train"].get("ema") is not None
 
 
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-
-
 class _Parts(TypedDict):
     """Tables of a spec that another run is told by."""
 
@@ -135,25 +133,35 @@ class _Scale(TypedDict):
     """State of a `LossScale`."""
 
     value: Positive
-    good_steps: Count
+    good_steps: Natural
 
 
 class _State(TypedDict):
     """Fields of `metadata` that a resume reads; there may be more."""
 
-    step: Count
+    step: Natural
     loss: Number | None
     spec: _Parts
     samples_sha256: Annotated[str, Strict()]
     data_digest: Annotated[str, Strict()] | None
-    updates: Count
+    updates: Natural
     loss_scale: _Scale
     amax_history: NotRequired[list[list[list[Number]]]]
     zclip: NotRequired[ZClipState]
-    exchanges: NotRequired[list[list[Count]]]
+    exchanges: NotRequired[list[list[Natural]]]
     teacher: NotRequired[TeacherState]
-    merged: NotRequired[Count]
+    merged: NotRequired[Natural]
     late_factors: NotRequired[list[Positive]]
+    guard: NotRequired[GuardState | None]
+
+
+def flaw(state: dict[str, Any]) -> str | None:
+    """A field of a state, as JSON, that no resume would take, with its value and the reason; else None."""
+    try:
+        read(_State, state)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -161,12 +169,8 @@ def check_fields(state: dict[str, Any], where: Path) -> None:
 
     A hash says that a state is as it was written, not who wrote it.
     """
-    try:
-        read(_State, state)
-    except UserError as error:
-        raise BadCheckpointError(
-            f"the state of a checkpoint in {where} cannot be trusted: {error}"
-        ) from error
+    if (wrong := flaw(state)) is not None:
+        raise BadCheckpointError(f"the state of a checkpoint in {where} cannot be trusted: {wrong}")
 
 
 def metadata(

@@ -330,7 +330,7 @@ class Trainer:
             self.optimiser.step(rate, self.clipping.clip(norm, self.applied_factor))
         if finite and not waiting and self.ema is not None:
             self.ema.update()
-        if finite:
+        if finite and math.isfinite(totals.loss):  # of this step's tokens, which a late gradient is not of
             self.balance.update()
         if self.scaling is not None:
             self.scaling.end_step(finite)

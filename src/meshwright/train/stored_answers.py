@@ -131,6 +131,8 @@ class AnswerFiles:
 class StoredAnswers:
     """The answers of a folder, about this rank's tokens."""
 
+    flops_per_token = 0.0
+
     def __init__(self, folder: Path, spec: RunSpec, mesh: Mesh, corpus: Corpus) -> None:
         """Raises `UserError` unless the folder is whole, and answers what the run asks."""
         assert spec.distil is not None

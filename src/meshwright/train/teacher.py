@@ -41,6 +41,11 @@ class Teaching(Protocol):
     identity: Mapping[str, Any]
     """Says which teacher it is: `step` and `sha256` of its weights, `tokenizer_sha256`."""
 
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of an answer about one token; 0 for one that is read."""
+        ...
+
     def __call__(self, batch: Batch) -> Taught | None:
         """Answers about this rank's tokens of a batch; None on ranks that have no last stage."""
         ...
@@ -63,6 +68,11 @@ class Teacher:
         self._rows = pieces["embed.weight" if student.model.tied else "head.weight"].size
         exact = torch.promote_types(self.states.formats.compute, torch.float32)
         self._empty = torch.empty(0, self._columns, dtype=exact, device=mesh.device)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a forward on one token."""
+        return self.spec.model.forward_flops(self.spec.data.seq_len)
 
     def draw(self) -> None:
         """Draw the weights from the teacher's seed."""

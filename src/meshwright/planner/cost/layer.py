@@ -227,8 +227,8 @@ class LayerCost:
     def _core(self, backward: bool = False) -> tuple[float, float]:
         """Seconds of attention's products, and of moving its scores where they are stored; one way."""
         model, layout = self.spec.model, self.spec.layout
-        heads, window = model.heads // layout.tp, model.sliding_window
-        seen = self.length if window is None else min(self.length, 2 * window)  # no causal half of a window
+        heads = model.heads // layout.tp
+        seen = 2 * model.keys_visible(self.length)
         pairs = self.tokens * seen * heads  # of queries and keys, without the causal mask
         if self.stack.fused_attention:
             measured = self._measured_core(backward) if self.stack.own else None

@@ -117,9 +117,9 @@ class Candidate:
 
     @property
     def causal_mfu(self) -> float:
-        """The MFU with half of attention's FLOPs, as many as a causal mask leaves of long sequences."""
-        whole, weights = (self.spec.model.flops_per_token(n) for n in (self.spec.data.seq_len, 0))
-        return self.mfu * (whole + weights) / (2 * whole)
+        """The MFU with what a causal mask leaves of attention's FLOPs: half of them without a window."""
+        model, length = self.spec.model, self.spec.data.seq_len
+        return self.mfu * model.flops_per_token(length, causal=True) / model.flops_per_token(length)
 
     @cached_property
     def memory(self) -> Memory:

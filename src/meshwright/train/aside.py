@@ -1,0 +1,41 @@
+"""Gradients that are computed aside: between two steps, to look at them, and without any effect on the run.
+
+`Trainer.gradients` changes more than gradients: fp8's largest numbers are noted, routers count their tokens,
+the batch that was moved ahead is used up. None of that belongs to the run where no step follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshwright.train.step import Trainer
+
+
+@contextmanager
+def aside(trainer: Trainer) -> Iterator[None]:
+    """Let `trainer.gradients` be called inside the context, between two steps; all ranks enter it together.
+
+    At the end gradients are dropped, and everything that a forward or backward changes is as it was: scales
+    and the numbers that they follow from, the routers' counts, the loss scale, what is known of the next
+    batch, and the state of torch's generators. Parameters, moments and averages change in an update only.
+    """
+    scaling, balance = trainer.scaling, trainer.balance
+    parts = [trainer, trainer.loss_scale, trainer.states, balance]
+    parts += [] if scaling is None else [scaling, scaling.products]
+    attributes = [(part, dict(vars(part))) for part in parts]
+    tensors = [*balance.tensors(), *(() if scaling is None else scaling.tensors())]
+    copies = [(tensor, tensor.clone()) for tensor in tensors]
+    device = trainer.mesh.device
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        trainer.states.end_step()
+        for part, kept in attributes:
+            vars(part).update(kept)
+        with torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)

@@ -1,0 +1,135 @@
+"""Counts of FLOPs that know the model: those of the operators of a dry run, for every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.model.attention import attention_mask
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import ModelSpec, RunSpec, load
+from meshwright.spec.architecture import Architecture
+from meshwright.spec.teacher import teacher_of
+from meshwright.train.dryrun import rehearse
+from meshwright.train.metrics import Metrics
+from meshwright.train.step import Step, Trainer
+from meshwright.train.stored_answers import StoredAnswers
+from meshwright.train.teacher import Teacher
+from ranks import Ranks
+
+LENGTH = 32
+BASE: dict[str, object] = {
+    "model.layers": 3, "model.hidden": 48, "model.ffn": 64, "model.heads": 4, "model.kv_heads": 2,
+    "model.head_dim": 16, "model.vocab_size": 96, "model.max_seq_len": 64, "data.corpus": "synthetic",
+    "data.seq_len": LENGTH, "train.batch_tokens": 4 * LENGTH, "precision.compute": "fp32",
+    "layout.micro_batch": 2,
+}  # fmt: skip
+MOE: dict[str, object] = {"model.moe.experts": 4, "model.moe.top_k": 2, "model.moe.ffn": 24}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen3": {"model.qk_norm": "true", "model.tied": "true"},
+    "mistral": {"model.sliding_window": 8},
+    "gpt2": {
+        "model.norm": "layernorm", "model.activation": "gelu_tanh", "model.position": "learned",
+        "model.qkv_bias": "true", "model.out_bias": "true", "model.mlp_bias": "true", "model.tied": "true",
+        "model.kv_heads": 4,
+    },
+    "mixtral": MOE | {"model.sliding_window": 12},
+    "qwen3_moe": MOE | {"model.qk_norm": "true", "model.moe.dense_first": 1, "model.moe.every": 2},
+    "deepseek_v3": MOE | {
+        "model.moe.shared_ffn": 40, "model.moe.dense_first": 1, "model.kv_heads": 4, "model.mla.q_rank": 12,
+        "model.mla.kv_rank": 8, "model.mla.rope_dim": 6, "model.mla.v_dim": 10,
+    },
+}  # fmt: skip
+
+
+def spec_of(family: str, **flags: object) -> RunSpec:
+    given = BASE | {"model.family": family} | FAMILIES[family]
+    given |= {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def counted(spec: RunSpec) -> int:
+    """FLOPs of the matrix products and attention of one rank's step."""
+    found, step = [], Trainer.step
+
+    def stepped(trainer: Trainer, *arguments: Any, **more: Any) -> Step:
+        with FlopCounterMode(display=False) as counter:
+            result = step(trainer, *arguments, **more)
+        found.append(counter.get_total_flops())
+        return result
+
+    with patch.object(Trainer, "step", stepped):
+        rehearse(spec, 0, torch.device("cpu"))
+    (total,) = found
+    return int(total)
+
+
+def test_every_family_is_counted() -> None:
+    assert set(FAMILIES) == set(get_args(Architecture.model_fields["family"].annotation))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_of_the_operators_of_a_dry_run(family: str) -> None:
+    """Equal but for what the operators' own count says otherwise of attention and of norms.
+
+    An operator of attention is counted with every key of the sequence, and its backward with three products
+    for the keys' channels in place of two, as it computes the scores again.
+    """
+    spec = spec_of(family)
+    model, tokens = spec.model, spec.train.batch_tokens
+    again = 2 * model.layers * model.heads * model.head_dim * LENGTH
+    unseen = 3 * model.layers * model.flops_per_key * (LENGTH - model.keys_seen(LENGTH))
+    assert (unseen > 0) == (model.sliding_window is not None)
+    found = counted(spec) / tokens - again - unseen - norm_flops(model)
+    assert found == model.flops_per_token(LENGTH)
+
+
+def norm_flops(model: ModelSpec) -> float:
+    """FLOPs on a token of RMSNorm's backward: two scalar products, by token and by channel."""
+    if model.norm != "rmsnorm":
+        return 0.0
+    channels = model.hidden * (2 * model.layers + 1)
+    if model.qk_norm:
+        channels += model.layers * model.head_dim * (model.heads + model.kv_heads)
+    if model.mla is not None:
+        channels += model.layers * ((model.mla.q_rank or 0) + model.mla.kv_rank)
+    return 4.0 * channels
+
+
+@pytest.mark.parametrize(("length", "window"), [(32, None), (32, 32), (32, 8), (7, 3), (40, 1), (9, 64)])
+def test_keys_are_those_that_the_mask_leaves(length: int, window: int | None) -> None:
+    model = ModelSpec.model_validate({"sliding_window": window})
+    mask = attention_mask(length, length, window, None, torch.zeros(()))
+    visible = torch.ones(length, length).tril() if mask is None else mask[0, 0].isfinite().double()
+    assert model.keys_seen(length) == (length if mask is None else int(visible.sum(1).max()))
+    assert abs(model.keys_visible(length) - float(visible.sum(1).mean())) <= 0.5
+    whole, causal = model.flops_per_token(length), model.flops_per_token(length, causal=True)
+    share = model.keys_visible(length) / model.keys_seen(length)
+    weights = model.flops_per_token(0)
+    assert causal - weights == pytest.approx(share * (whole - weights), rel=1e-12)
+    assert 0.5 <= share <= 1.0
+
+
+def mfu_at_one_flop_a_second(mesh: Mesh, spec: RunSpec) -> float:
+    """The FLOPs that a run with a teacher counts for a token."""
+    own = teacher_of(spec)
+    assert own is not None
+    metrics = Metrics(Trainer(spec, mesh, teacher=Teacher(spec, own, mesh)))
+    metrics.peak_flops = 1.0
+    return metrics._mfu(1.0)
+
+
+def test_a_teacher_that_answers_in_the_run_counts_its_forward(ranks: Ranks, tmp_path: Path) -> None:
+    teacher = spec_of("mistral", model__layers=2)
+    (tmp_path / "run.json").write_text(json.dumps({"spec": teacher.to_json()}))
+    spec = spec_of("llama", distil__teacher=tmp_path)
+    student, whole = (each.model.flops_per_token(LENGTH) for each in (spec, teacher))
+    assert ranks.run(spec.layout, mfu_at_one_flop_a_second, spec) == [student + whole / 3]
+    assert StoredAnswers.flops_per_token == 0
