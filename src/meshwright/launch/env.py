@@ -316,3 +316,13 @@ def process_group(place: Worker | None, device_type: str = "cpu") -> Iterator[Pr
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def with_own_modules(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a Python that finds modules where this process does, and in the same order.
+
+    `python -m` looks in the working directory first: a folder `meshwright` there would be run in the place of
+    the package that started it.
+    """
+    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": places}
