@@ -30,12 +30,14 @@ def verify(
     out: Path | None = None,
     through: str | None = None,
     onto: RunSpec | None = None,
-    precision: str = "exact",
+    precision: str = "both",
 ) -> Result:
-    """Compare the layout with one device in float64 over `steps` optimiser steps.
+    """Compare the layout with one device in float64 over `steps` optimiser steps, and then in the run's own
+    formats, compiled if the run is, where each row has a `tolerance` of its own, which rounding was measured
+    to need.
 
-    With `precision` "run" the layout computes in the run's own formats, compiled if the run is, and each row
-    has a `tolerance` of its own, which rounding was measured to need.
+    With `precision` "exact" only the first is done, with "run" only the second, over as many steps. The
+    second part's result is `own` in that of both.
 
     With `through` "checkpoint" or "export" the run is saved after so many steps, loaded, in the second case
     from the HF folder that it was exported to, and takes as many steps again, on the layout of `onto` if that
@@ -153,7 +155,7 @@ def verify_worker(
     save: Path | None = None,
     load: Path | None = None,
     through: str | None = None,
-    precision: str = "exact",
+    precision: str = "both",
 ) -> Result:
     """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}.
 
@@ -162,7 +164,7 @@ def verify_worker(
     """
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
-    from meshwright.verify.precision import verify_in_own_precision
+    from meshwright.verify.precision import verify_in_both, verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part
     from meshwright.verify.verify import verify as verify_rank
 
@@ -181,8 +183,10 @@ def verify_worker(
             verdict = load_part(spec, mesh, load, load / IMPORTED if through == "export" else load)
         elif precision == "run":
             verdict = verify_in_own_precision(spec, mesh, steps)
-        else:
+        elif precision == "exact":
             verdict = verify_rank(spec, mesh, steps)
+        else:
+            verdict = verify_in_both(spec, mesh, steps)
         if out is not None:
             mesh.control.on_first(lambda: write_atomically(out / "verify.json", json.dumps(verdict)))
     return verdict or {}
@@ -190,5 +194,5 @@ def verify_worker(
 
 def longest_wait(spec: RunSpec, precision: str) -> timedelta:
     """Return the longest wait of a rank in a collective of a comparison in this `precision`."""
-    compiles = precision == "run" and spec.train.compile
+    compiles = precision != "exact" and spec.train.compile
     return timedelta(seconds=spec.recovery.hang_seconds or LIMIT_S + compiles * COMPILE_LIMIT_S)

@@ -46,7 +46,8 @@ class ReferenceDecoder:
     """A decoder as a function of its weights, which have the names of `Decoder.tensors`.
 
     `tap` is called with every submodule's path and output; the outputs of a mixture's router are its logits,
-    those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits.
+    those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits. The
+    experts of a layer are `chosen` (n, T, k), where that is given, and not those of the largest scores.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class ReferenceDecoder:
         weights: Mapping[str, Tensor],
         tap: Tap | None = None,
         linears: Linears | None = None,
+        chosen: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.spec, self.weights = spec, weights
+        self.spec, self.weights, self.chosen = spec, weights, chosen or {}
         self.linears: Linears = linears or (lambda _name, x, weight: x @ weight.T)
         self.tap: Tap = tap or (lambda _path, x: x)
 
@@ -178,7 +180,9 @@ class ReferenceDecoder:
         assert moe is not None
         logits = self.tap(f"{path}.router", x @ self.weights[f"{path}.router.weight"].T)
         scores = torch.sigmoid(logits) if moe.router == "sigmoid" else torch.softmax(logits, -1)
-        experts = choose_experts(moe, scores.detach(), self.weights.get(f"{path}.router.bias"))
+        experts = self.chosen.get(int(path.split(".")[1]))
+        if experts is None:
+            experts = choose_experts(moe, scores.detach(), self.weights.get(f"{path}.router.bias"))
         routing = Routing(logits, scores, experts, within_capacity(moe, experts))
         weights = scores.gather(-1, experts)
         if moe.renormalise:
