@@ -164,7 +164,8 @@ def verify_worker(
     """
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
-    from meshwright.verify.precision import verify_in_both, verify_in_own_precision
+    from meshwright.verify.both import verify_in_both
+    from meshwright.verify.precision import verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part
     from meshwright.verify.verify import verify as verify_rank
 

@@ -45,7 +45,10 @@ def validation_losses(trainer: Trainer, reader: SplitReader, mesh: Mesh) -> dict
 
 @torch.no_grad()
 def reference_losses(
-    spec: RunSpec, weights: Mapping[str, Mapping[str, Tensor]], linears: ReferenceLinears, device: torch.device
+    spec: RunSpec,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    linears: ReferenceLinears,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """The same of one device, in float64, from the tensors of `weights` by kind and name."""
     batch = held_out_batch(spec, targets_of(spec))
@@ -53,10 +56,12 @@ def reference_losses(
     if batch is None:
         return found
     moved = batch.to(device)
-    of_model = weights.get("outer parameter") or weights["parameter"]
+    of_model, biases = weights.get("outer parameter") or weights["parameter"], weights.get("router bias", {})
     for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
         if held is not None:
-            tensors = {name: tensor.double() for name, tensor in {**weights.get("router bias", {}), **held}.items()}
+            tensors = {
+                name: tensor.double() for name, tensor in {**weights.get("router bias", {}), **held}.items()
+            }
             decoder = ReferenceDecoder(spec.model, tensors, linears=linears)
             logits, _ = decoder(moved.tokens, moved.positions, moved.documents)
             found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()

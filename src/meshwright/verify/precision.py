@@ -29,7 +29,6 @@ from meshwright.spec.eight_bit import blocks_of
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
-from meshwright.train.nonfinite import buffers
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
 from meshwright.verify.gather_state import State, gather_state
@@ -49,9 +48,10 @@ from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from meshwright.verify.routing import ChosenExperts, Found, compare_routing
 from meshwright.verify.routing import whole as whole_routing
 from meshwright.verify.samples import compare_samples, gather_samples
+from meshwright.verify.skipped import Unchanged, infinite_gradient, loss_scales
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin
-from meshwright.verify.verify import exact, verify
+from meshwright.verify.verify import exact
 
 DRAWS = 4
 """Times that a step is computed with other roundings; twice as many with fewer than `FEW_TOKENS` tokens."""
@@ -77,7 +77,7 @@ MASTER_TOLERANCE = 1e-5
 """For what is computed in the format of the masters, element by element."""
 
 ROUTED_LOSS = 1e-3
-"""Relative tolerance of the validation loss of a model with experts, of which it is not known which the tokens
+"""Relative tolerance of the validation loss of a model with experts, since it is not known which its tokens
 chose."""
 
 OVERFLOWING = 2.0**60
@@ -99,12 +99,15 @@ def verify_in_own_precision(
 ) -> dict[str, object] | None:
     """Run `steps` steps of the layout in the run's precision; the first rank gets the result.
 
-    With `last_only` loss and gradients are compared in the last step alone, of a copy that is narrower: most
-    of the time goes into their reference.
+    With `last_only` loss and gradients are compared in the last step alone, which is the run's last, of a
+    copy that is narrower: most of the time goes into their reference.
     """
     tree = exact(spec, steps).to_json()
     tree["precision"] = spec.to_json()["precision"]
     tree["train"]["compile"] = spec.train.compile
+    if last_only:  # the last step is the run's last, too
+        warmup = spec.train.warmup_steps
+        tree["train"] |= {"steps": steps, "warmup_steps": warmup and min(warmup, steps - 1)}
     most, least = (MOST_WORK_OF_ONE, LEAST_TOKENS_OF_ONE) if last_only else (MOST_WORK, LEAST_TOKENS)
     most /= SLOWER if spec.precision.low else 1
     own, note = narrow(RunSpec.model_validate(tree), most, least)
@@ -114,38 +117,6 @@ def verify_in_own_precision(
         return None
     about = {"precision": own.precision.compute, "layout": own.layout.describe(), "steps": steps}
     return {**found.result(), "narrowed": note, **about}
-
-
-OWN_STEPS = 2
-"""Steps in the run's own precision behind those in float64: what is wrong in the first one's update, or in
-copies of it, shows in the second."""
-
-
-def verify_in_both(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
-    """Run `steps` steps in float64 and, if these are equal, a few in the run's precision; the first rank gets
-    the result, with that of the second part as `own`.
-
-    The second part is of gradients that are summed in each step, without islands, late gradients or a
-    teacher, which are compared in float64.
-    """
-    found = verify(spec, mesh, steps)
-    own = None
-    if spec.precision.compute != "fp64" and mesh.control.broadcast(found is None or found["equal"]):
-        own = verify_in_own_precision(_plain(spec), mesh, OWN_STEPS, last_only=True)
-    if found is None or own is None:
-        return found
-    return {
-        **found,
-        "equal": own["equal"],
-        "first": own["first"],
-        "differences": own["differences"],
-        "own": own,
-    }
-
-
-def _plain(spec: RunSpec) -> RunSpec:
-    """The run with gradients that are summed and applied in each step, and no teacher."""
-    return RunSpec.model_validate({**spec.to_json(), "outer": {}, "distil": None})
 
 
 class _Comparison:
@@ -167,9 +138,12 @@ class _Comparison:
             drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
             words = "step 0: the initial value of {} differs"
             self.found.close(0, "initial weight", self.state["parameter"], drawn, MASTER_TOLERANCE, words)
+            if self.trainer.loss_scale.dynamic:
+                scales, words = loss_scales(spec.precision), "the loss scale after {} differs"
+                self.found.close(0, "loss scale", *scales, 0.0, words)
 
     def steps(self, steps: int, last_only: bool = False) -> Measurements:
-        """Compare `steps` steps, the validation loss after them, and for fp16 a step that overflows."""
+        """Compare `steps` steps, the validation loss after them, and a step that must be skipped."""
         spec, mesh = self.spec, self.mesh
         loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
         whole: Iterator[Batch] = batches(spec) if mesh.rank == 0 else iter(())
@@ -191,9 +165,9 @@ class _Comparison:
         held_out = validation_losses(self.trainer, loader.validation, mesh)
         mesh.heartbeat.phase("start")
         while_others_wait(mesh.control, mesh.rank == 0, partial(self._compare_validation, steps, held_out))
-        if spec.precision.compute == "fp16":
+        if self.trainer.loss_scale.dynamic:
             self.trainer.loss_scale.value = OVERFLOWING
-            self._attempt(batch, steps + 1)
+        self._attempt(batch, steps + 1, infinite=True)
         loader.close()
         return self.found
 
@@ -204,28 +178,26 @@ class _Comparison:
             if taken.done.applied or self.trainer.loss_scale.value >= taken.done.loss_scale:
                 return taken
 
-    def _attempt(self, batch: Batch, number: int) -> _Taken:
+    def _attempt(self, batch: Batch, number: int, infinite: bool = False) -> _Taken:
+        """Take a step, or with an `infinite` gradient none; a step that is skipped must change nothing."""
         trainer, mesh = self.trainer, self.mesh
-        kept = {name: tensor.clone() for name, tensor in self._own()} if trainer.loss_scale.dynamic else {}
+        before = Unchanged(trainer) if infinite or trainer.loss_scale.dynamic else None
         experts = ChosenExperts(trainer)
-        with experts if self.forced else nullcontext():
+        wrong = infinite_gradient(trainer) if infinite and not trainer.loss_scale.dynamic else nullcontext()
+        with wrong, experts if self.forced else nullcontext():
             loss = trainer.gradients(batch)
         chosen = experts.gathered() if self.forced else []
         stale = mesh.control.gather(sorted(stale_copies(trainer)))
         gradients = gather_full(trainer.states.gradients(), mesh)
         gradients = {name: grad.double() * trainer.gradient_factor for name, grad in gradients.items()}
-        updates = trainer.optimiser.updates
         done = trainer.apply(trainer.sums(loss), number)
-        if done.applied:
-            if done.loss_scale == OVERFLOWING:
-                self._note_skip(number, ["was taken"])
-        elif trainer.loss_scale.dynamic:
-            own = [f"changed {name}" for name, tensor in self._own() if not torch.equal(kept[name], tensor)]
-            if trainer.optimiser.updates != updates:
-                own.append("changed the number of updates")
+        if before is not None and not done.applied:
+            own = before.changes()
             if trainer.loss_scale.value >= done.loss_scale > 1:
                 own.append("did not lower the loss scale")
             self._note_skip(number, own)
+        elif infinite:
+            self._note_skip(number, ["was taken"])
         return _Taken(done, gradients, stale, chosen)
 
     def _note_skip(self, number: int, wrong: list[str]) -> None:
@@ -234,17 +206,10 @@ class _Comparison:
         if rank is None:
             self.found.add(number, "skipped step", "all states", 0.0, 0.0, "")
             return
-        words = f"step {number}: in fp16 a step that overflows must be skipped, and the loss scale halved; "
-        words += f"on rank {rank} it {every[rank][0]}"
+        words = f"step {number}: a step with a gradient that is not finite must be skipped"
+        words += ", and the loss scale halved" if self.trainer.loss_scale.dynamic else ""
+        words += f"; on rank {rank} it {every[rank][0]}"
         self.found.add(number, "skipped step", every[rank][0], math.inf, 0.0, words)
-
-    def _own(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's stored parameters, moments, averages and routers' biases, by name."""
-        for prefix, buffer in buffers(self.trainer):
-            for slot in buffer.slots:
-                yield prefix + slot.key, buffer.local(slot)
-        for name, bias in self.trainer.balance.biases().items():
-            yield name, bias.to_local()
 
     def _compare(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from meshwright.verify.reference_rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents in DeepSeek's models, whatever `ModelSpec.norm_eps` is."""
+
+MOST_SCORES = 2**28
+"""Bytes of scores and probabilities, of all heads and layers, that are kept for the backward; more are
+computed again in it."""
 
 Tap = Callable[[str, Tensor], Tensor]
 """(path of a submodule of `Decoder`, its output) -> the output that is used from there on."""
@@ -119,14 +124,13 @@ class ReferenceDecoder:
             q, k, v = self._latent_heads(path, x, turns)
         scale = score_factor(spec) / math.sqrt(spec.head_dim)
         group = spec.heads // k.shape[2]
-        # Computed again in the backward: the scores of all heads and layers would not fit in memory.
+        computed: Callable[..., Tensor] = attend
+        if 2 * spec.layers * spec.heads * visible.numel() * x.itemsize > MOST_SCORES:
+            computed = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
         mixed = [
-            checkpoint(
-                attend, q[:, :, head], k[:, :, head // group], v[:, :, head // group], visible, scale,
-                use_reentrant=False, preserve_rng_state=False,
-            )
+            computed(q[:, :, head], k[:, :, head // group], v[:, :, head // group], visible, scale)
             for head in range(spec.heads)
-        ]  # fmt: skip
+        ]
         return self.tap(path, self._linear(f"{path}.o", torch.cat(mixed, -1)))
 
     def _grouped_heads(self, path: str, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

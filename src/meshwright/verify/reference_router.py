@@ -48,8 +48,8 @@ def expert_copies(moe: MoeSpec, experts: Tensor) -> Tensor:
 
 
 def move_bias(moe: MoeSpec, experts: Tensor, bias: Tensor) -> None:
-    """Move `bias` (E,) after a step with these experts (n, T, k) one step up where the load is below the mean, and down where it is above (Wang et al.
-    2024)."""
+    """Move `bias` (E,) after a step with these experts (n, T, k): one step up where the load is below the
+    mean, and down where it is above (Wang et al. 2024)."""
     counts = expert_copies(moe, experts)
     mean = float(counts.mean())
     for expert, count in enumerate(counts.tolist()):

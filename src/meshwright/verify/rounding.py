@@ -105,7 +105,9 @@ def rounded_gradients(
 
     own = copy(linears)
     own.seen, own.factor = {}, 1.0  # gradients are in the run's own scale here
-    decoder = ReferenceDecoder(spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own, chosen)
+    decoder = ReferenceDecoder(
+        spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own, chosen
+    )
     targets = max(1, targets_of(batch))
     scale = targets * 2.0 ** math.frexp(1 / targets)[1] * loss_scale
     while True:
