@@ -49,9 +49,10 @@ def _axes(text: str) -> Overrides:
     ),
     Flag(
         "through",
-        "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",
+        "save after K steps, load, and compare K more: 'checkpoint', 'snapshot', which a restart takes, or "
+        "'export' to an HF folder and import",
         "WAY",
-        choice("checkpoint", "export"),
+        choice("checkpoint", "snapshot", "export"),
     ),
     Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
     Flag(

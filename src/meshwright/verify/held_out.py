@@ -49,9 +49,11 @@ def reference_losses(
     weights: Mapping[str, Mapping[str, Tensor]],
     linears: ReferenceLinears,
     device: torch.device,
+    targets: int | None = None,
 ) -> dict[str, Tensor]:
-    """The same of one device, in float64, from the tensors of `weights` by kind and name."""
-    batch = held_out_batch(spec, targets_of(spec))
+    """The same of one device, in float64, from the tensors of `weights` by kind and name; `targets` are by
+    default those of `targets_of`."""
+    batch = held_out_batch(spec, targets or targets_of(spec))
     found: dict[str, Tensor] = {}
     if batch is None:
         return found
