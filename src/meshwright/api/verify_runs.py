@@ -41,8 +41,9 @@ def verify(
 
     With `through` "checkpoint", "snapshot" or "export" the run is saved after so many steps, loaded, from the
     snapshot that a restart takes or from the HF folder that it was exported to, and takes as many steps
-    again, on the layout of `onto` if that is given. Returns `equal`, `worst_relative`, `worst_name`, `first`, `compared`, `tolerance`, `narrowed` (a
-    sentence, or None) and `rows`, one for each kind of value, and writes them to `out`/verify.json, too.
+    again, on the layout of `onto` if that is given. Returns `equal`, `worst_relative`, `worst_name`, `first`,
+    `compared`, `tolerance`, `narrowed` (a sentence, or None) and `rows`, one for each kind of value, and
+    writes them to `out`/verify.json, too.
     Raises `UserError`.
     """
 
@@ -79,7 +80,7 @@ def verify(
             first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved), *kept])
             if through == "export":
                 through_export(saved, temporary / "exported")
-            flags = ["--load", str(saved), "--through", through]
+            flags = ["--load", str(saved), "--through", through, "--precision", precision]
             second = _verify_part(onto or spec, temporary, flags)
             result = _joined(first, second)
     if out is not None:
@@ -163,6 +164,7 @@ def _joined(first: Result, second: Result) -> Result:
         "rows": first["rows"] + second["rows"],
         "layout": f"{first['layout']}, then {second['layout']}",
         "steps": first["steps"] + second["steps"],
+        **({"own": second["own"]} if "own" in second else {}),
     }
 
 
@@ -183,7 +185,7 @@ def verify_worker(
     """
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
-    from meshwright.verify.both import verify_in_both
+    from meshwright.verify.both import with_own_precision
     from meshwright.verify.precision import verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part
     from meshwright.verify.verify import verify as verify_rank
@@ -206,10 +208,10 @@ def verify_worker(
             verdict = load_part(spec, mesh, load, folder, through == "snapshot")
         elif precision == "run":
             verdict = verify_in_own_precision(spec, mesh, steps)
-        elif precision == "exact":
-            verdict = verify_rank(spec, mesh, steps)
         else:
-            verdict = verify_in_both(spec, mesh, steps)
+            verdict = verify_rank(spec, mesh, steps)
+        if precision == "both" and save is None:
+            verdict = with_own_precision(verdict, spec, mesh)
         if out is not None:
             mesh.control.on_first(lambda: write_atomically(out / "verify.json", json.dumps(verdict)))
     return verdict or {}

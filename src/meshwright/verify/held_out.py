@@ -58,12 +58,11 @@ def reference_losses(
     if batch is None:
         return found
     moved = batch.to(device)
-    of_model, biases = weights.get("outer parameter") or weights["parameter"], weights.get("router bias", {})
+    of_model = weights.get("outer parameter") or weights["parameter"]
+    biases = weights.get("router bias", {})
     for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
         if held is not None:
-            tensors = {
-                name: tensor.double() for name, tensor in {**weights.get("router bias", {}), **held}.items()
-            }
+            tensors = {name: tensor.double() for name, tensor in {**biases, **held}.items()}
             decoder = ReferenceDecoder(spec.model, tensors, linears=linears)
             logits, _ = decoder(moved.tokens, moved.positions, moved.documents)
             found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()

@@ -58,8 +58,8 @@ def held_out_batch(spec: RunSpec, targets: int) -> Batch | None:
         left -= last - first
     if not rows:
         return None
-    numbers = torch.arange(len(rows))
-    return Batch(*(torch.tensor(column) for column in zip(*rows, strict=True)), numbers, numbers)
+    numbers = list(range(len(rows)))
+    return Batch(*(torch.tensor(column) for column in (*zip(*rows, strict=True), numbers, numbers)))
 
 
 class _Text:
