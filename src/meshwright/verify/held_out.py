@@ -51,8 +51,10 @@ def reference_losses(
     device: torch.device,
     targets: int | None = None,
 ) -> dict[str, Tensor]:
-    """The same of one device, in float64, from the tensors of `weights` by kind and name; `targets` are by
-    default those of `targets_of`."""
+    """Losses on the same text of one device, in float64, from the tensors of `weights` by kind and name.
+
+    The held-out `targets` are by default those of `targets_of`.
+    """
     batch = held_out_batch(spec, targets or targets_of(spec))
     found: dict[str, Tensor] = {}
     if batch is None:

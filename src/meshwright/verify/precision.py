@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.corpus import open_corpus
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import Batch, Loader, SplitReader
 from meshwright.host import cores
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
@@ -71,7 +71,7 @@ LEAST_TOKENS = 2048
 """Tokens of a step of a narrowed copy at least: with fewer, chance moves the slope of all gradients more."""
 
 MOST_WORK_OF_ONE, LEAST_TOKENS_OF_ONE = 1e9, 1024
-"""The same for the step behind those in float64, which takes about as long as one of these."""
+"""Both of them for the step behind those in float64, which takes about as long as one of these."""
 
 MASTER_TOLERANCE = 1e-5
 """For what is computed in the format of the masters, element by element."""
@@ -163,15 +163,20 @@ class _Comparison:
             drift = 0.0 if divergence is None else math.inf
             name = str(divergence or "all copies")
             self.found.add(number, "replicas", name, drift, 0.0, f"step {number}: {name}")
-        mesh.heartbeat.phase("evaluate")
-        held_out = validation_losses(self.trainer, loader.validation, mesh)
+        if mesh.control.broadcast(not any(each.fails for each in self.found.found)):
+            self._end(steps, batch, loader.validation)
+        loader.close()
+        return self.found
+
+    def _end(self, steps: int, batch: Batch, reader: SplitReader) -> None:
+        """Compare the validation loss after so many steps, and a step that must be skipped."""
+        mesh = self.mesh
+        held_out = validation_losses(self.trainer, reader, mesh)
         mesh.heartbeat.phase("start")
         while_others_wait(mesh.control, mesh.rank == 0, partial(self._compare_validation, steps, held_out))
         if self.trainer.loss_scale.dynamic:
             self.trainer.loss_scale.value = OVERFLOWING
         self._attempt(batch, steps + 1, infinite=True)
-        loader.close()
-        return self.found
 
     def _take(self, batch: Batch, number: int) -> _Taken:
         """Take a step; with a loss scale that is too high, the one after it is halved often enough."""

@@ -28,7 +28,7 @@ from meshwright.verify.rounding import Gradients
 Row = tuple[int, int, list[list[int]]]
 """Layer, microbatch, and the experts (N, k) of the rank's tokens."""
 Found = list[tuple[list[int], list[Row]]]
-"""Of each rank its (data rank, context rank, tensor rank), and its rows."""
+"""(data rank, context rank, tensor rank) and rows of each rank."""
 
 
 class ChosenExperts(ActionHook):

@@ -16,7 +16,7 @@ from meshwright.train.step import Trainer
 
 
 class Unchanged:
-    """What a rank stores before a step that must change none of it."""
+    """A copy of all that a rank stores, taken before a step that must change none of it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._updates = trainer, trainer.optimiser.updates

@@ -112,8 +112,9 @@ def _side_by_side(
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
         comparison.note(number, "replicas", [copies])
-    mesh.heartbeat.phase("evaluate")
-    held_out = validation_losses(trainer, loader.validation, mesh)
+    held_out: dict[str, Tensor] = {}
+    if mesh.control.broadcast(comparison.first is None):  # text that was misread may not be computable
+        held_out = validation_losses(trainer, loader.validation, mesh)
     loader.close()
     if reference is None:
         return None
