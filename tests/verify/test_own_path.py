@@ -1,4 +1,4 @@
-"""Updates, skips, validation and experts that fp32 and bf16 runs take are compared by `verify` as it comes."""
+"""Comparisons of what fp32 and bf16 runs take: updates, skips, validation, experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covering import marked
+from meshwright.model import cpu_kernels, elementwise_cpu
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_parallel import Pipeline
@@ -20,7 +21,6 @@ from meshwright.parallel.precision import LossScale
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.load import from_tree
 from meshwright.train import lr_schedule
-from meshwright.train import step as train_step
 from meshwright.train.clipping import Clipping
 from meshwright.train.optimiser import AdamW
 from meshwright.verify import learning_rates, routing
@@ -114,17 +114,14 @@ def rates_without_a_floor() -> AbstractContextManager[object]:
     return patch.object(learning_rates, "learning_rate", without)
 
 
-def half_of_fp32_norms() -> AbstractContextManager[object]:
-    gradients = train_step.Trainer.gradients
+def half_of_a_kernels_gradient() -> AbstractContextManager[object]:
+    backward = elementwise_cpu.rms_norm_backward
 
-    def halved(trainer: train_step.Trainer, batch: Any) -> Tensor:
-        found = gradients(trainer, batch)
-        for unit in trainer.states.units:
-            if unit.gradient is not None and unit.gradient.dtype == torch.float32:
-                unit.gradient_of(unit.slots[-1]).mul_(0.5)
-        return found
+    def halved(*given: Tensor) -> tuple[Tensor, Tensor]:
+        of_x, of_weight = backward(*given)
+        return of_x, of_weight / 2
 
-    return patch.object(train_step.Trainer, "gradients", halved)
+    return patch.object(elementwise_cpu, "rms_norm_backward", halved)
 
 
 PLANTED: dict[str, tuple[Plant, str, dict[str, object]]] = {
@@ -134,13 +131,15 @@ PLANTED: dict[str, tuple[Plant, str, dict[str, object]]] = {
     "validation": (validation_one_percent_off, "validation loss", {}),
     "scale": (scale_that_grows_late, "loss scale", {"precision__compute": "fp16"}),
     "rates": (rates_without_a_floor, "learning rate", {}),
-    "fp32 alone": (half_of_fp32_norms, "gradient slope", {}),
+    "a kernel": (half_of_a_kernels_gradient, "gradient slope", {}),
 }
 
 
 @pytest.mark.parametrize("case", PLANTED)
 def test_what_every_run_takes_is_compared(ranks: Ranks, case: str) -> None:
     plant, kind, flags = PLANTED[case]
+    if case == "a kernel" and cpu_kernels.library() is None:
+        pytest.skip("kernels need an x86 processor and a compiler")
     spec = spec_of(SMALL, **flags)
     found = ranks.run(spec.layout, both, spec, plant)[0]
     assert not found["equal"]

@@ -163,6 +163,7 @@ class Comparison:
 _PHRASES = {
     "initial weight": "the initial value of {}",
     "learning rate": "the learning rate of {}",
+    "clipping": "the clipping of a norm {}",
     "samples": "the {} of the samples",
     "forward": "the output of {}",
     "loss": "the loss",

@@ -28,6 +28,7 @@ from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.train.teacher import Teacher
 from meshwright.train.vote import Vote
+from meshwright.verify.clip_factors import clip_factors
 from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.drawn_teacher import drawn_teacher
 from meshwright.verify.gather_state import gather_state
@@ -84,6 +85,7 @@ def _side_by_side(
             0, "initial weight", initial, initial_weights(spec.model, spec.train.seed, spec.precision.master)
         )
         comparison.add(0, "learning rate", *learning_rates(spec.train))
+        comparison.add(0, "clipping", *clip_factors(trainer.clipping, spec.train))
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     computed: list[ReferenceStep] = []
     for number in range(1, steps + 1):
