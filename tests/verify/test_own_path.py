@@ -49,10 +49,11 @@ CASES: list[dict[str, object]] = [
     {"precision__compute": "fp16", "layout__tp": 2, "layout__dp": 1},
     {"train__optimiser": "muon", "layout__pp": 2, "layout__dp": 1},
     {"layout__dp": 2, "outer__staleness": 1},
+    {"layout__dp": 1, "layout__replicate": 2, "outer__every": 2},
 ]
 
 
-@pytest.mark.parametrize("case", marked(CASES, CASES[:2]), ids=str)
+@pytest.mark.parametrize("case", marked(CASES, [*CASES[:2], CASES[-1]]), ids=str)
 def test_both_parts_of_a_right_layout_are_equal(ranks: Ranks, case: dict[str, object]) -> None:
     spec = spec_of(SMALL, **case)
     found = ranks.run(spec.layout, both, spec, nullcontext)[0]

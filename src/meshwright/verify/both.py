@@ -23,7 +23,8 @@ def with_own_precision(
     """
     own = None
     if spec.precision.compute != "fp64" and mesh.control.broadcast(found is None or found["equal"]):
-        own = verify_in_own_precision(_plain(spec), mesh, OWN_STEPS, last_only=True)
+        plain = _plain(spec)
+        own = verify_in_own_precision(plain, mesh.with_layout(plain.layout), OWN_STEPS, last_only=True)
     if found is None or own is None:
         return found
     told = {key: own[key] for key in ("equal", "first", "differences")}
@@ -31,5 +32,11 @@ def with_own_precision(
 
 
 def _plain(spec: RunSpec) -> RunSpec:
-    """The run with gradients that are summed and applied in each step, and no teacher."""
-    return RunSpec.model_validate({**spec.to_json(), "outer": {}, "distil": None})
+    """The run with gradients that are summed and applied in each step, and no teacher.
+
+    Replicas that are no islands are of a ZeRO group.
+    """
+    tree = {**spec.to_json(), "outer": {}, "distil": None}
+    if spec.islands > 1:
+        tree["layout"]["zero"] = max(1, spec.layout.zero)
+    return RunSpec.model_validate(tree)

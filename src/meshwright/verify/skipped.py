@@ -43,13 +43,16 @@ def _stored(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def infinite_gradient(trainer: Trainer) -> Iterator[None]:
-    """Make the gradient of one norm infinite, on the last rank that has one, before it is summed over ranks;
-    all ranks enter this."""
-    control = trainer.mesh.control
+    """Make the gradient of one norm infinite, on one rank, before it is summed.
+
+    Tensor ranks may hold copies of it that are not summed, of which only the first one's counts. All ranks
+    enter this.
+    """
+    control, counts = trainer.mesh.control, trainer.mesh.tensor.rank == 0
     own = [
         parameter
         for name, parameter in trainer.decoder.named_parameters()
-        if name.endswith("norm.weight") and parameter.device.type != "meta"
+        if counts and name.endswith("norm.weight") and parameter.device.type != "meta"
     ]
     ranks = control.gather(bool(own))
     last = control.broadcast(max((rank for rank, has in enumerate(ranks) if has), default=0))
