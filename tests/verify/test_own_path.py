@@ -126,7 +126,7 @@ def half_of_a_kernels_gradient() -> AbstractContextManager[object]:
 
 
 PLANTED: dict[str, tuple[Plant, str, dict[str, object]]] = {
-    "no clipping": (no_clipping, "parameter", {}),
+    "no clipping": (no_clipping, "clipping", {}),
     "one rank's update": (update_that_one_rank_skips, "replicas", {}),
     "no skips": (steps_that_are_never_skipped, "skipped step", {}),
     "validation": (validation_one_percent_off, "validation loss", {}),
