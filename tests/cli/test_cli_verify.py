@@ -156,7 +156,7 @@ def test_a_mistake_stays_one_under_verify(monkeypatch: pytest.MonkeyPatch) -> No
 def test_verify_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     verify = stand_in(monkeypatch, "verify", VERIFIED)
     main(["verify", "--steps", "5", "--out", str(tmp_path / "v"), "--layout.dp", "2"])
-    unused = {"through": None, "onto": None, "precision": "exact"}
+    unused = {"through": None, "onto": None, "precision": "both"}
     assert verify.only[1] == {"steps": 5, "out": tmp_path / "v", **unused}
 
 

@@ -31,11 +31,13 @@ FOLDER = Path(__file__).resolve().parent
 SOURCE = FOLDER.parents[1] / "src" / "meshwright"
 LIMIT_S = 60.0
 """A command that takes longer has no end: one takes seconds, and a lost collective is told after 30 s."""
+COMPILING_S = 240.0
+"""Seconds added to it where a mutation is of C++, which is compiled when it is first used."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One mistake: `old`, which occurs once in `file` of the package, becomes `new`.
+    """One mistake: `old`, which occurs once in `file` of the package, Python or C++, becomes `new`.
 
     `id` is a number of the list of public bugs, with a letter where a bug has several mutations, or the name
     of a further mutation. `named` matches the right names, and `run` is a command of `Exam.runs`. `missed`
@@ -82,7 +84,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended; `code` is None where it did not within `LIMIT_S`, `result` its JSON, if any."""
+    """How a command ended; `code` is None where it did not in time, `result` its JSON, if any."""
 
     code: int | None
     seconds: float
@@ -157,7 +159,8 @@ def _run(command: Iterable[str], mutation: Mutation | None) -> Ended:
             changed = source_of(mutation).replace(mutation.old, mutation.new)
             (folder / "meshwright" / mutation.file).write_text(changed, encoding="utf-8")
         began = time.monotonic()
-        code, out, error = warm.run([*command, "--json"], folder, LIMIT_S)
+        limit = LIMIT_S + COMPILING_S * (mutation is not None and mutation.file.endswith(".cpp"))
+        code, out, error = warm.run([*command, "--json"], folder, limit)
         seconds = time.monotonic() - began
     finally:
         shutil.rmtree(folder)
@@ -165,7 +168,7 @@ def _run(command: Iterable[str], mutation: Mutation | None) -> Ended:
     result = json.loads(last) if last.startswith("{") else None
     # Lines of a traceback hold names by chance, and explain nothing to a user.
     sentences = [line for line in error.splitlines() if line.startswith("meshwright: error: ")]
-    told = sentences[-1] if sentences else "" if code is not None else f"no end in {LIMIT_S:g} s"
+    told = sentences[-1] if sentences else "" if code is not None else f"no end in {limit:g} s"
     return Ended(code, seconds, result, told)
 
 

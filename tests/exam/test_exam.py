@@ -24,7 +24,8 @@ def test_every_mutation_applies_once_and_changes_a_module_that_compiles(mutation
     text = source_of(mutation)
     changed = text.replace(mutation.old, mutation.new)
     assert changed != text
-    compile(changed, mutation.file, "exec")
+    if mutation.file.endswith(".py"):  # the others are compiled when the command runs
+        compile(changed, mutation.file, "exec")
     re.compile(mutation.named)
 
 

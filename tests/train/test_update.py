@@ -53,6 +53,33 @@ def test_the_device_is_given_the_update_before_the_host_waits(master: str) -> No
     assert not any(name.startswith("aten::_foreach_mul_") for name in names)  # a pass over all gradients
 
 
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_float64_takes_the_update_of_fp32(ranks: Ranks, skipped: float) -> None:
+    names = operators(spec_of(BASE, precision__compute="fp64"))
+    wait = names.index("aten::_local_scalar_dense")
+    assert "aten::_fused_adamw_" in names[:wait] and "aten::_fused_adamw_" not in names[wait:]
+    fp64, fp32 = (
+        ranks.run(spec_of(BASE).layout, divided, spec_of(BASE, precision__compute=compute), skipped)[0]
+        for compute in ("fp64", "fp32")
+    )
+    for exact, found in zip(fp64, fp32, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def divided(mesh: Mesh, spec: RunSpec, skipped: float) -> list[Tensor]:
+    """The parameters, and the first moments, after gradients of 1 that are divided by 3."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    for unit in trainer.states.units:
+        unit.set_gradient(torch.ones_like(unit.stored))
+    divisor = torch.tensor(3.0, dtype=torch.float64)
+    trainer.optimiser.step_divided(1e-3, divisor, torch.tensor(skipped))
+    moments = trainer.optimiser.moments["exp_avg"]
+    wanted = 0.0 if skipped else (1 - spec.train.beta1) / 3
+    assert all(bool((flat - wanted).abs().max() < 1e-7) for flat in moments)
+    return [unit.stored for unit in trainer.states.units] + [*moments]
+
+
 def test_a_limit_that_follows_the_steps_before_is_the_hosts() -> None:
     names = operators(spec_of(BASE, train__zclip=2.0, train__zclip_warmup=2))
     wait = names.index("aten::_local_scalar_dense")

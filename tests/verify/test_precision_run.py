@@ -99,7 +99,7 @@ def test_a_right_layout_is_equal_in_its_own_precision(ranks: Ranks, layout: str,
     assert result["equal"], result["first"]["sentence"]
     kinds = {row["kind"] for row in result["rows"]}
     assert {"step 3 common slope", "step 3 gradient slope", "step 3 gradient noise"} <= kinds
-    assert ("step 4 skipped step" in kinds) == (compute == "fp16")
+    assert {"step 3 validation loss", "step 4 skipped step"} <= kinds
 
 
 def test_a_few_draws_send_tokens_to_other_experts() -> None:
@@ -114,9 +114,9 @@ def test_a_few_draws_send_tokens_to_other_experts() -> None:
         return chosen[-1]
 
     with patch.object(reference_decoder, "choose_experts", choose):
-        exact_gradients(spec, weights, batch, ReferenceLinears(spec))
+        exact_gradients(spec, weights, batch, ReferenceLinears(spec), {})
         for draw in range(4):
-            rounded_gradients(spec, weights, batch, ReferenceLinears(spec), 1024.0, draw)
+            rounded_gradients(spec, weights, batch, ReferenceLinears(spec), 1024.0, {}, draw)
     layers = len(chosen) // 5
     exact, *draws = (torch.stack(chosen[place : place + layers]) for place in range(0, len(chosen), layers))
     moved = [int((draw != exact).any(-1).sum()) for draw in draws]

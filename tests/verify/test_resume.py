@@ -17,10 +17,12 @@ from meshwright import api
 from meshwright.api.verify_runs import IMPORTED, through_export
 from meshwright.checkpoint import hf, reader
 from meshwright.checkpoint.save_plan import narrow
+from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.call_check import same_calls
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
 from meshwright.train import state
 from meshwright.train.step import Trainer
@@ -38,12 +40,12 @@ Result = dict[str, Any]
 Plant = Callable[[], AbstractContextManager[object]]
 
 
-def part(mesh: Mesh, spec: RunSpec, saved: Path, save: bool, imported: bool, plant: Plant) -> Result | None:
+def part(mesh: Mesh, spec: RunSpec, saved: Path, save: bool, way: str, plant: Plant) -> Result | None:
     saved.mkdir(exist_ok=True)
     with same_calls(mesh, timedelta(seconds=30)), plant():
         if save:
-            return save_part(spec, mesh, 2, saved)
-        return load_part(spec, mesh, saved, saved / IMPORTED if imported else saved)
+            return save_part(spec, mesh, 2, saved, way == "snapshot")
+        return load_part(spec, mesh, saved, saved / IMPORTED if way == "export" else saved, way == "snapshot")
 
 
 def through(
@@ -53,13 +55,15 @@ def through(
     second: dict[str, object],
     plant: Plant = nullcontext,
     imported: bool = False,
+    way: str = "checkpoint",
 ) -> tuple[Result, Result]:
     """Results of both parts, of which `plant` changes the second; exported and imported in between."""
+    way = "export" if imported else way
     spec, then = spec_of(BASE, **first), spec_of(BASE, **second)
-    saved = ranks.run(spec.layout, part, spec, folder, True, False, nullcontext)[0]
+    saved = ranks.run(spec.layout, part, spec, folder, True, way, nullcontext)[0]
     if imported:
         through_export(folder, folder / "exported")
-    return saved, ranks.run(then.layout, part, then, folder, False, imported, plant)[0]
+    return saved, ranks.run(then.layout, part, then, folder, False, way, plant)[0]
 
 
 LAYOUTS: list[tuple[dict[str, object], dict[str, object]]] = [
@@ -85,6 +89,60 @@ def test_a_run_that_is_loaded_on_another_layout_is_equal(
     last = 2 if imported else 4
     assert {"step 2 loaded parameter", "step 2 loaded exp_avg", f"step {last} exp_avg_sq"} <= kinds
     assert loaded["steps"] == saved["steps"] == 2
+
+
+ISLANDS: dict[str, object] = {"layout__replicate": 2, "outer__every": 3, "outer__delay": 1}
+LATE: dict[str, object] = {"layout__dp": 2, "outer__staleness": 1, "train__ema": 0.9}
+SPARSE: dict[str, object] = {"outer__top_k": 0.25, "outer__momentum": 0.0, "outer__lr": 1.0}
+WAYS: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("snapshot", {"layout__dp": 2, "layout__zero": 2}, {"layout__tp": 2}),
+    ("snapshot", ISLANDS | SPARSE, ISLANDS | SPARSE),
+    ("checkpoint", ISLANDS, ISLANDS | {"layout__tp": 2}),
+    ("export", ISLANDS, ISLANDS),
+    ("checkpoint", LATE, {**LATE, "layout__dp": 1, "layout__tp": 2}),
+    ("snapshot", LATE, LATE),
+]
+
+
+@pytest.mark.parametrize(("way", "first", "second"), WAYS)
+def test_islands_late_gradients_and_snapshots_are_compared(
+    ranks: Ranks, tmp_path: Path, way: str, first: dict[str, object], second: dict[str, object]
+) -> None:
+    saved, loaded = through(ranks, tmp_path, first, second, imported=way == "export", way=way)
+    assert saved["equal"] and loaded["equal"], (saved["first"], loaded["first"])
+    kinds = {row["kind"] for row in loaded["rows"]}
+    last = 2 if way == "export" else 4
+    assert {f"step {last} validation loss", "step 2 loaded step", f"step {last} parameter"} <= kinds
+    assert ("step 2 loaded outer momentum" in kinds) == ("outer__every" in first)
+
+
+def no_snapshot() -> AbstractContextManager[object]:
+    return patch.object(Snapshots, "newest", lambda _snapshots: None)
+
+
+def no_gradients_under_way() -> AbstractContextManager[object]:
+    return patch.object(StaleGradients, "expect", lambda _stale, _state: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"), [(no_snapshot, "loaded step"), (no_gradients_under_way, "grad norm")]
+)
+def test_a_restart_without_its_snapshot_or_its_gradients_is_named(
+    ranks: Ranks, tmp_path: Path, plant: Plant, kind: str
+) -> None:
+    _, loaded = through(ranks, tmp_path, LATE, LATE, plant, way="snapshot")
+    assert loaded["first"]["kind"] == kind
+
+
+def test_what_is_not_compared_through_a_checkpoint_is_refused() -> None:
+    quorum = spec_of(BASE, **ISLANDS | {"outer__delay": 0, "outer__quorum": 1})
+    with pytest.raises(UserError, match=r"^outer.quorum: 1: islands .* have a checkpoint each; remove"):
+        api.verify(quorum, through="checkpoint")
+    run = spec_of(BASE, **ISLANDS)
+    with pytest.raises(UserError, match=r"^--onto: has 1 islands, and the run has 2"):
+        api.verify(run, through="checkpoint", onto=spec_of(BASE, layout__dp=2))
+    with pytest.raises(UserError, match=r"^--onto: has 4 ranks, and a snapshot is in the memory of those 2"):
+        api.verify(spec_of(BASE, layout__dp=2), through="snapshot", onto=spec_of(BASE, layout__dp=4))
 
 
 def lose(name: str) -> AbstractContextManager[object]:

@@ -31,17 +31,20 @@ def verify(
     out: Path | None = None,
     through: str | None = None,
     onto: RunSpec | None = None,
-    precision: str = "exact",
+    precision: str = "both",
 ) -> Result:
-    """Compare the layout with one device in float64 over `steps` optimiser steps.
+    """Compare the layout with one device in float64 over `steps` optimiser steps, and then in the run's own
+    formats, compiled if the run is, where each row has a `tolerance` of its own, which rounding was measured
+    to need.
 
-    With `precision` "run" the layout computes in the run's own formats, compiled if the run is, and each row
-    has a `tolerance` of its own, which rounding was measured to need.
+    With `precision` "exact" only the first is done, with "run" only the second, over as many steps. The
+    second part's result is `own` in that of both.
 
-    With `through` "checkpoint" or "export" the run is saved after so many steps, loaded, in the second case
-    from the HF folder that it was exported to, and takes as many steps again, on the layout of `onto` if that
-    is given. Returns `equal`, `worst_relative`, `worst_name`, `first`, `compared`, `tolerance`, `narrowed` (a
-    sentence, or None) and `rows`, one for each kind of value, and writes them to `out`/verify.json, too.
+    With `through` "checkpoint", "snapshot" or "export" the run is saved after so many steps, loaded, from the
+    snapshot that a restart takes or from the HF folder that it was exported to, and takes as many steps
+    again, on the layout of `onto` if that is given. Returns `equal`, `worst_relative`, `worst_name`, `first`,
+    `compared`, `tolerance`, `narrowed` (a sentence, or None) and `rows`, one for each kind of value, and
+    writes them to `out`/verify.json, too.
     Raises `UserError`.
     """
 
@@ -59,18 +62,9 @@ def verify(
             f"outer.island: {spec.outer.island}: `verify` compares all islands, in the order of a script; "
             f"leave it out"
         )
-    if spec.islands > 1 and (precision == "run" or through is not None):
-        raise UserError(
-            f"outer.every: {spec.outer.every}: islands are compared in float64 and without a checkpoint; "
-            f"remove {'--through' if through else '--precision'}, or give outer.every = 0"
-        )
-    if spec.outer.staleness and (precision == "run" or through is not None):
-        raise UserError(
-            f"outer.staleness: {spec.outer.staleness}: late gradients are compared in float64 and without a "
-            f"checkpoint; remove {'--through' if through else '--precision'}, or give outer.staleness = 0"
-        )
     if precision == "run" and through is not None:
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
+    check_islands(spec, through, precision, onto)
     check_verifiable(spec, through, precision)
     if through == "export":
         write_hf_config(spec.model, "float64")  # refuses a model that no family of HF's computes
@@ -83,15 +77,43 @@ def verify(
             result = _verify_part(spec, temporary, ["--steps", str(steps), "--precision", precision])
         else:
             saved = temporary / "run"
-            first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved)])
+            kept = ["--through", through] if through == "snapshot" else []
+            first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved), *kept])
             if through == "export":
                 through_export(saved, temporary / "exported")
-            flags = ["--load", str(saved), "--through", through]
+            flags = ["--load", str(saved), "--through", through, "--precision", precision]
             second = _verify_part(onto or spec, temporary, flags)
             result = _joined(first, second)
     if out is not None:
         write_atomically(out / "verify.json", json.dumps(result))
     return result
+
+
+def check_islands(spec: RunSpec, through: str | None, precision: str, onto: RunSpec | None = None) -> None:
+    """Raise `UserError` for exchanges and late gradients that these options do not compare."""
+    for key, value in (("every", spec.outer.every), ("staleness", spec.outer.staleness)):
+        if value and precision == "run":
+            raise UserError(
+                f"outer.{key}: {value}: islands and late gradients are compared in float64; remove "
+                f"--precision, or give outer.{key} = 0"
+            )
+    if through is None:
+        return
+    if spec.outer.quorum is not None:
+        raise UserError(
+            f"outer.quorum: {spec.outer.quorum}: islands that come when they can have a checkpoint each; "
+            f"remove --through, or outer.quorum"
+        )
+    if onto is not None and onto.islands != spec.islands:
+        raise UserError(
+            f"--onto: has {onto.islands} islands, and the run has {spec.islands}, which its reference keeps; "
+            f"give replicate={spec.layout.replicate}"
+        )
+    if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
+        raise UserError(
+            f"--onto: has {onto.layout.world_size} ranks, and a snapshot is in the memory of those "
+            f"{spec.layout.world_size} that kept it; give a layout of as many, or --through checkpoint"
+        )
 
 
 def check_verifiable(spec: RunSpec, through: str | None, precision: str) -> None:
@@ -143,6 +165,7 @@ def _joined(first: Result, second: Result) -> Result:
         "rows": first["rows"] + second["rows"],
         "layout": f"{first['layout']}, then {second['layout']}",
         "steps": first["steps"] + second["steps"],
+        **({"own": second["own"]} if "own" in second else {}),
     }
 
 
@@ -154,15 +177,16 @@ def verify_worker(
     save: Path | None = None,
     load: Path | None = None,
     through: str | None = None,
-    precision: str = "exact",
+    precision: str = "both",
 ) -> Result:
     """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}.
 
     With `save` the run is saved in that folder; with `load` it goes on from the one in that folder, or with
-    `through` "export" from what was imported there.
+    `through` "export" from what was imported there, and with "snapshot" from the snapshot.
     """
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
+    from meshwright.verify.both import with_own_precision
     from meshwright.verify.precision import verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part
     from meshwright.verify.verify import verify as verify_rank
@@ -171,19 +195,24 @@ def verify_worker(
         raise UserError(f"--load: {load} holds no run.json; give the folder of a `meshwright verify --save`")
     if precision == "run" and (save is not None or load is not None):
         raise UserError("--precision run: compares no checkpoints; remove --save and --load")
-    check_verifiable(spec, through if load is not None else "checkpoint" if save else None, precision)
+    way = through or "checkpoint" if save or load else None
+    check_verifiable(spec, way, precision)
+    check_islands(spec, way, precision)
     with mesh_of(spec, longest_wait(spec, precision)) as mesh:
-        for folder in (out, save):
-            if folder is not None:
-                mesh.control.on_first(partial(make_folder, folder))
+        for made in (out, save):
+            if made is not None:
+                mesh.control.on_first(partial(make_folder, made))
         if save is not None:
-            verdict = save_part(spec, mesh, steps, save)
+            verdict = save_part(spec, mesh, steps, save, through == "snapshot")
         elif load is not None:
-            verdict = load_part(spec, mesh, load, load / IMPORTED if through == "export" else load)
+            folder = load / IMPORTED if through == "export" else load
+            verdict = load_part(spec, mesh, load, folder, through == "snapshot")
         elif precision == "run":
             verdict = verify_in_own_precision(spec, mesh, steps)
         else:
             verdict = verify_rank(spec, mesh, steps)
+        if precision == "both" and save is None:
+            verdict = with_own_precision(verdict, spec, mesh)
         if out is not None:
             mesh.control.on_first(lambda: write_atomically(out / "verify.json", json.dumps(verdict)))
     return verdict or {}
@@ -191,5 +220,5 @@ def verify_worker(
 
 def longest_wait(spec: RunSpec, precision: str) -> timedelta:
     """Return the longest wait of a rank in a collective of a comparison in this `precision`."""
-    compiles = precision == "run" and spec.train.compile
+    compiles = precision != "exact" and spec.train.compile
     return timedelta(seconds=spec.recovery.hang_seconds or LIMIT_S + compiles * COMPILE_LIMIT_S)

@@ -129,8 +129,9 @@ def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
         show.result(call, {**ending.described("failed", 1, reason), **found}, show_verify)
     elif not call.flags["quiet"]:
         narrowed = f"; {found['narrowed']}" if found["narrowed"] else ""
+        own = f", and then in {found['own']['precision']}" if "own" in found else ""
         show.line(
-            f"verified: {found['layout']} equals one device in float64 over {found['steps']} steps "
+            f"verified: {found['layout']} equals one device in float64 over {found['steps']} steps{own} "
             f"({found['compared']} tensors and numbers, the largest relative difference "
             f"{found['worst_relative']:.1e}){narrowed}"
         )

@@ -49,17 +49,18 @@ def _axes(text: str) -> Overrides:
     ),
     Flag(
         "through",
-        "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",
+        "save after K steps, load, and compare K more: 'checkpoint', 'snapshot', which a restart takes, or "
+        "'export' to an HF folder and import",
         "WAY",
-        choice("checkpoint", "export"),
+        choice("checkpoint", "snapshot", "export"),
     ),
     Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
     Flag(
         "precision",
-        "'exact' compares in float64, uncompiled; 'run' in the run's own formats, compiled if it is",
+        "'exact' compares in float64, uncompiled; 'run' in the run's own formats, compiled if it is; 'both' "
+        "one after the other; default both, with --sweep exact",
         "FORMATS",
-        choice("exact", "run"),
-        default="exact",
+        choice("both", "exact", "run"),
     ),
     Flag("locate", "list all differences of the first step that has one, in the order of the step"),
     Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
@@ -78,6 +79,7 @@ def verify(call: Call) -> int:
     if budget is not None:
         raise UserError("--budget: is the time of a sweep; add --sweep N, or remove it")
     flags["steps"] = flags["steps"] or 3
+    flags["precision"] = flags["precision"] or "both"
     spec = spec_of(call, place.world_size if place else None)
     del flags["nproc"]  # the layout says it
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
@@ -137,7 +139,7 @@ def _sweep(call: Call) -> int:
             spec_of(call),
             flags["sweep"],
             steps=flags["steps"] or 2,
-            precision=flags["precision"],
+            precision=flags["precision"] or "exact",
             budget=flags["budget"] or math.inf,
             out=flags["out"],
             given=(call.words, call.overrides),
@@ -194,17 +196,20 @@ def nothing_compared() -> Iterator[None]:
 
 def show_verify(result: Mapping[str, Any], locate: bool = False) -> None:
     """Print a comparison: a table of its kinds, the verdict, and what differs first, or all with `locate`."""
-    show.table(result.get("rows", []))
-    if narrowed := result.get("narrowed"):
-        show.line(narrowed)
-    verdict = "equal" if result["equal"] else "UNEQUAL"
-    precision = result.get("precision", "float64")
-    beside = "" if precision == "float64" else f" beside its tolerance of {result['tolerance']:.1e}"
-    worst = "infinite" if result["worst_relative"] is None else f"{result['worst_relative']:.1e}"
-    show.line(
-        f"{verdict}: {result['compared']} tensors and numbers compared with one device in {precision}; the "
-        f"largest relative difference{beside} is {worst}, of {result['worst_name']}"
-    )
+    own = result.get("own")
+    for part in (result, own) if own else (result,):
+        show.table(part.get("rows", []))
+        if narrowed := part.get("narrowed"):
+            show.line(narrowed)
+        equal = result["equal"] or (part is result and own is not None)  # the second part follows equality
+        verdict = "equal" if equal else "UNEQUAL"
+        precision = part.get("precision", "float64")
+        beside = "" if precision == "float64" else f" beside its tolerance of {part['tolerance']:.1e}"
+        worst = "infinite" if part["worst_relative"] is None else f"{part['worst_relative']:.1e}"
+        show.line(
+            f"{verdict}: {part['compared']} tensors and numbers compared with one device in {precision}; the "
+            f"largest relative difference{beside} is {worst}, of {part['worst_name']}"
+        )
     if first := result["first"]:
         if locate:
             show.table(result["differences"])

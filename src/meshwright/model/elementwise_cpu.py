@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from meshwright.model.cpu_kernels import library, pointers
+from meshwright.spec.tiling import tiling
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_PART_ROWS = 128
-"""Rows whose gradients of a norm's weight are summed first, by one thread."""
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -48,9 +47,10 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     """The gradients of x, and of the weight (D,) in fp32."""
     rows, width = scale.numel(), x.shape[-1]
     grad_x, grad_weight = torch.empty_like(x), x.new_empty(width, dtype=torch.float32)
-    sums = x.new_empty(-(-rows // _PART_ROWS), width, dtype=torch.float32)
+    part_rows = tiling().norm_weight_rows
+    sums = x.new_empty(-(-rows // part_rows), width, dtype=torch.float32)
     given = pointers(grad, x, weight, scale, grad_x, grad_weight, sums)
-    _call(x, "rms_norm_backward", rows, width, _PART_ROWS, *given)
+    _call(x, "rms_norm_backward", rows, width, part_rows, *given)
     return grad_x, grad_weight
 
 

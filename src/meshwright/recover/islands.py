@@ -17,6 +17,7 @@ from pathlib import Path
 from signal import SIGINT, Signals
 
 from meshwright.launch.child import tie_to_parent
+from meshwright.launch.env import with_own_modules
 from meshwright.launch.failure import KINDS
 from meshwright.recover.generation import Tell
 from meshwright.recover.processes import kill_session, send_signal
@@ -79,6 +80,7 @@ class Island:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env=with_own_modules(os.environ),
                     start_new_session=True,  # signals of the terminal are handed on
                     preexec_fn=partial(_prepare, os.getpid(), self._cores),
                 )

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.launch.child import run_rank, tie_to_parent
-from meshwright.launch.env import without_small_caches
+from meshwright.launch.env import with_own_modules, without_small_caches
 from meshwright.launch.scratch import remove_folders_of
 from meshwright.profile.machine import has_gpu_driver
 from meshwright.recover.processes import kill_session, process_state, send_signal
@@ -85,7 +85,7 @@ class Zygote:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *preload],
                 pass_fds=(theirs.fileno(), *descriptors),
-                env=None if has_gpu_driver() else without_small_caches(os.environ),
+                env=with_own_modules(os.environ if has_gpu_driver() else without_small_caches(os.environ)),
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
             )
         self._connection = ours

@@ -40,6 +40,8 @@ class Tiling:
     """Keys of such a tile at most."""
     part_rows_summed: int = 64
     """Rows of such a tile that are converted at a time to be summed."""
+    norm_weight_rows: int = 128
+    """Rows whose gradients of a norm's weight a thread of a CPU sums first."""
     norm_row: int = 1024
     """Elements of a gradient whose norm is taken in their own format."""
     init_elements: int = 2**18

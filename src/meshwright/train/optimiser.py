@@ -19,8 +19,6 @@ from meshwright.spec.parameter_groups import Group, group_of
 from meshwright.train.offload import MomentMemory, Span, Staging
 from meshwright.train.stochastic_rounding import Rows, chunks_of, draws, round_
 
-_FP32 = torch.finfo(torch.float32)
-
 _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements that are updated at a time where that takes temporaries, so that these stay small."""
 
@@ -168,8 +166,8 @@ class Optimiser:
     def step_divided(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
         """Update as `step` does from gradients divided by a number that is on the device, without a wait.
 
-        `divisor` and `skipped` are scalars in fp32; nothing changes where `skipped` is 1, and the caller
-        counts the update where it is 0.
+        `divisor` is a scalar in float64, and `skipped` one in fp32; nothing changes where `skipped` is 1, and
+        the caller counts the update where it is 0.
         """
         raise NotImplementedError
 
@@ -205,8 +203,9 @@ class AdamW(Optimiser):
     """PyTorch's fused AdamW (Loshchilov & Hutter 2019), with decoupled decay.
 
     One call updates all parts of a group, or with weights in bf16, and with staged moments, a chunk of one.
-    In fp32 its kernel divides gradients, too, which saves a pass over them. `torch.optim.AdamW` is not used,
-    since it would import Dynamo, which takes most of a second.
+    Its kernel divides gradients, too, which saves a pass over them; by a number in fp32, so in float64 they
+    are divided before. `torch.optim.AdamW` is not used, since it would import Dynamo, which takes most of a
+    second.
     """
 
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
@@ -222,20 +221,15 @@ class AdamW(Optimiser):
                 self._groups.setdefault(part.group, []).append((part, count))
 
     @property
-    def _divides(self) -> bool:
-        """True if the kernel is given a divisor of the gradients, which it takes in fp32."""
-        return self.states.formats.exact == torch.float32
-
-    @property
     def takes_divisor(self) -> bool:
         """True if `step_divided` updates every parameter."""
-        return self._divides and len(self._adam_parts) == len(self.parts)
+        return len(self._adam_parts) == len(self.parts)
 
     def step(self, rate: float, factor: float = 1.0) -> None:
         """Update the stored parameters from the units' gradients times `factor`, at learning rate `rate`."""
-        divisor = None
-        if self._divides and factor * _FP32.max > 1:
-            divisor = torch.full((), 1 / factor, device=self.states.mesh.device)
+        exact, divisor = self.states.formats.exact, None
+        if factor * torch.finfo(exact).max > 1:
+            divisor = torch.full((), 1 / factor, dtype=torch.float64, device=self.states.mesh.device)
         elif self._adam_parts:
             torch._foreach_mul_([part.gradient for part in self._adam_parts], factor)
         self.step_divided(rate, divisor)
@@ -245,6 +239,11 @@ class AdamW(Optimiser):
     def step_divided(self, rate: float, divisor: Tensor | None = None, skipped: Tensor | None = None) -> None:
         """Update the stored parameters from gradients divided by a number on the device, unless skipped."""
         train = self.train
+        if divisor is not None and self.states.formats.exact == torch.float32:
+            divisor = divisor.float()
+        elif divisor is not None and self._adam_parts:
+            torch._foreach_div_([part.gradient for part in self._adam_parts], divisor)
+            divisor = None
         for group, flats, gradients, first, second, counts in self._tensors():
             adamw(
                 flats, gradients, first, second, [], counts, fused=True, amsgrad=False,

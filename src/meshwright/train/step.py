@@ -304,7 +304,7 @@ class Trainer:
         if self.stale is not None or not (self.clipping.on_device and self.optimiser.takes_divisor):
             return sums.start_read()
         squares, loss = sums.on_device[:2]
-        divisor = self.clipping.divisor(squares, self.applied_factor).float()
+        divisor = self.clipping.divisor(squares, self.applied_factor)
         updates = (divisor * loss).mul_(0).eq_(0)  # 1 if both are finite, else 0
         read = sums.start_read(updates.view(1))
         self.optimiser.step_divided(rate, divisor, (1 - updates).float())

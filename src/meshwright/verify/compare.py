@@ -162,6 +162,8 @@ class Comparison:
 
 _PHRASES = {
     "initial weight": "the initial value of {}",
+    "learning rate": "the learning rate of {}",
+    "clipping": "the clipping of a norm {}",
     "samples": "the {} of the samples",
     "forward": "the output of {}",
     "loss": "the loss",
@@ -183,6 +185,7 @@ _PHRASES = {
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",
     "ema": "the moving average of {}",
+    "validation loss": "the validation {}",
     "outer parameter": "the outer step of {}",
     "outer momentum": "the outer momentum of {}",
     "outer error": "what an island had not sent yet of {} after the step",

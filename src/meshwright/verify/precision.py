@@ -9,7 +9,9 @@ copies with the masters, to the bit; and a step of fp16 that overflows must chan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,18 +19,20 @@ import torch
 from torch import Tensor
 
 from meshwright.data.corpus import open_corpus
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import Batch, Loader, SplitReader
+from meshwright.host import cores
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import blocks_of
+from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
-from meshwright.train.nonfinite import buffers
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
 from meshwright.verify.gather_state import State, gather_state
+from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import SAMPLES, averaged, update
@@ -38,9 +42,13 @@ from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_rounding import stochastic
+from meshwright.verify.reference_router import move_bias
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
+from meshwright.verify.routing import ChosenExperts, Found, compare_routing
+from meshwright.verify.routing import whole as whole_routing
 from meshwright.verify.samples import compare_samples, gather_samples
+from meshwright.verify.skipped import Unchanged, infinite_gradient, loss_scales
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin
 from meshwright.verify.verify import exact
@@ -62,30 +70,51 @@ SLOWER = 10
 LEAST_TOKENS = 2048
 """Tokens of a step of a narrowed copy at least: with fewer, chance moves the slope of all gradients more."""
 
+MOST_WORK_OF_ONE, LEAST_TOKENS_OF_ONE = 1e9, 1024
+"""Both of them for the step behind those in float64, which takes about as long as one of these."""
+
 MASTER_TOLERANCE = 1e-5
 """For what is computed in the format of the masters, element by element."""
+
+ROUTED_LOSS = 1e-3
+"""Relative tolerance of the validation loss of a model with experts, since it is not known which its tokens
+chose."""
 
 OVERFLOWING = 2.0**60
 """A loss scale at which a gradient in fp16 is beyond its range."""
 
 
 class _Taken(NamedTuple):
-    """A step of the layout, with its whole gradients on rank 0, and each rank's stale compute copies."""
+    """A step of the layout, with its whole gradients on rank 0, each rank's stale compute copies, and the
+    experts that its tokens chose."""
 
     done: Step
     gradients: dict[str, Tensor]
     stale: list[list[str]]
+    chosen: Found
 
 
-def verify_in_own_precision(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
-    """Run `steps` steps of the layout in the run's precision; the first rank gets the result."""
+def verify_in_own_precision(
+    spec: RunSpec, mesh: Mesh, steps: int, last_only: bool = False
+) -> dict[str, object] | None:
+    """Run `steps` steps of the layout in the run's precision; the first rank gets the result.
+
+    With `last_only` loss and gradients are compared in the last step alone, which is the run's last, of a
+    copy that is narrower: most of the time goes into their reference.
+    """
     tree = exact(spec, steps).to_json()
     tree["precision"] = spec.to_json()["precision"]
     tree["train"]["compile"] = spec.train.compile
-    most = MOST_WORK / (SLOWER if spec.precision.low else 1)
-    own, note = narrow(RunSpec.model_validate(tree), most, LEAST_TOKENS)
+    if last_only:  # the last step is the run's last, too
+        warmup = spec.train.warmup_steps
+        tree["train"] |= {"steps": steps, "warmup_steps": warmup and min(warmup, steps - 1)}
+        if spec.model.moe is not None:  # they are exact in all formats, and drown the loss's own gradient
+            tree["model"]["moe"] |= {"aux_loss": 0.0, "z_loss": 0.0}
+    most, least = (MOST_WORK_OF_ONE, LEAST_TOKENS_OF_ONE) if last_only else (MOST_WORK, LEAST_TOKENS)
+    most /= SLOWER if spec.precision.low else 1
+    own, note = narrow(RunSpec.model_validate(tree), most, least)
     with tiled(small_tiles(own)):
-        found = _Comparison(own, mesh).steps(steps)
+        found = _Comparison(own, mesh).steps(steps, last_only and own.precision.compute not in DELAYED)
     if mesh.rank:
         return None
     about = {"precision": own.precision.compute, "layout": own.layout.describe(), "steps": steps}
@@ -101,15 +130,22 @@ class _Comparison:
         self.trainer = Trainer(spec, mesh)
         self.trainer.initialise()
         self.trainer.compile_stages(evaluate=False)
+        self.forced = spec.model.moe is not None and not spec.train.compile
+        """True if it is known which experts tokens choose, since nothing is seen inside compiled blocks."""
+        self.rounding_of_loss = 0.0
+        """The largest difference that rounding was measured to make of the loss, relative to it."""
         self.vote, self.clipping = Vote(self.trainer), ReferenceClipping(spec.train)
         self.state = gather_state(self.trainer)
         if mesh.rank == 0:
             drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
             words = "step 0: the initial value of {} differs"
             self.found.close(0, "initial weight", self.state["parameter"], drawn, MASTER_TOLERANCE, words)
+            if self.trainer.loss_scale.dynamic:
+                scales, words = loss_scales(spec.precision), "the loss scale after {} differs"
+                self.found.close(0, "loss scale", *scales, 0.0, words)
 
-    def steps(self, steps: int) -> Measurements:
-        """Compare `steps` steps, and for fp16 one that overflows."""
+    def steps(self, steps: int, last_only: bool = False) -> Measurements:
+        """Compare `steps` steps, the validation loss after them, and a step that must be skipped."""
         spec, mesh = self.spec, self.mesh
         loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
         whole: Iterator[Batch] = batches(spec) if mesh.rank == 0 else iter(())
@@ -121,16 +157,26 @@ class _Comparison:
             before, self.state = self.state, gather_state(self.trainer)
             divergence = self.vote()
             mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
-            compare = partial(self._compare, number, whole, samples, taken, before)
+            of_gradients = not last_only or number == steps
+            compare = partial(self._compare, number, whole, samples, taken, before, of_gradients)
             while_others_wait(mesh.control, mesh.rank == 0, compare)
             drift = 0.0 if divergence is None else math.inf
             name = str(divergence or "all copies")
             self.found.add(number, "replicas", name, drift, 0.0, f"step {number}: {name}")
-        if spec.precision.compute == "fp16":
-            self.trainer.loss_scale.value = OVERFLOWING
-            self._attempt(batch, steps + 1)
+        if mesh.control.broadcast(not any(each.fails for each in self.found.found)):
+            self._end(steps, batch, loader.validation)
         loader.close()
         return self.found
+
+    def _end(self, steps: int, batch: Batch, reader: SplitReader) -> None:
+        """Compare the validation loss after so many steps, and a step that must be skipped."""
+        mesh = self.mesh
+        held_out = validation_losses(self.trainer, reader, mesh)
+        mesh.heartbeat.phase("start")
+        while_others_wait(mesh.control, mesh.rank == 0, partial(self._compare_validation, steps, held_out))
+        if self.trainer.loss_scale.dynamic:
+            self.trainer.loss_scale.value = OVERFLOWING
+        self._attempt(batch, steps + 1, infinite=True)
 
     def _take(self, batch: Batch, number: int) -> _Taken:
         """Take a step; with a loss scale that is too high, the one after it is halved often enough."""
@@ -139,26 +185,27 @@ class _Comparison:
             if taken.done.applied or self.trainer.loss_scale.value >= taken.done.loss_scale:
                 return taken
 
-    def _attempt(self, batch: Batch, number: int) -> _Taken:
+    def _attempt(self, batch: Batch, number: int, infinite: bool = False) -> _Taken:
+        """Take a step, or with an `infinite` gradient none; a step that is skipped must change nothing."""
         trainer, mesh = self.trainer, self.mesh
-        kept = {name: tensor.clone() for name, tensor in self._own()} if trainer.loss_scale.dynamic else {}
-        loss = trainer.gradients(batch)
+        before = Unchanged(trainer) if infinite or trainer.loss_scale.dynamic else None
+        experts = ChosenExperts(trainer)
+        wrong = infinite_gradient(trainer) if infinite and not trainer.loss_scale.dynamic else nullcontext()
+        with wrong, experts if self.forced else nullcontext():
+            loss = trainer.gradients(batch)
+        chosen = experts.gathered() if self.forced else []
         stale = mesh.control.gather(sorted(stale_copies(trainer)))
         gradients = gather_full(trainer.states.gradients(), mesh)
         gradients = {name: grad.double() * trainer.gradient_factor for name, grad in gradients.items()}
-        updates = trainer.optimiser.updates
         done = trainer.apply(trainer.sums(loss), number)
-        if done.applied:
-            if done.loss_scale == OVERFLOWING:
-                self._note_skip(number, ["was taken"])
-        elif trainer.loss_scale.dynamic:
-            own = [f"changed {name}" for name, tensor in self._own() if not torch.equal(kept[name], tensor)]
-            if trainer.optimiser.updates != updates:
-                own.append("changed the number of updates")
+        if before is not None and not done.applied:
+            own = before.changes()
             if trainer.loss_scale.value >= done.loss_scale > 1:
                 own.append("did not lower the loss scale")
             self._note_skip(number, own)
-        return _Taken(done, gradients, stale)
+        elif infinite:
+            self._note_skip(number, ["was taken"])
+        return _Taken(done, gradients, stale, chosen)
 
     def _note_skip(self, number: int, wrong: list[str]) -> None:
         every = self.mesh.control.gather(wrong) or []
@@ -166,17 +213,10 @@ class _Comparison:
         if rank is None:
             self.found.add(number, "skipped step", "all states", 0.0, 0.0, "")
             return
-        words = f"step {number}: in fp16 a step that overflows must be skipped, and the loss scale halved; "
-        words += f"on rank {rank} it {every[rank][0]}"
+        words = f"step {number}: a step with a gradient that is not finite must be skipped"
+        words += ", and the loss scale halved" if self.trainer.loss_scale.dynamic else ""
+        words += f"; on rank {rank} it {every[rank][0]}"
         self.found.add(number, "skipped step", every[rank][0], math.inf, 0.0, words)
-
-    def _own(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's stored parameters, moments, averages and routers' biases, by name."""
-        for prefix, buffer in buffers(self.trainer):
-            for slot in buffer.slots:
-                yield prefix + slot.key, buffer.local(slot)
-        for name, bias in self.trainer.balance.biases().items():
-            yield name, bias.to_local()
 
     def _compare(
         self,
@@ -185,6 +225,7 @@ class _Comparison:
         samples: list[tuple[int, list[str]]],
         taken: _Taken,
         before: State,
+        of_gradients: bool,
     ) -> None:
         """Compare a step on the first rank, with the next of the `whole` batches."""
         spec, found = self.spec, self.found
@@ -193,35 +234,78 @@ class _Comparison:
         for each in compare_samples(number, samples, fields, spec.at_step(number)):
             words = f"step {number}: the {each.name} of the samples differ {each.detail}".rstrip()
             found.add(number, "samples", each.name, each.relative, 0.0, words)
-        compute = formats(spec.precision).compute
         if not any(taken.stale):
             found.add(number, "compute copy", "all copies", 0.0, 0.0, "")
         for rank, names in enumerate(taken.stale):
             for name in names:
                 words = f"step {number}: the compute copy of {name} on rank {rank} is not its rounded master"
                 found.add(number, "compute copy", name, math.inf, 0.0, words)
-        weights = {name: weight.to(compute) for name, weight in before["parameter"].items()}
-        weights = {**weights, **before["router bias"]}
+        chosen = whole_routing(taken.chosen, spec.at_step(number))
+        if of_gradients:
+            self._compare_gradients(number, batch, taken, before, chosen)
+        self._compare_update(number, taken, before)
+        self._compare_biases(number, chosen, before)
+
+    def _compare_gradients(
+        self, number: int, batch: Batch, taken: _Taken, before: State, chosen: dict[int, Tensor]
+    ) -> None:
+        """Compare the loss, the choice of experts and the gradients of the whole `batch`."""
+        spec, found, compute = self.spec, self.found, formats(self.spec.precision).compute
+        for layer in [layer for layer, experts in chosen.items() if bool((experts < 0).any())]:
+            words = f"step {number}: ranks chose different experts for a token in layer {layer}"
+            found.add(number, "routing", f"blocks.{layer}.mlp.router", math.inf, 0.0, words)
+            del chosen[layer]
+        weights = {**_rounded(before["parameter"], compute), **before["router bias"]}
         moved = batch.to(self.mesh.device)
-        true = exact_gradients(spec, weights, moved, self.linears)
+        chosen = {layer: experts.to(self.mesh.device) for layer, experts in chosen.items()}
+        true = exact_gradients(spec, weights, moved, self.linears, chosen)
         scale = taken.done.loss_scale
         count = DRAWS if spec.train.batch_tokens >= FEW_TOKENS else 2 * DRAWS
-        first = 2 * DRAWS * number
-        draws = [
-            rounded_gradients(spec, weights, moved, self.linears, scale, first + draw)
-            for draw in range(count)
-        ]
+        seeds = range(2 * DRAWS * number, 2 * DRAWS * number + count)
+        draw = partial(rounded_gradients, spec, weights, moved, self.linears, scale, chosen)
+        with ThreadPoolExecutor(min(count, cores())) as threads:  # the other ranks wait
+            draws = list(threads.map(draw, seeds))
         self.linears.end_step()
         eps = torch.finfo(compute).eps
         size = abs(true.loss) or 1.0
-        least = eps / 4 if compute.itemsize == 2 else 4 * eps
-        tolerance = max(MARGIN * max(abs(draw.loss - true.loss) for draw in draws) / size, least)
-        off = abs(taken.done.loss - true.loss) / size
+        self.rounding_of_loss = max(abs(draw.loss - true.loss) for draw in draws) / size
+        off, tolerance = abs(taken.done.loss - true.loss) / size, self._tolerance_of_loss
         words = f"step {number}: the loss is off by {off:.1e}; rounding explains {tolerance:.1e}"
         found.add(number, "loss", "loss", off, tolerance, words)
+        if spec.model.moe is not None and chosen:
+            compare_routing(found, number, spec.model.moe, before["router bias"], true, draws)
         coarsest = max(eps, torch.finfo(formats(spec.precision).reduce).eps)
         compare_gradients(found, number, taken.gradients, true, draws, coarsest)
-        self._compare_update(number, taken, before)
+
+    @property
+    def _tolerance_of_loss(self) -> float:
+        compute = formats(self.spec.precision).compute
+        eps = torch.finfo(compute).eps
+        return max(MARGIN * self.rounding_of_loss, eps / 4 if compute.itemsize == 2 else 4 * eps)
+
+    def _compare_biases(self, number: int, chosen: dict[int, Tensor], before: State) -> None:
+        """Compare the routers' biases with those that the choice of experts moves them to."""
+        moe = self.spec.model.moe
+        if moe is None or not moe.bias or not chosen:
+            return
+        wanted = {name: bias.clone() for name, bias in before["router bias"].items()}
+        for layer, experts in chosen.items():
+            move_bias(moe, experts, wanted[f"blocks.{layer}.mlp.router.bias"])
+        words = f"step {number}: {{}} is not that of the experts' loads"
+        self.found.close(number, "router bias", self.state["router bias"], wanted, MASTER_TOLERANCE, words)
+
+    def _compare_validation(self, number: int, held_out: dict[str, Tensor]) -> None:
+        """Compare the validation loss; where tokens may have chosen other experts, within `ROUTED_LOSS`."""
+        spec, compute = self.spec, formats(self.spec.precision).compute
+        if not held_out or spec.precision.compute in DELAYED:
+            return
+        kinds = ("parameter", "ema", "router bias")
+        weights = {kind: _rounded(self.state[kind], compute) for kind in kinds if kind in self.state}
+        weights["router bias"] = self.state["router bias"]
+        wanted = reference_losses(spec, weights, self.linears, self.mesh.device)
+        tolerance = max(self._tolerance_of_loss, ROUTED_LOSS if spec.model.moe is not None else 0.0)
+        words = f"step {number}: the validation {{}} differs; rounding explains {tolerance:.1e}"
+        self.found.close(number, "validation loss", held_out, wanted, tolerance, words)
 
     def _compare_update(self, number: int, taken: _Taken, before: State) -> None:
         """Compare the norm, the moments and the parameters with those of the layout's own gradients."""
@@ -270,6 +354,10 @@ class _Comparison:
         """A moment rounded to 8 bits; where two values are as near, the one that the layout holds."""
         held, block = self.state[kind][name].double(), blocks_of(self.spec.model)[name]
         return settled(held, moment, kind == "exp_avg", block, MASTER_TOLERANCE)
+
+
+def _rounded(tensors: Mapping[str, Tensor], compute: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(compute) for name, tensor in tensors.items()}
 
 
 def stale_copies(trainer: Trainer) -> Iterator[str]:

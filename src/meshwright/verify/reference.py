@@ -99,7 +99,7 @@ def reference_steps(
                 averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
         for layer, routing in routings.items():
             if moe is not None and moe.bias:
-                move_bias(moe, routing, biases[f"blocks.{layer}.mlp.router.bias"])
+                move_bias(moe, routing.experts, biases[f"blocks.{layer}.mlp.router.bias"])
         linears.end_step()
         yield {
             "samples": {name: getattr(batch, name) for name in SAMPLES},
@@ -226,8 +226,9 @@ def rate_of_step(train: TrainSpec, step: int) -> float:
     peak for ever. The peak is scaled with the step's own batch.
     """
     exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.lr_scaling]
-    batch = next(islice(batch_sizes(train), step - 1, None))
-    peak = train.lr * (batch / train.lr_base_batch_tokens) ** exponent
+    peak = train.lr
+    if exponent:
+        peak *= (next(islice(batch_sizes(train), step - 1, None)) / train.lr_base_batch_tokens) ** exponent
     total, warmup = train.total_steps, train.warmup_steps
     if warmup is None:
         warmup = max(1, round(0.02 * total))

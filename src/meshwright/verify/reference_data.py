@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -30,7 +30,8 @@ Sample = tuple[list[int], list[int], list[int], list[int]]
 
 def batches(spec: RunSpec) -> Iterator[Batch]:
     """Yield the global batch of each optimiser step, from the first and without end."""
-    text = _TrainingText(spec)
+    held_out = _held_out_documents(spec.train.seed, spec.data.val_fraction)
+    text = _Text(spec, sorted({*range(_DOCUMENTS)} - {*held_out}))
     samples = list(_spans(spec, text.starts))
     seed = _hash(spec.train.seed, *_SOURCE)
     read = 0
@@ -43,20 +44,37 @@ def batches(spec: RunSpec) -> Iterator[Batch]:
         yield Batch(*(torch.tensor(column) for column in (*columns, ids, slots)))
 
 
-class _TrainingText:
-    """The training documents one after the other, each END and then its tokens, with END behind the last.
+def held_out_batch(spec: RunSpec, targets: int) -> Batch | None:
+    """The held-out samples in order up to the one with the last of so many targets, those behind it without
+    a target; None where no text is held out."""
+    text = _Text(spec, _held_out_documents(spec.train.seed, spec.data.val_fraction))
+    rows, left = list[Sample](), targets
+    for first, last in _spans(spec, text.starts) if len(text.starts) > 1 else ():
+        if left <= 0:
+            break
+        tokens, wanted, positions, documents = _sample(spec, text, first, last)
+        wanted[left:] = [_NOT_PREDICTED] * len(wanted[left:])
+        rows.append((tokens, wanted, positions, documents))
+        left -= last - first
+    if not rows:
+        return None
+    numbers = list(range(len(rows)))
+    return Batch(*(torch.tensor(column) for column in (*zip(*rows, strict=True), numbers, numbers)))
+
+
+class _Text:
+    """Documents of these numbers one after the other, each END and then its tokens, with END behind the last.
 
     `starts` are the places of all ENDs, END the last id of the vocabulary.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, numbers: Sequence[int]) -> None:
         seed, self.end = spec.train.seed, spec.model.vocab_size - 1
-        numbers = _training_documents(seed, spec.data.val_fraction)
         self._streams = [_hash(seed, _TOKEN, number) for number in numbers]
         self.starts = list(accumulate((1 + _length(seed, number) for number in numbers), initial=0))
 
     def document(self, place: int) -> int:
-        """Return which of the training documents, counted from 0, has the token at a place."""
+        """Return which of the documents, counted from 0, has the token at a place."""
         return bisect_right(self.starts, place) - 1
 
     def token(self, place: int) -> int:
@@ -74,16 +92,18 @@ def _length(seed: int, document: int) -> int:
     return int(_SHORTEST * math.exp(ratio * _uniform(_hash(seed, _LENGTH, document))))
 
 
-def _training_documents(seed: int, val_fraction: float) -> list[int]:
-    """Return the documents whose hash is not below val_fraction * 2^64.
+def _held_out_documents(seed: int, val_fraction: float) -> list[int]:
+    """Return the documents whose hash is below val_fraction * 2^64.
 
     With a fraction above 0, at least one document is held out, and at least one is left.
     """
     hashes = [_hash(seed, _CONTENT, document) for document in range(_DOCUMENTS)]
-    left = [document for document, value in enumerate(hashes) if value >= val_fraction * 2**64]
-    if val_fraction > 0 and len(left) == _DOCUMENTS:
-        left.remove(hashes.index(min(hashes)))
-    return left or [hashes.index(max(hashes))]
+    held = [document for document, value in enumerate(hashes) if value < val_fraction * 2**64]
+    if val_fraction > 0 and not held:
+        held = [hashes.index(min(hashes))]
+    if len(held) == _DOCUMENTS:
+        held.remove(hashes.index(max(hashes)))
+    return held
 
 
 def _spans(spec: RunSpec, starts: list[int]) -> Iterator[tuple[int, int]]:
@@ -97,7 +117,7 @@ def _spans(spec: RunSpec, starts: list[int]) -> Iterator[tuple[int, int]]:
         yield from ((place, min(place + length, last)) for place in range(first, last, length))
 
 
-def _sample(spec: RunSpec, text: _TrainingText, first: int, last: int) -> Sample:
+def _sample(spec: RunSpec, text: _Text, first: int, last: int) -> Sample:
     """Return the sample of the places [first, last), padded to its length by ENDs without a target.
 
     Without a mask of documents all of it is one document; padding belongs to the last one.

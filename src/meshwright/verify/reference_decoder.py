@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from meshwright.verify.reference_rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents in DeepSeek's models, whatever `ModelSpec.norm_eps` is."""
+
+MOST_SCORES = 2**28
+"""Bytes of scores and probabilities, of all heads and layers, that are kept for the backward; more are
+computed again in it."""
 
 Tap = Callable[[str, Tensor], Tensor]
 """(path of a submodule of `Decoder`, its output) -> the output that is used from there on."""
@@ -46,7 +51,8 @@ class ReferenceDecoder:
     """A decoder as a function of its weights, which have the names of `Decoder.tensors`.
 
     `tap` is called with every submodule's path and output; the outputs of a mixture's router are its logits,
-    those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits.
+    those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits. The
+    experts of a layer are `chosen` (n, T, k), where that is given, and not those of the largest scores.
     """
 
     def __init__(
@@ -55,8 +61,9 @@ class ReferenceDecoder:
         weights: Mapping[str, Tensor],
         tap: Tap | None = None,
         linears: Linears | None = None,
+        chosen: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.spec, self.weights = spec, weights
+        self.spec, self.weights, self.chosen = spec, weights, chosen or {}
         self.linears: Linears = linears or (lambda _name, x, weight: x @ weight.T)
         self.tap: Tap = tap or (lambda _path, x: x)
 
@@ -117,14 +124,13 @@ class ReferenceDecoder:
             q, k, v = self._latent_heads(path, x, turns)
         scale = score_factor(spec) / math.sqrt(spec.head_dim)
         group = spec.heads // k.shape[2]
-        # Computed again in the backward: the scores of all heads and layers would not fit in memory.
+        computed: Callable[..., Tensor] = attend
+        if 2 * spec.layers * spec.heads * visible.numel() * x.itemsize > MOST_SCORES:
+            computed = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
         mixed = [
-            checkpoint(
-                attend, q[:, :, head], k[:, :, head // group], v[:, :, head // group], visible, scale,
-                use_reentrant=False, preserve_rng_state=False,
-            )
+            computed(q[:, :, head], k[:, :, head // group], v[:, :, head // group], visible, scale)
             for head in range(spec.heads)
-        ]  # fmt: skip
+        ]
         return self.tap(path, self._linear(f"{path}.o", torch.cat(mixed, -1)))
 
     def _grouped_heads(self, path: str, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +184,9 @@ class ReferenceDecoder:
         assert moe is not None
         logits = self.tap(f"{path}.router", x @ self.weights[f"{path}.router.weight"].T)
         scores = torch.sigmoid(logits) if moe.router == "sigmoid" else torch.softmax(logits, -1)
-        experts = choose_experts(moe, scores.detach(), self.weights.get(f"{path}.router.bias"))
+        experts = self.chosen.get(int(path.split(".")[1]))
+        if experts is None:
+            experts = choose_experts(moe, scores.detach(), self.weights.get(f"{path}.router.bias"))
         routing = Routing(logits, scores, experts, within_capacity(moe, experts))
         weights = scores.gather(-1, experts)
         if moe.renormalise:

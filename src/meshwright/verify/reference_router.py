@@ -31,7 +31,7 @@ def router_statistics(moe: MoeSpec, routing: Routing) -> dict[str, Tensor]:
     0."""
     balance, z = router_losses(moe, routing)
     shares = routing.scores / routing.scores.sum(-1, keepdim=True)
-    copies = expert_copies(moe, routing)
+    copies = expert_copies(moe, routing.experts)
     found = {
         "load": copies / copies.mean(),
         "dropped": (~routing.admitted).double().mean(),
@@ -42,15 +42,15 @@ def router_statistics(moe: MoeSpec, routing: Routing) -> dict[str, Tensor]:
     return {name: value.reshape(-1).cpu() for name, value in found.items()}
 
 
-def expert_copies(moe: MoeSpec, routing: Routing) -> Tensor:
-    """Number of copies routed to each expert (E,) in float64, dropped ones included."""
-    return torch.stack([(routing.experts == expert).sum() for expert in range(moe.experts)]).double()
+def expert_copies(moe: MoeSpec, experts: Tensor) -> Tensor:
+    """Number of copies of `experts` (n, T, k) for each expert (E,) in float64, dropped ones included."""
+    return torch.stack([(experts == expert).sum() for expert in range(moe.experts)]).double()
 
 
-def move_bias(moe: MoeSpec, routing: Routing, bias: Tensor) -> None:
-    """Move `bias` (E,) one step up where the load is below the mean, and down where it is above (Wang et al.
-    2024)."""
-    counts = expert_copies(moe, routing)
+def move_bias(moe: MoeSpec, experts: Tensor, bias: Tensor) -> None:
+    """Move `bias` (E,) after a step with these experts (n, T, k): one step up where the load is below the
+    mean, and down where it is above (Wang et al. 2024)."""
+    counts = expert_copies(moe, experts)
     mean = float(counts.mean())
     for expert, count in enumerate(counts.tolist()):
         if count != mean:

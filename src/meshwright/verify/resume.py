@@ -1,8 +1,9 @@
 """Is a run that is saved and loaded again equal to one device that never stops?
 
 `save_part` trains some steps and saves, with the training loop of `meshwright train`. `load_part` goes on
-from there, in ranks that know nothing of the first: on the same layout or another one, or from the HF folder
-that the checkpoint was exported to. Each is compared with the reference after each step, the second also as
+from there, in ranks that know nothing of the first: on the same layout or another one, from the checkpoint,
+from the snapshot in memory that a restart takes, or from the HF folder that the checkpoint was exported to.
+Each is compared with the reference after each step, the second also as
 soon as it has loaded.
 """
 
@@ -10,49 +11,63 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from itertools import islice
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.gather_state import State, gather_state
+from meshwright.verify.held_out import AVERAGE, reference_losses
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_low_precision import ReferenceLinears
+from meshwright.verify.reference_outer import island_steps
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.verify import exact
 
-RUN = "run.json"
+RUN, SLOTS = "run.json", "snapshots"
+"""In the folder of a run that was saved: its spec, and the files that stand for a supervisor's memory."""
 
 
-def save_part(spec: RunSpec, mesh: Mesh, steps: int, folder: Path) -> dict[str, Any] | None:
-    """Train the first half of 2 `steps` steps, and save in `folder`; the first rank gets the result."""
+def save_part(
+    spec: RunSpec, mesh: Mesh, steps: int, folder: Path, snapshot: bool = False
+) -> dict[str, Any] | None:
+    """Train the first half of 2 `steps` steps, and save in `folder`, with a `snapshot` there, too; the first
+    rank gets the result."""
     whole, note = narrow(exact(spec, 2 * steps))
     tree = whole.to_json()
     tree["train"] |= {"stop_at": steps, "log_every": 1, "eval_every": 0, "eval_tokens": whole.data.seq_len}
     tree["train"]["trackers"] = []
     tree["checkpoint"] |= {"dir": None, "every": 0}
+    tree["recovery"]["snapshot_every"] = 1
     part = RunSpec.model_validate(tree)
     record = json.dumps({"spec": part.to_json(), "narrowed": note})
     mesh.control.on_first(lambda: (folder / RUN).write_text(record, encoding="utf-8"))
-    return _run(part, mesh, folder, _Watch(part, mesh, 0), note)
+    return _run(part, mesh, folder, _Watch(part, mesh, 0), note, slots=_slots(folder, mesh, snapshot))
 
 
-def load_part(spec: RunSpec, mesh: Mesh, saved: Path, folder: Path) -> dict[str, Any] | None:
+def load_part(
+    spec: RunSpec, mesh: Mesh, saved: Path, folder: Path, snapshot: bool = False
+) -> dict[str, Any] | None:
     """Take as many steps again as `save_part` has taken in `saved`, on the layout of `spec`.
 
     `folder` holds the run to go on from: `saved`, or what was exported from it and imported again, where
-    moments and steps begin anew. The first rank gets the result.
+    moments and steps begin anew. With `snapshot` it goes on from the snapshot in `saved`. The first rank gets
+    the result.
     """
     record = json.loads((saved / RUN).read_text(encoding="utf-8"))
     if "narrowed" not in record:
@@ -66,7 +81,18 @@ def load_part(spec: RunSpec, mesh: Mesh, saved: Path, folder: Path) -> dict[str,
     tree["layout"] = spec.to_json()["layout"]
     tree["train"]["stop_at"] = steps if imported else 2 * steps
     after = RunSpec.model_validate(tree)
-    return _run(after, mesh, folder, _Watch(after, mesh, steps, imported), record["narrowed"], "auto")
+    watch = _Watch(after, mesh, steps, imported, snapshot)
+    return _run(after, mesh, folder, watch, record["narrowed"], "auto", _slots(saved, mesh, snapshot))
+
+
+def _slots(folder: Path, mesh: Mesh, snapshot: bool) -> list[list[int]]:
+    """Descriptors of files for two snapshots of each rank, all of one host; none without a `snapshot`."""
+    if not snapshot:
+        return []
+    place = folder / SLOTS
+    mesh.control.on_first(lambda: place.mkdir(exist_ok=True))
+    names = [[f"{rank}.{turn}" for turn in range(2)] for rank in range(mesh.control.size)]
+    return [[os.open(place / name, os.O_RDWR | os.O_CREAT, 0o600) for name in of_rank] for of_rank in names]
 
 
 def tiles_of(saved: Path) -> Tiling:
@@ -76,11 +102,21 @@ def tiles_of(saved: Path) -> Tiling:
 
 
 def _run(
-    spec: RunSpec, mesh: Mesh, folder: Path, watch: _Watch, note: str | None, resume: str | None = None
+    spec: RunSpec,
+    mesh: Mesh,
+    folder: Path,
+    watch: _Watch,
+    note: str | None,
+    resume: str | None = None,
+    slots: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any] | None:
-    with tiled(small_tiles(spec)):
-        watch.run = TrainingRun(spec, mesh, folder, watch)
-        watch.run.execute(resume)
+    try:
+        with tiled(small_tiles(spec)):
+            watch.run = TrainingRun(spec, mesh, folder, watch, slots=slots)
+            watch.run.execute(resume)
+    finally:
+        for descriptor in chain.from_iterable(slots):
+            os.close(descriptor)
     if mesh.rank:
         return None
     verdict = watch.comparison.result(axes_of(spec.layout, spec.microbatches))
@@ -94,16 +130,25 @@ class _Watch(Observers):
     `saved` is the number of steps after which the run was saved, 0 for one that begins.
     """
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, saved: int, imported: bool = False) -> None:
+    def __init__(
+        self, spec: RunSpec, mesh: Mesh, saved: int, imported: bool = False, snapshot: bool = False
+    ) -> None:
         super().__init__([])
         self.spec, self.mesh, self.saved, self.imported = spec, mesh, saved, imported
+        self.snapshot = snapshot
         self.comparison = Comparison()
         self.run: TrainingRun | None = None
         self._reference: Iterator[ReferenceStep] = iter(())
+        self._wanted: ReferenceStep = {}
+        """The last step of the reference, on the first rank."""
         if mesh.rank == 0:
             initial = initial_weights(spec.model, spec.train.seed, spec.precision.master)
             weights = {name: weight.to(mesh.device) for name, weight in initial.items()}
-            self._reference = reference_steps(spec, weights, batches(spec))
+            self._reference = self._steps_from(weights)
+
+    def _steps_from(self, weights: Mapping[str, Tensor]) -> Iterator[ReferenceStep]:
+        steps = island_steps if self.spec.islands > 1 else reference_steps
+        return steps(self.spec, weights, batches(self.spec))
 
     def on_start(self, info: dict[str, Any]) -> None:
         """Compare what was loaded."""
@@ -113,30 +158,60 @@ class _Watch(Observers):
         wanted = self._reference_after(self.saved)
         if wanted is None:
             return
-        missed = math.inf if info["step"] != (0 if self.imported else self.saved) else 0.0
-        reached = Difference(self.saved, "loaded step", str(info["step"]), missed)
+        assert self.run is not None
+        missed = info["step"] != (0 if self.imported else self.saved)
+        words = str(info["step"])
+        if self.snapshot and not self.run.from_memory:
+            missed, words = True, f"{words} of a checkpoint, and not of the snapshot"
+        reached = Difference(self.saved, "loaded step", words, math.inf if missed else 0.0)
         self.comparison.note(self.saved, "loaded step", [reached])
-        for kind, tensors in found.items():
-            if self.imported and kind in self.spec.train.moments:
-                wanted[kind] = {name: torch.zeros_like(moment) for name, moment in wanted[kind].items()}
-            if self.imported and kind == "ema":
-                wanted[kind] = wanted["parameter"]
-            self.comparison.add(self.saved, f"loaded {kind}", tensors, wanted[kind])
         if self.imported:
-            weights = wanted["parameter"] | wanted["router bias"]
-            self._reference = reference_steps(self.spec, weights, batches(self.spec))
+            model = wanted.get("outer parameter") or wanted["parameter"] | wanted["router bias"]
+            wanted = self._imported(wanted, model)
+            self._reference = self._steps_from(model)
+        self._compare(self.saved, "loaded ", found, wanted)
+
+    def _imported(self, wanted: ReferenceStep, model: Mapping[str, Tensor]) -> ReferenceStep:
+        """The states of a run that begins with the weights and biases of `model`."""
+        begun: ReferenceStep = {}
+        for kind, tensors in wanted.items():
+            if kind in (*self.spec.train.moments, "outer momentum", "outer error"):
+                begun[kind] = {name: torch.zeros_like(moment) for name, moment in tensors.items()}
+            elif kind in ("parameter", "router bias", "ema", "outer parameter"):
+                begun[kind] = {name: model[name.rpartition("/")[2]] for name in tensors}
+        return begun
 
     def on_step(self, row: dict[str, Any]) -> None:
-        """Compare a step."""
+        """Compare a step; loss and norm of islands are those of the first."""
         found, step = self._state(), int(row["step"])
         wanted = self._reference_after(1)
         if wanted is None:
             return
-        for kind, name in (("loss", "loss"), ("grad norm", "grad_norm")):
-            number = torch.tensor(row[name], dtype=torch.float64)
-            self.comparison.add(step, kind, {kind: number}, wanted[kind])
-        for kind, tensors in found.items():
-            self.comparison.add(step, kind, tensors, wanted[kind])
+        of_island = "island.0/" if self.spec.islands > 1 else ""
+        for kind, field in (("loss", "loss"), ("grad norm", "grad_norm")):
+            name = of_island + kind
+            number = torch.tensor(row[field], dtype=torch.float64)
+            self.comparison.add(step, kind, {name: number}, {name: wanted[kind][name]})
+        self._compare(step, "", found, wanted)
+
+    def on_eval(self, row: dict[str, Any]) -> None:
+        """Compare the validation loss."""
+        if not self._wanted or self.spec.precision.compute in DELAYED:
+            return
+        fields = {"loss": "val_loss", f"loss{AVERAGE}": "val_loss_ema"}
+        found = {
+            name: torch.tensor(row[field], dtype=torch.float64)
+            for name, field in fields.items()
+            if field in row
+        }
+        linears, most = ReferenceLinears(self.spec), self.spec.train.eval_tokens
+        wanted = reference_losses(self.spec, self._wanted, linears, self.mesh.device, most)
+        self.comparison.add(int(row["step"]), "validation loss", found, wanted)
+
+    def _compare(self, step: int, prefix: str, found: State, wanted: ReferenceStep) -> None:
+        for kind in (kind for kind in found if kind in wanted):
+            minuends = wanted.get("outer message") if kind == "outer error" else None
+            self.comparison.add(step, prefix + kind, found[kind], wanted[kind], minuends)
 
     def _state(self) -> State:
         assert self.run is not None
@@ -148,4 +223,5 @@ class _Watch(Observers):
         self.mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
         first = self.mesh.rank == 0
         while_others_wait(self.mesh.control, first, lambda: computed.extend(islice(self._reference, steps)))
-        return computed[-1] if first else None
+        self._wanted = computed[-1] if first else {}
+        return self._wanted if first else None

@@ -20,7 +20,7 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
 from meshwright.verify.reference import IGNORE, loss_and_objective
-from meshwright.verify.reference_decoder import ReferenceDecoder
+from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_low_precision import ReferenceLinears
 
 SUMS = 16
@@ -28,8 +28,9 @@ SUMS = 16
 
 
 ROUTED = 32
-"""Roundings of a router's logits by which a draw chooses experts. A token that has others moves gradients by
-far more than rounding, and so seldom that with one rounding no draw may have any where the run has one."""
+"""Roundings of a router's logits by which a draw chooses experts where it is not known which the run chose. A
+token that has others moves gradients by far more than rounding, and so seldom that with one rounding no draw
+may have any where the run has one."""
 
 
 class Gradients(NamedTuple):
@@ -37,18 +38,24 @@ class Gradients(NamedTuple):
 
     loss: float
     by_name: dict[str, Tensor]
+    routings: dict[int, Routing]
+    """The routing of each layer with experts, without a graph."""
 
 
 def exact_gradients(
-    spec: RunSpec, weights: Mapping[str, Tensor], batch: Batch, linears: ReferenceLinears
+    spec: RunSpec,
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    linears: ReferenceLinears,
+    chosen: Mapping[int, Tensor],
 ) -> Gradients:
-    """The gradients at these parameters and routers' biases, in float64.
+    """The gradients at these parameters and routers' biases, in float64, with the `chosen` experts.
 
     `linears` rounds operands of low precision, and notes their largest numbers.
     """
     held = {name: weight.double() for name, weight in weights.items()}
     linears.begin_step(targets_of(batch))
-    return _gradients(ReferenceDecoder(spec.model, held, linears=linears), batch, 1.0)
+    return _gradients(ReferenceDecoder(spec.model, held, None, linears, chosen), batch, 1.0)
 
 
 def rounded_gradients(
@@ -57,9 +64,10 @@ def rounded_gradients(
     batch: Batch,
     linears: ReferenceLinears,
     loss_scale: float,
+    chosen: Mapping[int, Tensor],
     draw: int,
 ) -> Gradients:
-    """One draw of what the run's precision makes of the gradients.
+    """One draw of what the run's precision makes of the gradients, with the `chosen` experts where given.
 
     Operands of low precision are those of moved numbers, so that a draw has some that round another way;
     their scales are those of `linears`.
@@ -90,22 +98,24 @@ def rounded_gradients(
         return moved(x, wire).to(reduce)
 
     def tap(path: str, x: Tensor) -> Tensor:
-        if path.endswith(".router"):
+        if path.endswith(".router") and not chosen:
             x = x + (moved(x, ROUTED * unit) - x).detach()
         y: Tensor = _Rounded.apply(x, nearest if half and path == "head" else rounded)
         return y
 
     own = copy(linears)
     own.seen, own.factor = {}, 1.0  # gradients are in the run's own scale here
-    decoder = ReferenceDecoder(spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own)
+    decoder = ReferenceDecoder(
+        spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own, chosen
+    )
     targets = max(1, targets_of(batch))
     scale = targets * 2.0 ** math.frexp(1 / targets)[1] * loss_scale
     while True:
-        loss, found = _gradients(decoder, batch, scale)
+        loss, found, routings = _gradients(decoder, batch, scale)
         for grad in found.values():
             grad.copy_(summed(rounded(grad.to(wide) * scale))).div_(scale)
         if scale <= targets or all(bool(grad.isfinite().all()) for grad in found.values()):
-            return Gradients(loss, found)
+            return Gradients(loss, found, routings)
         scale /= 2  # one that the run had room for
 
 
@@ -134,9 +144,10 @@ def _gradients(decoder: ReferenceDecoder, batch: Batch, scale: float) -> Gradien
         for name, weight in decoder.weights.items()
         if not name.endswith(".router.bias")
     }
-    loss, objective, _ = loss_and_objective(decoder, batch)
+    loss, objective, routings = loss_and_objective(decoder, batch)
     found = torch.autograd.grad(objective * scale, list(parameters.values()))
     return Gradients(
         float(loss.detach()),
         {name: grad.double() / scale for name, grad in zip(parameters, found, strict=True)},
+        {layer: Routing(*(each.detach() for each in routing)) for layer, routing in routings.items()},
     )

@@ -42,6 +42,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
         part_queries=queries,
         part_keys=keys,
         part_rows_summed=_several(group * queries),
+        norm_weight_rows=_several(chunk // layout.tp),
         norm_row=32,
         init_elements=_several(of_rank),
         moment_elements=_several(of_rank),

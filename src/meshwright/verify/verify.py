@@ -21,20 +21,25 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.batch_warmup import one_step_each
+from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train import state
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.train.teacher import Teacher
 from meshwright.train.vote import Vote
+from meshwright.verify.clip_factors import clip_factors
 from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.drawn_teacher import drawn_teacher
 from meshwright.verify.gather_state import gather_state
+from meshwright.verify.held_out import reference_losses, validation_losses
+from meshwright.verify.learning_rates import learning_rates
 from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_distillation import ReferenceTeacher
+from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_outer import island_steps
 from meshwright.verify.reference_sums import PHASES
 from meshwright.verify.reference_weights import initial_weights
@@ -79,6 +84,8 @@ def _side_by_side(
         comparison.add(
             0, "initial weight", initial, initial_weights(spec.model, spec.train.seed, spec.precision.master)
         )
+        comparison.add(0, "learning rate", *learning_rates(spec.train))
+        comparison.add(0, "clipping", *clip_factors(trainer.clipping, spec.train))
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     computed: list[ReferenceStep] = []
     for number in range(1, steps + 1):
@@ -107,9 +114,15 @@ def _side_by_side(
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
         comparison.note(number, "replicas", [copies])
+    held_out: dict[str, Tensor] = {}
+    if mesh.control.broadcast(comparison.first is None):  # text that was misread may not be computable
+        held_out = validation_losses(trainer, loader.validation, mesh)
     loader.close()
     if reference is None:
         return None
+    if held_out and spec.precision.compute not in DELAYED:
+        losses = reference_losses(spec, wanted, ReferenceLinears(spec), mesh.device)
+        comparison.add(steps, "validation loss", held_out, losses)
     verdict = comparison.result(axes_of(spec.layout, spec.microbatches))
     return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
 

@@ -1,0 +1,71 @@
+"""The validation loss of a layout, by the functions of training's validation, beside that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from meshwright.data.loader import SplitReader
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.train.held_out import likelihoods, total
+from meshwright.train.step import Trainer
+from meshwright.verify.reference import mean_loss
+from meshwright.verify.reference_data import held_out_batch
+from meshwright.verify.reference_decoder import ReferenceDecoder
+from meshwright.verify.reference_low_precision import ReferenceLinears
+
+AVERAGE = " of the moving average"
+
+
+def targets_of(spec: RunSpec) -> int:
+    """The held-out targets that are compared: those of a batch, and of half a sample of the next one."""
+    return spec.train.batch_tokens + spec.data.seq_len // 2
+
+
+def validation_losses(trainer: Trainer, reader: SplitReader, mesh: Mesh) -> dict[str, Tensor]:
+    """The losses on held-out text, of the weights and of their moving average; collective over the mesh.
+
+    Empty where no text is held out. With islands the weights are those that they last agreed on.
+    """
+    if reader.split.target_tokens == 0:
+        return {}
+    mesh.heartbeat.phase("evaluate")
+    most, kinds = targets_of(trainer.run_spec), {}
+    with trainer.outer.in_place_of_weights() if trainer.outer else nullcontext():
+        kinds[""] = total(likelihoods(reader, trainer.nll, mesh, most)).loss
+    if trainer.ema is not None:
+        with trainer.ema.in_place_of_weights():
+            kinds[AVERAGE] = total(likelihoods(reader, trainer.nll, mesh, most)).loss
+    return {f"loss{of}": torch.tensor(loss, dtype=torch.float64) for of, loss in kinds.items()}
+
+
+@torch.no_grad()
+def reference_losses(
+    spec: RunSpec,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    linears: ReferenceLinears,
+    device: torch.device,
+    targets: int | None = None,
+) -> dict[str, Tensor]:
+    """Losses on the same text of one device, in float64, from the tensors of `weights` by kind and name.
+
+    The held-out `targets` are by default those of `targets_of`.
+    """
+    batch = held_out_batch(spec, targets or targets_of(spec))
+    found: dict[str, Tensor] = {}
+    if batch is None:
+        return found
+    moved = batch.to(device)
+    of_model = weights.get("outer parameter") or weights["parameter"]
+    biases = weights.get("router bias", {})
+    for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
+        if held is not None:
+            tensors = {name: tensor.double() for name, tensor in {**biases, **held}.items()}
+            decoder = ReferenceDecoder(spec.model, tensors, linears=linears)
+            logits, _ = decoder(moved.tokens, moved.positions, moved.documents)
+            found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()
+    return found
