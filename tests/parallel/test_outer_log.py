@@ -195,7 +195,7 @@ def test_a_lost_island_costs_the_others_nothing_but_its_tokens(tmp_path: Path) -
 def test_an_island_with_other_anchors_starts_again_and_takes_those_of_most(
     tmp_path: Path, islands: int
 ) -> None:
-    """Of three islands the others go on; of two none is known to be right, so both end."""
+    """With three islands the others go on; with two none is known to be right, so both end."""
     outer: dict[str, Any] = {"quorum": 2, "grace_seconds": 3.0}
     models = [Model(tmp_path, number, **outer) for number in range(islands)]
     run_together([lambda model=model: model.join(islands) for model in models])  # type: ignore[misc]

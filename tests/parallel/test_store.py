@@ -61,7 +61,7 @@ OPERATIONS: list[Callable[[Any, str, str, str, int], Any]] = [
 
 
 def outcome(operation: Callable[..., Any], store: Any, *given: Any) -> Any:
-    """What an operation returns, or the kind of its error."""
+    """Return the result of an operation, or the kind of its error."""
     try:
         return operation(store, *given)
     except dist.DistStoreError:
