@@ -133,7 +133,7 @@ def exported(folder: Path, run: Path, out: Path) -> Path:
 
 def cases() -> Iterator[Any]:
     for number, (name, put) in enumerate((name, put) for name in CONFIGS for put in PUTS):
-        for kind in {CLASSES[number % 4], CLASSES[number // 6 % 4]}:
+        for kind in dict.fromkeys((CLASSES[number % 4], CLASSES[number // 6 % 4])):
             if (name, kind) == ("not special", "GPT2Tokenizer"):
                 continue  # this class takes no token's options from tokenizer.json
             yield pytest.param(name, put, kind, id=f"{name}-puts {put}-{kind}")
