@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.report.record import read_run
 
 WORDS = [
@@ -235,3 +236,64 @@ def test_a_link_that_is_cut_for_10_seconds_costs_no_step(
         assert "host_lost" not in kinds(out)
     for key in ("parameters_sha256", "samples_sha256", "final_loss"):
         assert results[0][key] == results[1][key]
+
+
+CLIENT = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from meshwright.parallel.store import AuthenticatedStore
+host, port = sys.argv[1], int(sys.argv[2])
+makers = [
+    lambda: AuthenticatedStore(f"{host}:{port}", b"0" * 32, connect_s=5, answer_s=1),
+    lambda: dist.TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False),
+]
+for make in makers:
+    try:
+        store = make()
+        for key in store.list_keys():
+            store.set(key, "0")
+    except dist.DistError as error:
+        print("refused" if "reset" in str(error) or "closed" in str(error) else error)
+"""
+"""Speaks to a run's store as torch's does, and as a rank does without the secret."""
+
+
+@pytest.mark.full
+def test_a_third_host_that_speaks_to_the_store_changes_nothing(
+    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher]
+) -> None:
+    """It has a link to the first host alone, and no file of the run."""
+    out, last = tmp_path / "run", ("--train.steps", "200", "--train.batch_tokens", "512")
+    (first, address), _ = namespaces
+    third, links = f"{first}-third", [f"mwt{os.getpid() % 10**6}{end}" for end in "ab"]
+    for words in (
+        f"netns add {third}",
+        f"link add {links[0]} netns {first} type veth peer name {links[1]} netns {third}",
+        f"-n {first} addr add 10.78.0.1/24 dev {links[0]}",
+        f"-n {first} link set {links[0]} up",
+        f"-n {third} addr add 10.78.0.2/24 dev {links[1]}",
+        f"-n {third} link set {links[1]} up",
+        f"-n {third} route add 10.77.0.0/24 via 10.78.0.1",
+    ):
+        subprocess.run(["ip", *words.split()], check=True)
+    try:
+        launchers += [
+            Launcher(out, place, name, *last, "--checkpoint.every", "20") for name, place in namespaces
+        ]
+        wait(lambda: len(steps(out)) >= 5, PATIENCE_S, launchers)
+        port = json.loads((out / "hosts" / "generation-0.json").read_text())["port"]
+        command = [sys.executable, "-c", CLIENT, address, str(port)]
+        spoken = subprocess.run(
+            ["ip", "netns", "exec", third, *command], capture_output=True, text=True, check=True, timeout=120
+        )
+        assert spoken.stdout.split() == ["refused", "refused"], spoken.stdout
+        result = result_of(launchers[0])
+    finally:
+        subprocess.run(["ip", "netns", "del", third], check=False)
+    assert "10.78.0.2 connected to the store" in launchers[0].log.read_text()
+    assert steps(out) == list(range(1, 201)) and "failure" not in kinds(out)
+    for found in list_checkpoints(out / "checkpoints"):
+        assert not found.problem and not verify_checkpoint(out / "checkpoints", found.step).problems
+    assert (out / "hosts" / "secret").stat().st_mode & 0o777 == 0o600
+    assert_as_alone(result, tmp_path / "alone", *last)
