@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -136,11 +137,11 @@ def test_a_server_that_is_gone_is_an_error(server: StoreServer) -> None:
 def test_without_the_secret_nothing_is_answered_and_the_user_is_named(server: StoreServer) -> None:
     store = client(server)
     store.set("a", "1")
-    with pytest.warns(UserWarning, match=f"user {os.getuid()}.* without knowing its secret"):
+    with pytest.warns(UserWarning, match=f"user {os.getuid()}.* without knowing its secret") as told:
         for _ in range(3):
             with pytest.raises(dist.DistNetworkError):
                 AuthenticatedStore(server.endpoint, new_secret())
-        wait_until(lambda: sum(server.refused.values()) == 3)
+        wait_until(lambda: server.refused == 3 and heard(told))
     assert store.get("a") == b"1" and store.num_keys() == 1
 
 
@@ -163,6 +164,10 @@ def test_a_server_without_the_secret_is_found_out() -> None:
             AuthenticatedStore(f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
         thread.join(10)
     assert SECRET not in got
+
+
+def heard(told: Sequence[warnings.WarningMessage]) -> bool:
+    return any("was refused" in str(each.message) for each in told)
 
 
 def wait_until(so: Callable[[], bool]) -> None:
@@ -208,10 +213,10 @@ def test_a_message_on_its_way_cannot_be_changed_or_repeated(kind: str, counted: 
 
     store = AuthenticatedStore(Relay(server, change).endpoint, SECRET, SHORT)
     store.set("a", "1")
-    with pytest.warns(UserWarning, match="was refused"):
+    with pytest.warns(UserWarning, match="was refused") as told:
         with pytest.raises(dist.DistNetworkError):
             store.add("n", 5)
-        wait_until(lambda: bool(server.refused))
+        wait_until(lambda: heard(told))
     assert AuthenticatedStore(server.endpoint, SECRET, SHORT).add("n", 0) == counted
     server.close()
 
@@ -235,7 +240,7 @@ def test_strangers_that_stay_are_closed_and_ranks_still_connect(
 ) -> None:
     monkeypatch.setattr(store_server, "MOST_STRANGERS", 8)
     left = []
-    with pytest.warns(UserWarning, match="was refused; the run is not affected"):
+    with pytest.warns(UserWarning, match="was refused; the run is not affected") as told:
         for _ in range(40):
             if server.endpoint.startswith("/"):
                 stranger = socket.socket(socket.AF_UNIX)
@@ -245,7 +250,7 @@ def test_strangers_that_stay_are_closed_and_ranks_still_connect(
                 stranger = socket.create_connection((host, int(port)))
             left.append(stranger)
         assert client(server).add("a", 1) == 1
-        wait_until(lambda: sum(server.refused.values()) >= 32)
+        wait_until(lambda: server.refused >= 32 and heard(told))
     for stranger in left:
         stranger.close()
 
@@ -270,6 +275,75 @@ def test_another_users_secret_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError, match="another user"):
         read_secret(file)
     assert read_secret(file, trusted=True) == SECRET
+
+
+@pytest.mark.parametrize("content", ["", "ab", "0" * 63, "0" * 65, "z" * 64, "0" * 32 + " " + "0" * 31])
+def test_a_file_that_holds_no_secret_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text(content)
+    for trusted in (False, True):
+        with pytest.raises(AuthenticationError, match="does not hold a secret"):
+            read_secret(file, trusted=trusted)
+
+
+def test_a_pipe_and_a_file_that_others_read_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(AuthenticationError, match="does not hold a secret"):
+        read_secret(tmp_path / "pipe")
+    write_secret(tmp_path / "secret", SECRET)
+    (tmp_path / "secret").chmod(0o644)
+    with pytest.raises(AuthenticationError, match="others may read it"):
+        read_secret(tmp_path / "secret")
+
+
+def test_a_bad_request_ends_its_connection_alone(server: StoreServer) -> None:
+    """They take the secret, as a rank of another version would have it."""
+    store = client(server)
+    for parts in (
+        [],
+        [b"append", b"a"],
+        [b"get", b"nan", b"a"],
+        [b"get", b"x", b"a"],
+        [b"nothing"],
+        [b"add", b"a"],
+    ):
+        with pytest.raises(dist.DistNetworkError):
+            store._exchange(parts, 0.0)
+    waiting = client(server, timedelta(days=400))
+    thread = threading.Thread(target=lambda: waiting.wait(["late"]))
+    thread.start()
+    store.set("late", "")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_warnings_that_are_errors_end_no_server() -> None:
+    program = """
+import socket, sys, time, warnings
+from meshwright.parallel.store_server import StoreServer
+server = StoreServer("127.0.0.1")
+for _ in range(3):
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(b"0" * 64)
+        stranger.settimeout(5)
+        while stranger.recv(64):
+            pass
+assert server.refused == 3 and server._thread.is_alive()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, capture_output=True)
+
+
+def test_ended_waits_do_not_pile_up(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "MOST_ENDED", 10)
+    waiting, setting = client(server, timedelta(minutes=5)), client(server)
+    for number in range(60):
+        thread = threading.Thread(target=lambda number=number: waiting.wait([f"key {number}"]))  # type: ignore[misc]
+        thread.start()
+        time.sleep(0.002)
+        setting.set(f"key {number}", "")
+        thread.join(10)
+    assert len(server._deadlines) <= 20
 
 
 def test_a_server_needs_no_torch() -> None:

@@ -6,6 +6,7 @@ import fcntl
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from meshwright.spec import UserError
@@ -39,13 +40,21 @@ def own_address(given: str | None = None) -> tuple[str, str]:
     return next(iter(outside.items()))
 
 
-def check_interface(name: str) -> None:
-    """Raise `UserError` if the interface that ranks are to listen on has no address on this host."""
-    if sys.platform == "linux" and name not in (found := _addresses()).values():
+def only_address(interfaces: Sequence[str]) -> str | None:
+    """The address of the first of some interfaces that has one, or else the only one beside loopback."""
+    found = {name: address for address, name in _addresses().items()}
+    given = next((found[name] for name in interfaces if name in found), None)
+    outside = [address for address in found.values() if not address.startswith("127.")]
+    return given or (outside[0] if len(outside) == 1 else None)
+
+
+def check_loopback() -> None:
+    """Raise `UserError` if the loopback interface, on which ranks of this host meet, has no address."""
+    if sys.platform == "linux" and "lo" not in (found := _addresses()).values():
         listed = ", ".join(f"{interface} ({address})" for address, interface in found.items()) or "none"
         raise UserError(
-            f"GLOO_SOCKET_IFNAME: the interface {name}, on which ranks of this host meet, has no address "
-            f"(those with one: {listed}); bring it up (ip link set {name} up), or name another one"
+            f"GLOO_SOCKET_IFNAME: lo, the loopback interface, on which ranks of this host meet, has no "
+            f"address (those with one: {listed}); bring it up (ip link set lo up), or name another one"
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.launch.env import LOOPBACK, Worker
 from meshwright.launch.failure import record
-from meshwright.launch.network import check_interface
+from meshwright.launch.network import check_loopback
 from meshwright.launch.rendezvous import world_store
 from meshwright.parallel import process_groups
 from meshwright.spec import UserError
@@ -68,8 +68,8 @@ def process_group(
     rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
     if alone or (place is not None and place.local_world_size == size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    if device_type == "cpu" and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
-        check_interface(interface)
+    if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
+        check_loopback()
     with ExitStack() as stack:
         try:
             store: Store = dist.HashStore()  # type: ignore[attr-defined]

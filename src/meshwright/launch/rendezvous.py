@@ -22,15 +22,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.launch.network import own_address
+from meshwright.launch.network import only_address
 from meshwright.launch.scratch import scratch_folder
-from meshwright.parallel.authentication import AuthenticationError, new_secret, read_secret, write_secret
-from meshwright.parallel.store_server import StoreServer
+from meshwright.parallel.authentication import AuthenticationError, read_secret, write_secret
+from meshwright.parallel.store_server import StoreServer, endpoint_of
 from meshwright.spec import UserError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
     from meshwright.launch.env import Worker
     from meshwright.parallel.store import AuthenticatedStore
 
@@ -38,6 +36,9 @@ STORE = "MESHWRIGHT_STORE"
 """Set in ranks that have a supervisor, to the endpoint of the world's store."""
 SECRET = "MESHWRIGHT_SECRET"
 """The secret of the world's store: set in ranks that have a supervisor, or by the user on all hosts."""
+SHORTEST_WORD = 16
+FILE = ".meshwright-secret-"
+"""Start of the name of a file with a secret."""
 KEY = "meshwright/store"
 LEAVE_S = 5.0
 """The store is kept so long for ranks that have not left the world yet."""
@@ -55,7 +56,6 @@ def world_store(
     the ranks cannot meet.
     """
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
 
     from meshwright.parallel.store import AuthenticatedStore
 
@@ -64,13 +64,11 @@ def world_store(
         try:
             if place.launched:
                 store = AuthenticatedStore(where, bytes.fromhex(os.environ[SECRET]), timeout)
+                _meet(store, place)
             else:
-                told, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-                store = AuthenticatedStore(*_meet(told, place, folder, stack), timeout)
-            if store.add(f"{KEY}/joined", 1) == place.world_size:
-                store.set(f"{KEY}/all", "")
-            store.wait([f"{KEY}/all"])
-            told = None  # where rank 0 has that store, it listened until now
+                with _told(place, timeout, folder, stack) as (endpoint, secret):
+                    store = AuthenticatedStore(endpoint, secret, timeout)
+                    _meet(store, place)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             failed = (
@@ -86,35 +84,79 @@ def world_store(
         yield store
 
 
-def _meet(told: Store, place: Worker, folder: Path | None, stack: ExitStack) -> tuple[str, bytes]:
-    """The endpoint and the secret of the store that rank 0 holds; other ranks are `told` by torchrun's."""
-    given = os.environ.get(SECRET)
-    secret = None if given is None else hashlib.sha256(given.encode()).digest()
-    one_host = place.local_world_size == place.world_size
-    if place.rank == 0:
-        private = stack.enter_context(scratch_folder())
-        secret = secret or new_secret()
-        server = StoreServer(private if one_host else _reached_at(os.environ["MASTER_ADDR"]), secret)
-        stack.callback(server.close, LEAVE_S)
-        file = None
-        if given is None:
-            file = (private if one_host else _common(folder)) / f".meshwright-{secrets.token_hex(8)}"
-            write_secret(file, secret)
-            stack.callback(file.unlink, missing_ok=True)
-        told.set(KEY, json.dumps([server.endpoint, file and str(file)]))
-        return server.endpoint, secret
-    endpoint, path = json.loads(told.get(KEY))
-    return endpoint, secret or _read(Path(str(path)), place, folder)
+def _meet(store: AuthenticatedStore, place: Worker) -> None:
+    """Return when all ranks have come to the store."""
+    if store.add(f"{KEY}/joined", 1) == place.world_size:
+        store.set(f"{KEY}/all", "")
+    store.wait([f"{KEY}/all"])
+
+
+@contextmanager
+def _told(
+    place: Worker, timeout: timedelta, folder: Path | None, stack: ExitStack
+) -> Iterator[tuple[str, bytes]]:
+    """The endpoint and the secret of the store that rank 0 holds until `stack` ends.
+
+    Other ranks are told by torchrun's store, or by one that rank 0 has in the place of it; neither that nor
+    the file of the secret is needed once all have met, when the context ends.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    told, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    secret, one_host = _given_secret(), place.local_world_size == place.world_size
+    if place.rank > 0:
+        endpoint, file = json.loads(told.get(KEY))
+        yield endpoint, secret or _read(Path(str(file)), place, folder)
+        return
+    private = stack.enter_context(scratch_folder())
+    at, host = (private, "") if one_host else _reached_at(os.environ["MASTER_ADDR"])
+    server = StoreServer(at, secret)
+    stack.callback(server.close, LEAVE_S)
+    endpoint, file = endpoint_of(host, server.port) if host else server.endpoint, None
+    if secret is None:
+        file = (private if one_host else _common(folder)) / f"{FILE}{secrets.token_hex(8)}"
+        try:
+            write_secret(file, server.secret)
+        except OSError as error:
+            raise UserError(
+                f"{SECRET}: the secret of the run cannot be written to {file} ({error.strerror}); give a "
+                f"common --out, or set {SECRET} to the same word on all hosts"
+            ) from error
+    try:
+        told.set(KEY, json.dumps([endpoint, file and str(file)]))
+        yield server.endpoint, server.secret
+    finally:
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+
+def _given_secret() -> bytes | None:
+    """The secret of the word that the user has set on all hosts. Raises `UserError` for a short one."""
+    word = os.environ.get(SECRET)
+    if word is None:
+        return None
+    if len(word) < SHORTEST_WORD:
+        raise UserError(
+            f"{SECRET}: a word of {len(word)} characters can be guessed; set the same one of {SHORTEST_WORD} "
+            f"or more on all hosts, drawn at random, such as by openssl rand -hex 32, or unset it"
+        )
+    return hashlib.sha256(word.encode()).digest()
 
 
 def _read(file: Path, place: Worker, folder: Path | None) -> bytes:
-    """The secret in a file that rank 0 has written. Raises `UserError`."""
-    trusted = folder is not None and file.parent in (folder.absolute(), *folder.absolute().parents)
+    """The secret in a file that rank 0 has written. Raises `UserError`.
+
+    What tells its path may be anybody's: no other file than such a one is read.
+    """
+    known = folder is not None and file.parent in (folder.absolute(), *folder.absolute().parents)
+    trusted = known and file.parent.is_dir() and not file.parent.stat().st_mode & 0o022
     limit = time.monotonic() + SEEN_S
     while True:
         try:
+            if not file.name.startswith(FILE):
+                raise AuthenticationError("it has another name")
             return read_secret(file, trusted=trusted)
-        except (OSError, ValueError, AuthenticationError) as error:
+        except (OSError, AuthenticationError) as error:
             if time.monotonic() > limit or not isinstance(error, FileNotFoundError):
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UserError(
@@ -128,31 +170,33 @@ def _read(file: Path, place: Worker, folder: Path | None) -> bytes:
 def _common(folder: Path | None) -> Path:
     """The folder for a secret that all hosts are to read: at or above `folder`, or else the user's home."""
     listed = [] if folder is None else [folder.absolute(), *folder.absolute().parents]
-    return next((each for each in listed if each.is_dir() and os.access(each, os.W_OK)), Path.home())
+    return next((each for each in listed if each.is_dir() and os.access(each, os.W_OK)), _home())
 
 
-def _reached_at(master: str) -> str:
-    """The address of this host, that of rank 0, at which other hosts reach it.
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # this user has none
+        return Path.cwd()
 
-    It is what MASTER_ADDR says if that is an address of this host. Where it is a loopback address, as in some
-    containers, or a service's, it is this host's only other address; else the loopback address.
+
+def _reached_at(master: str) -> tuple[str, str]:
+    """(address to listen on, host that others connect to) of this host, that of rank 0.
+
+    Both are what MASTER_ADDR says, if that is an address of this host. Where it is a loopback address, as a
+    host's own name may be, or a service's, they are the address of the interface that ranks are to meet on,
+    or this host's only other one; else every address is listened on, and others take MASTER_ADDR as they read
+    it.
     """
-    found = []
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(master, 0, socket.AF_UNSPEC, socket.SOCK_STREAM):
             host = ip_address(str(address[0]).partition("%")[0])
             family = socket.AF_INET if host.version == 4 else socket.AF_INET6
             with suppress(OSError), socket.create_server((str(host), 0), family=family):
-                found.append(host)
-    outside = next((host for host in found if not host.is_loopback), None)
-    if outside is not None:
-        return str(outside)
-    try:
-        return own_address()[0]
-    except UserError:
-        if not found:
-            raise
-        return str(found[0])
+                if not host.is_loopback:
+                    return str(host), str(host)
+    found = only_address([os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")])
+    return ("0.0.0.0", master) if found is None else (found, found)
 
 
 def _master(given: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ import hmac
 import os
 import secrets
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,6 +52,8 @@ def write_secret(file: Path, secret: bytes) -> None:
     try:
         with os.fdopen(descriptor, "w") as opened:
             opened.write(secret.hex())
+            opened.flush()
+            os.fsync(descriptor)
         os.link(whole, file)
     finally:
         whole.unlink()
@@ -59,14 +62,18 @@ def write_secret(file: Path, secret: bytes) -> None:
 def read_secret(file: Path, *, trusted: bool = False) -> bytes:
     """The secret in a file of `write_secret`.
 
-    Raises `OSError`, and `AuthenticationError` for another user's file, unless its folder is `trusted`: some
-    file systems of several hosts show other owners.
+    Raises `OSError`, and `AuthenticationError` for what is no such file. Whose it is does not matter where
+    its folder is `trusted`: some file systems of several hosts show other owners.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with os.fdopen(descriptor) as opened:
-        if not trusted and os.fstat(descriptor).st_uid != os.getuid():
-            raise AuthenticationError("it is another user's file")
-        return bytes.fromhex(opened.read())
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as opened:
+        status = os.fstat(descriptor)
+        if not trusted and (status.st_uid != os.getuid() or status.st_mode & 0o077):
+            raise AuthenticationError("it is another user's file, or others may read it")
+        text = opened.read(2 * SECRET_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+        if len(text) != 2 * SECRET_BYTES or not set(text) <= set(b"0123456789abcdef"):
+            raise AuthenticationError(f"it does not hold a secret of {SECRET_BYTES} bytes")
+        return bytes.fromhex(text.decode())
 
 
 def shared_secret(file: Path) -> bytes:
@@ -105,7 +112,9 @@ class Codec:
         self._sent = self._got = 0
 
     def seal(self, content: bytes) -> bytes:
-        """The next message to send."""
+        """The next message to send. Raises ValueError for one that is too long."""
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"a message has {len(content)} bytes, more than {MOST_BYTES}")
         mac = _mac(self._ours, self._sent, content)
         self._sent += 1
         return b"".join((_LENGTH.pack(len(content)), mac, content))

@@ -271,7 +271,7 @@ class Control:
         return len(parts)
 
     def _take_parts(self, name: str, parts: int) -> bytes:
-        return b"".join(self._store.multi_get([self._key(f"{name}/{index}") for index in range(parts)]))
+        return b"".join(self._store.get(self._key(f"{name}/{index}")) for index in range(parts))
 
     def _gathered(self, first: int, count: int) -> list[Any]:
         """On rank `first`: the messages of the `count` ranks after it, which leave the store."""

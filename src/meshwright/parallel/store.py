@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ class AuthenticatedStore(Store):
         self._limits = connect_s, answer_s
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._closed = False
         self._codec: Codec
         self._clones: list[AuthenticatedStore] = []
         """torch holds the C++ part of a clone alone, which needs this one."""
@@ -117,9 +119,13 @@ class AuthenticatedStore(Store):
         return made
 
     def close(self) -> None:
-        """Hang up, and let clones do so."""
+        """Hang up for good, and let clones do so."""
+        self._closed = True
         for each in self._clones:
             each.close()
+        if (opened := self._socket) is not None:
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)  # who waits on it gives up
         with self._lock:
             if self._socket is not None:
                 self._socket.close()
@@ -168,6 +174,8 @@ class AuthenticatedStore(Store):
     def _connect(self) -> None:
         opened: Any = None
         try:
+            if self._closed:
+                raise ConnectionAbortedError("it was closed here")
             opened = _dial(self.endpoint, self._limits[0])
             self._codec = greet(opened, self._secret)
         except (OSError, AuthenticationError) as error:

@@ -21,11 +21,11 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
 from meshwright.parallel.authentication import (
-    MOST_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
     AuthenticationError,
@@ -41,10 +41,16 @@ DONE, TIMED_OUT = b"", b"timeout"
 """First part of an answer."""
 HANDSHAKE_S = 10.0
 """A connection that has not proved by then that it knows the secret is closed."""
-MOST_STRANGERS = 256
+MOST_STRANGERS = 1024
 """Connections without that proof, beyond which the oldest one is closed."""
 MOST_TOLD = 8
-"""Addresses of strangers that warnings name."""
+"""Strangers that warnings name."""
+MOST_ENDED = 1000
+"""Waits that have ended and are still among the deadlines, beside two for each connection."""
+PAUSE_S = 0.1
+"""Where no descriptor is free for a new connection, none is accepted for so long."""
+LONGEST_TURN_S = 3600.0
+_ESTABLISHED = "01"  # <net/tcp_states.h>
 READ_BYTES = 1 << 20
 LONGEST_PATH = 100
 """Bytes of a path that a Unix socket can have on every system."""
@@ -78,8 +84,8 @@ class Table:
 class _Connection:
     """A connection to the server; without a codec it is a stranger's as yet."""
 
-    def __init__(self, opened: socket.socket, who: str, now: float) -> None:
-        self.socket, self.who, self.since = opened, who, now
+    def __init__(self, opened: socket.socket, address: object, now: float) -> None:
+        self.socket, self.address, self.since = opened, address, now
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.codec: Codec | None = None
         self.got, self.to_send = bytearray(), bytearray(self.nonce)
@@ -97,8 +103,11 @@ class StoreServer:
         self.secret = new_secret() if secret is None else secret
         self.endpoint, self._listener = _listen(at)
         self.table = Table()
-        self.refused: dict[str, int] = {}
-        """How many connections of each stranger were refused."""
+        self.refused = 0
+        """Connections without the proof that were closed."""
+        self._told: set[str] = set()
+        self._paused: float | None = None
+        """When it stopped to accept connections, as no descriptor was free."""
         self._lock = threading.Lock()
         self._waiting: dict[bytes, set[_Connection]] = defaultdict(set)
         self._deadlines: list[tuple[float, int, _Connection]] = []
@@ -129,8 +138,7 @@ class StoreServer:
         until = time.monotonic() + patience_s
         while self._members and time.monotonic() < until:
             time.sleep(0.005)
-        with suppress(OSError):
-            self._wake.close()
+        self._wake.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -141,6 +149,7 @@ class StoreServer:
             while self._turn():
                 pass
         finally:
+            self._listener.close()
             for key in [*self._selector.get_map().values()]:
                 key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
@@ -163,21 +172,30 @@ class StoreServer:
     def _until_next(self, now: float) -> float | None:
         times = [self._deadlines[0][0]] if self._deadlines else []
         times += [next(iter(self._strangers)).since + HANDSHAKE_S] if self._strangers else []
-        return max(0.0, min(times) - now) if times else None
+        times += [self._paused + PAUSE_S] if self._paused is not None else []
+        return min(max(0.0, min(times) - now), LONGEST_TURN_S) if times else None
 
     def _accept(self) -> None:
         try:
             opened, address = self._listener.accept()
-        except OSError as error:  # gone again; or no descriptor is free, and strangers have some
-            if self._strangers and not isinstance(error, (BlockingIOError, ConnectionError)):
-                self._refuse(next(iter(self._strangers)))
+        except (BlockingIOError, ConnectionError):  # gone again
             return
-        opened.setblocking(False)
-        if opened.family != socket.AF_UNIX:
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(opened, _who(opened, address), time.monotonic())
+        except OSError:  # no descriptor is free; strangers have some, or others are given back soon
+            if self._strangers:
+                self._refuse(next(iter(self._strangers)))
+            self._selector.unregister(self._listener)
+            self._paused = time.monotonic()
+            return
+        try:
+            opened.setblocking(False)
+            if opened.family != socket.AF_UNIX:
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(opened, address, time.monotonic())
+            self._selector.register(opened, selectors.EVENT_READ, connection)
+        except OSError:
+            opened.close()
+            return
         self._strangers[connection] = None
-        self._selector.register(opened, selectors.EVENT_READ, connection)
         self._send(connection)
         if len(self._strangers) > MOST_STRANGERS:
             self._refuse(next(iter(self._strangers)))
@@ -194,11 +212,11 @@ class StoreServer:
                 self._take(connection)
             if connection.to_send:
                 self._send(connection)
-        except (AuthenticationError, struct.error, ValueError, LookupError):
+        except AuthenticationError:
             self._refuse(connection)
         except BlockingIOError:
             return
-        except OSError:
+        except Exception:  # of this connection alone: the others need the server
             self._close(connection)
 
     def _take(self, connection: _Connection) -> None:
@@ -265,14 +283,20 @@ class StoreServer:
         connection.waits = number, keys, values
         for key in missing:
             self._waiting[key].add(connection)
+        if not seconds >= 0:
+            raise ValueError(f"no time to wait: {seconds}")
         heapq.heappush(self._deadlines, (time.monotonic() + seconds, number, connection))
+        if len(self._deadlines) > 2 * len(self._members) + MOST_ENDED:
+            self._deadlines = [each for each in self._deadlines if _waits(each[2], each[1])]
+            heapq.heapify(self._deadlines)
 
     def _wake_up(self, key: bytes) -> None:
         """Answer those who wait for `key` and have all others."""
         if key not in self._waiting:
             return
         for connection in self._waiting.pop(key):
-            assert connection.waits is not None
+            if connection.waits is None:
+                continue
             _, keys, wanted = connection.waits
             if all(each in self.table.values for each in keys):
                 self._forget_wait(connection)
@@ -285,10 +309,13 @@ class StoreServer:
         with self._lock:
             while self._deadlines and self._deadlines[0][0] <= now:
                 _, number, connection = heapq.heappop(self._deadlines)
-                if connection.waits is not None and connection.waits[0] == number:
+                if _waits(connection, number):
                     self._forget_wait(connection)
                     self._reply(connection, [TIMED_OUT])
                     self._send(connection)
+        if self._paused is not None and self._paused + PAUSE_S <= now:
+            self._paused = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         while self._strangers and (oldest := next(iter(self._strangers))).since + HANDSHAKE_S <= now:
             self._refuse(oldest)
 
@@ -322,15 +349,17 @@ class StoreServer:
         """Close a connection whose other side is none of the run's, and say so once for each address."""
         if connection.socket.fileno() < 0:
             return
-        who, known = connection.who, connection.who in self.refused
-        self.refused[who] = self.refused.get(who, 0) + 1
+        self.refused += 1
+        who = _who(connection.socket, connection.address) if len(self._told) < MOST_TOLD else None
         self._close(connection)
-        if not known and len(self.refused) <= MOST_TOLD:
-            warnings.warn(
+        if who is not None and who not in self._told:
+            self._told.add(who)
+            sentence = (
                 f"{who} connected to the store of this run at {self.endpoint} without knowing its secret, "
-                f"and was refused; the run is not affected",
-                stacklevel=2,
+                f"and was refused; the run is not affected"
             )
+            # A thread of its own: output may block, and a filter may make warnings errors.
+            threading.Thread(target=warnings.warn, args=(sentence,), daemon=True).start()
 
     def _close(self, connection: _Connection) -> None:
         if connection.socket.fileno() < 0:
@@ -350,16 +379,20 @@ def endpoint_of(host: str, port: int) -> str:
 def _listen(at: str | Path) -> tuple[str, socket.socket]:
     """The endpoint and the listening socket at an address, or at a Unix socket in a folder.
 
-    A folder whose path is too long for a socket in it gives a port of the loopback interface.
+    A folder that can have no socket, such as one with too long a path, gives a port of the loopback
+    interface.
     """
     if isinstance(at, Path):
         path = str(at / f"store-{secrets.token_hex(4)}")
         if hasattr(socket, "AF_UNIX") and len(os.fsencode(path)) <= LONGEST_PATH:
             listener = socket.socket(socket.AF_UNIX)
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            listener.listen(4096)
-            return path, listener
+            try:
+                listener.bind(path)
+                os.chmod(path, 0o600)
+                listener.listen(4096)
+                return path, listener
+            except OSError:  # a file system without sockets
+                listener.close()
         at = "127.0.0.1"
     family = socket.AF_INET6 if ":" in at else socket.AF_INET
     listener = socket.create_server((at, 0), family=family, backlog=4096)
@@ -367,26 +400,30 @@ def _listen(at: str | Path) -> tuple[str, socket.socket]:
 
 
 def _who(opened: socket.socket, address: object) -> str:
-    """Who is at the other side of a new connection: the user, for one of this host, and the address."""
+    """Who is at the other side of a connection: the address, or the user where that is on this host."""
     if opened.family == socket.AF_UNIX:
         if not hasattr(socket, "SO_PEERCRED"):
             return "a process of this host"
         pid, uid, _ = _ROOM.unpack(opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ROOM.size))
         return f"process {pid} of user {uid}"
     assert isinstance(address, tuple)
-    host, port = address[:2]
-    uid_ = _user_of(opened.family == socket.AF_INET6, port)
-    return str(host) if uid_ is None else f"user {uid_} of this host"
+    host = str(address[0])
+    user = None
+    if host == opened.getsockname()[0] or ip_address(host.partition("%")[0]).is_loopback:
+        user = _user_of(opened.family == socket.AF_INET6, address[1])
+    return host if user is None else f"user {user} of this host"
 
 
 def _user_of(v6: bool, port: int) -> str | None:
-    """The user whose TCP socket of this host has the local `port`; None if there is none, or not on Linux."""
+    """The user whose connected TCP socket of this host has the local `port`; None if that cannot be told."""
     with suppress(OSError):
         for line in Path(f"/proc/net/tcp{'6' if v6 else ''}").read_text().splitlines()[1:]:
             columns = line.split()
-            if int(columns[1].rpartition(":")[2], 16) == port:
+            if int(columns[1].rpartition(":")[2], 16) == port and columns[3] == _ESTABLISHED:
                 return columns[7]
     return None
 
 
-assert MOST_BYTES >= READ_BYTES
+def _waits(connection: _Connection, number: int) -> bool:
+    """True if a connection is still in its wait of this number."""
+    return connection.waits is not None and connection.waits[0] == number

@@ -1,4 +1,4 @@
-"""Which hosts a run has, agreed on in the run's folder: no server that can be lost, no port and no secret.
+"""Which hosts a run has, agreed on in the run's folder: no server that can be lost.
 
     hosts/host-<name>.json       what a supervisor says of its host; its counter is the heartbeat
     hosts/generation-<n>.json    start n of the ranks: the hosts in order of ranks, or how the run ended
