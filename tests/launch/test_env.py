@@ -339,3 +339,21 @@ def test_gpus_memory_grows_in_segments_unless_the_user_says_how(
     with pytest.raises(UserError, match="has no GPU"), process_group(None, "cuda"):
         pass
     assert seen == [wanted]
+
+
+def test_a_folder_of_the_packages_name_is_not_run_in_its_place(tmp_path: Path) -> None:
+    """Python looks in the working directory first for a module that it is to run."""
+    (tmp_path / "here" / "meshwright").mkdir(parents=True)
+    (tmp_path / "here" / "meshwright" / "__init__.py").write_text("raise SystemExit('another')")
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "added.py").write_text("")
+    program = "import meshwright, added; print(meshwright.__file__)"
+    environment = env.with_own_modules({**os.environ, "PYTHONPATH": str(tmp_path / "later")})
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=tmp_path / "here",
+        capture_output=True,
+        text=True,
+    )
+    assert Path(found.stdout.strip()) == Path(env.__file__).parents[1] / "__init__.py", found.stderr

@@ -230,7 +230,8 @@ def with_own_modules(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a Python that finds modules where this process does, and in the same order.
 
     `python -m` looks in the working directory first: a folder `meshwright` there would be run in the place of
-    the package that started it.
+    the package that started it. Places of PYTHONPATH that this process did not start with come last.
     """
-    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": places}
+    places = [place or os.getcwd() for place in sys.path]
+    places += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
