@@ -44,7 +44,9 @@ def told_by(mesh: Mesh, spec: RunSpec, out: Path, harm: str) -> tuple[list[str],
             for name, module in run.trainer.decoder.named_modules():
                 if name == "blocks.1.mlp":
                     module.register_forward_hook(lambda _module, _inputs, output: output.detach())
-        with patch.object(Trainer, "initialise", (lambda _: None) if harm == "zeros" else Trainer.initialise):
+        with patch.object(
+            Trainer, "initialise", (lambda *_: None) if harm == "zeros" else Trainer.initialise
+        ):
             run.execute(None)
     events = [fields for kind, fields in notes.events if kind == "warning"]
     return [str(each.message) for each in caught if each.category is UserWarning], events

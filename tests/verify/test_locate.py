@@ -113,14 +113,14 @@ def the_norm(trainer: subject.Trainer) -> None:
 
 
 def a_moment(trainer: subject.Trainer) -> None:
-    take = trainer.optimiser.step
+    take = trainer.optimiser.step_divided
 
-    def drifting(rate: float, factor: float) -> None:
-        take(rate, factor)
+    def drifting(rate: float, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
+        take(rate, divisor, skipped)
         if trainer.number == 2:
             trainer.optimiser.moments["exp_avg"][1].mul_(1 + 1e-6)
 
-    trainer.optimiser.step = drifting  # type: ignore[method-assign]
+    trainer.optimiser.step_divided = drifting  # type: ignore[method-assign]
 
 
 def a_replica(trainer: subject.Trainer) -> None:
