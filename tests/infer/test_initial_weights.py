@@ -326,12 +326,12 @@ def test_the_files_of_a_tokenizer_elsewhere_come_along(
     """The files are the tokenizer's, and what ends a generation is the weights'."""
     folder, other = Path(shutil.copytree(theirs, tmp_path / "hf")), tmp_path / "tokenizer"
     other.mkdir()
-    tokenizer_of(other, special=["<end>"])
+    tokenizer_of(other)
     (other / "tokenizer.json").rename(other / name)
-    given = {"pad_token": "<s>", "chat_template": "{{ 1 }}"} | ({"eos_token": "<end>"} if names_end else {})
+    given = {"pad_token": "</s>", "chat_template": "{{ 1 }}"} | ({"eos_token": "<s>"} if names_end else {})
     (other / "tokenizer_config.json").write_text(json.dumps(given))
     (other / "chat_template.jinja").write_text("{{ 2 }}")
-    (other / "config.json").write_text(json.dumps({"eos_token_id": 300}))
+    (other / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     (other / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     config = json.loads((folder / "config.json").read_text())
@@ -339,10 +339,9 @@ def test_the_files_of_a_tokenizer_elsewhere_come_along(
     run = tmp_path / "run"
     trained(
         theirs, run, model__hf=folder, data__tokenizer=other / name, data__cache=tmp_path / "cache",
-        data__corpus=theirs.parent / "corpus.jsonl",
     )  # fmt: skip
     source, kept = Tokenizers.open(other / name), Tokenizers.open(run)
-    assert (kept.end_id, kept.tokens.before) == (source.end_id, ()) and source.end_id == 300
+    assert (kept.end_id, kept.tokens.before) == (source.end_id, ()) and source.end_id == 0
     assert (kept.content_sha256, kept.tokens.stops) == (source.content_sha256, (1, 7))
     assert (run / "tokenizer.json").read_bytes() == (other / name).read_bytes()
     assert (run / "chat_template.jinja").read_text() == "{{ 2 }}"
