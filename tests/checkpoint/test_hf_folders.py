@@ -306,3 +306,59 @@ def test_forms_of_a_tied_model_that_transformers_reads(case: str, form: str, tmp
         ours = load_hf(tmp_path)(TOKENS)
         torch.testing.assert_close(ours, model(TOKENS).logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(ours, their_logits(tmp_path), rtol=0, atol=1e-5)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
+    "base alone": {"rope_type": "default", "rope_theta": 7.0},
+}  # fmt: skip
+BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "beside another": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+    "beside a base": {"rope_theta": 500.0},
+    "beside a length": {"original_max_position_embeddings": 16},
+    "all": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "rope_theta": 300.0,
+    },
+}
+
+
+@pytest.mark.parametrize("own_base", [False, True], ids=["", "with a base"])
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_scaling_is_read_as_transformers_does(
+    kind: str, beside: str, own_base: bool, tmp_path: Path
+) -> None:
+    save_theirs(tmp_path, "Llama", LLAMA)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    scaling = ROPES[kind] | ({"rope_theta": 50.0} if own_base else {})
+    path.write_text(json.dumps(config | BESIDE[beside] | {"rope_scaling": scaling}))
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), their_logits(tmp_path), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama tied", "gpt2"])
+def test_a_tied_head_that_differs_is_refused(case: str, tmp_path: Path) -> None:
+    """An equal one is read as none; with tie_word_embeddings false a model has both."""
+    model = save_theirs(tmp_path, *CASES[case])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
+    tensors["lm_head.weight"] = tensors[embedding].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head.weight has other values than .*; set tie_word_embeddings"):
+        load_hf(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), their_logits(tmp_path), rtol=0, atol=1e-5)

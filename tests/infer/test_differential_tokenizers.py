@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from meshwright.checkpoint.gguf_tokenizer import read_tokenizer
 from meshwright.checkpoint.hf_tokenizer import write_tokenizer
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.spec.special_tokens import copy_side_files, side_files
-from meshwright.spec.text_tokens import MODEL_IDS, keep_model_ids, model_ids
+from meshwright.spec.special_tokens import keep_side_files, side_files
+from meshwright.spec.text_tokens import MODEL_IDS, model_ids
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -123,8 +123,7 @@ def exported(folder: Path, run: Path, out: Path) -> Path:
     """The folder that export writes, but for weights, of a run that import made of `folder`."""
     for source, target in ((folder, run), (run, out)):
         target.mkdir()
-        copy_side_files(side_files(source, "export"), source, target)
-    keep_model_ids(folder, run)
+        keep_side_files(side_files(source, "export"), source, target, "export")
     assert not (out / MODEL_IDS).exists()
     ids = write_tokenizer(out, run / "tokenizer.json", 64)
     (out / "config.json").write_text(json.dumps({"model_type": "llama", **ids}))

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_models import CASES, read_whole, same_files, save_theirs
 from meshwright import api
 from meshwright.cli.main import main
+from meshwright.data.tokenizer import Tokenizer as Tokenizers
 from meshwright.infer.initial_weights import open_weights
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError, load
@@ -295,6 +296,59 @@ def test_another_tokenizer_than_the_weights_is_said(theirs: Path, tmp_path: Path
     trained(theirs, tmp_path / "run", **how)
     kept = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
     assert kept != json.loads((theirs / "tokenizer.json").read_text())
+
+
+IDS = {"bos_token_id": 3, "eos_token_id": [5, 1], "pad_token_id": 4}
+
+
+def test_the_ids_of_the_weights_come_along(theirs: Path, tmp_path: Path) -> None:
+    """A tokenizer that does not name its END has it from config.json, in the run and in the export, too."""
+    folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "a"}))
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | IDS))
+    run = tmp_path / "run"
+    trained(theirs, run, model__hf=folder, data__cache=tmp_path / "cache")
+    source = Tokenizers.open(folder)
+    assert source.tokens.stops == (5, 1)
+    assert Tokenizers.open(run).tokens == source.tokens
+    api.export(run, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: written[name] for name in IDS} == IDS
+
+
+@pytest.mark.parametrize("names_end", [True, False])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat.json"])
+def test_the_files_of_a_tokenizer_elsewhere_come_along(
+    name: str, names_end: bool, theirs: Path, tmp_path: Path
+) -> None:
+    """The files are the tokenizer's, and what ends a generation is the weights'."""
+    folder, other = Path(shutil.copytree(theirs, tmp_path / "hf")), tmp_path / "tokenizer"
+    other.mkdir()
+    tokenizer_of(other)
+    (other / "tokenizer.json").rename(other / name)
+    given = {"pad_token": "</s>", "chat_template": "{{ 1 }}"} | ({"eos_token": "<s>"} if names_end else {})
+    (other / "tokenizer_config.json").write_text(json.dumps(given))
+    (other / "chat_template.jinja").write_text("{{ 2 }}")
+    (other / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    (other / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | IDS))
+    run = tmp_path / "run"
+    trained(
+        theirs, run, model__hf=folder, data__tokenizer=other / name, data__cache=tmp_path / "cache",
+    )  # fmt: skip
+    source, kept = Tokenizers.open(other / name), Tokenizers.open(run)
+    assert (kept.end_id, kept.tokens.before) == (source.end_id, ()) and source.end_id == 0
+    assert (kept.content_sha256, kept.tokens.stops) == (source.content_sha256, (1, 7))
+    assert (run / "tokenizer.json").read_bytes() == (other / name).read_bytes()
+    assert (run / "chat_template.jinja").read_text() == "{{ 2 }}"
+    assert given.items() <= json.loads((run / "tokenizer_config.json").read_text()).items()
+    api.export(run, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: written[name] for name in IDS} == IDS
 
 
 def test_tokens_of_another_tokenizer_are_refused(theirs: Path, tmp_path: Path) -> None:

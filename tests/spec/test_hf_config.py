@@ -36,6 +36,19 @@ def test_both_generations_of_rope_keys_read_alike(tmp_path: Path) -> None:
     assert read(tmp_path, new).rope_theta == 5e5
 
 
+def test_rope_scaling_comes_before_rope_parameters(tmp_path: Path) -> None:
+    """One of both objects is taken whole, with its own base, as transformers does."""
+    linear = {"rope_type": "linear", "factor": 4.0}
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+    both = read(tmp_path, LLAMA | newer | {"rope_scaling": linear})
+    assert both == read(tmp_path, LLAMA | {"rope_scaling": linear})
+    assert both.rope_theta == 1e4
+    inner = read(tmp_path, LLAMA | {"rope_theta": 500.0, "rope_scaling": linear | {"rope_theta": 7.0}})
+    assert inner.rope_theta == 7.0
+    with pytest.raises(UserError, match="partial_rotary_factor"):
+        read(tmp_path, LLAMA | newer)
+
+
 def test_a_mistral_without_the_key_has_the_default_window(tmp_path: Path) -> None:
     mistral = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
     assert read(tmp_path, mistral).sliding_window == 4096

@@ -20,7 +20,6 @@ from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.profile.machine import has_gpu_driver
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
-from meshwright.spec.weights import own_tokenizer
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.lease import Lease
@@ -258,25 +257,12 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
 
 
 def _keep_tokenizer(run: TrainingRun) -> None:
-    """Save the corpus's tokenizer in the run's folder, where `generate` and `export` look for it.
+    """Give the run's folder the files that reading and writing text needs, if it has none."""
+    from meshwright.data.kept_tokenizer import keep_tokenizer
 
-    That of the weights which the run starts from comes with its other files, such as a chat template.
-    """
-    from meshwright.data.tokenizer import file_sha256
-    from meshwright.spec.special_tokens import copy_side_files, side_files
-
-    if run.mesh.control.rank != 0 or (run.out / "tokenizer.json").exists():
-        return
-    tokenizer, has_text = run.corpus.tokenizer, run.corpus.has_text
-    own = own_tokenizer(run.spec.model.weights)
-    make_folder(run.out)
-    if own is not None and (not has_text or file_sha256(own) == tokenizer.content_sha256):
-        try:
-            copy_side_files(side_files(own.parent, "model.weights"), own.parent, run.out)
-        except OSError as error:
-            raise UserError(f"{run.out}: the tokenizer cannot be written there ({error.strerror})") from error
-    elif has_text:
-        tokenizer.save(run.out, run.spec.model.max_seq_len)
+    if run.mesh.control.rank == 0 and not (run.out / "tokenizer.json").exists():
+        make_folder(run.out)
+        keep_tokenizer(run.spec, run.corpus.tokenizer if run.corpus.has_text else None, run.out)
 
 
 def _add_figures(result: Result, run: TrainingRun, supervision: Supervision | None) -> None:

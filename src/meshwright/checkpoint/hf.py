@@ -38,6 +38,7 @@ from meshwright.spec.weights import hf_model
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Number formats of weights that are read, by their names in safetensors files."""
+_HEAD = "lm_head.weight"
 
 
 class HfWeights:
@@ -45,7 +46,8 @@ class HfWeights:
 
     Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
     one that `spec` asks for, and every dtype a floating-point one; reading checks that every value is
-    finite. Both raise `UserError` with the tensor's name. Quantised weights are read in fp32 (`Weights`).
+    finite, and that a tied head, if files have one, equals the embedding. Both raise `UserError` with the
+    tensor's name. Quantised weights are read in fp32 (`Weights`).
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -79,6 +81,8 @@ class HfWeights:
                     f"model.hf: the tensor {piece.hf} in {self._folder} has values that are not finite; give "
                     "another copy of the model"
                 )
+            if "embed.weight" in piece.parameters:
+                self._check_tied(piece.hf, tensor)
             parts = piece.split(tensor, self._shapes)
             if piece.expert is None:
                 named = zip(piece.parameters, parts, strict=True)
@@ -137,6 +141,21 @@ class HfWeights:
                     f"{', '.join(DTYPES)} first"
                 )
 
+    def _check_tied(self, name: str, embedding: Tensor) -> None:
+        """Raise `UserError` for a tied head that has other values than the embedding `name`.
+
+        transformers 5 computes such a model with both.
+        """
+        if not self._spec.tied or _HEAD not in self._files:
+            return
+        head = self._read(_HEAD)
+        if head.shape != embedding.shape or not (head == embedding).all():
+            raise UserError(
+                f"model.hf: tie_word_embeddings is true in {self._folder / 'config.json'}, but the tensor "
+                f"{_HEAD} has other values than {name}; set tie_word_embeddings to false there, which keeps "
+                "both"
+            )
+
     def _is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
 
@@ -145,7 +164,7 @@ class HfWeights:
         """
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             return True
-        if self._spec.tied and name == "lm_head.weight":
+        if self._spec.tied and name == _HEAD:
             return True
         layer = ".".join(name.split(".")[:3])
         return self._spec.family == "deepseek_v3" and f"{layer}.eh_proj.weight" in self._files

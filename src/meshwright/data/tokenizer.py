@@ -80,7 +80,7 @@ class Tokenizer:
         What begins and ends texts is what the files beside it say (`spec/text_tokens.py`), or if `tokens` are
         given these, and the file alone is read.
         """
-        path = _file_of(path)
+        path = tokenizer_file(path)
         published = None
         if tokens is None:
             published = open_published(path, "data.tokenizer")
@@ -275,7 +275,7 @@ def file_sha256(path: Path) -> str:
     return Tokenizer.content(path).content_sha256
 
 
-def _file_of(path: Path) -> Path:
+def tokenizer_file(path: Path) -> Path:
     """Return the file that `data.tokenizer` names, or that of the folder it names. Raises `UserError`."""
     if not path.is_dir():
         if not path.is_file():

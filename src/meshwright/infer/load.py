@@ -24,8 +24,8 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.errors import NumericalError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
-from meshwright.spec.special_tokens import check_within, copy_side_files, side_files
-from meshwright.spec.text_tokens import keep_model_ids, open_published
+from meshwright.spec.special_tokens import check_within, keep_side_files, side_files
+from meshwright.spec.text_tokens import open_published
 from meshwright.train.state import check_fields, check_same_model, has_average, imported_state
 
 
@@ -195,8 +195,7 @@ def write_run(
     spec = RunSpec.model_validate(tree)
     try:
         with atomic.folder(out) as unfinished:
-            copy_side_files(beside, folder, unfinished)
-            keep_model_ids(folder, unfinished)
+            keep_side_files(beside, folder, unfinished, "import")
             store = CheckpointStore(spec.checkpoint.folder(unfinished), keep=1)
             named = {f"model/{name}": tensor for name, tensor in tensors.items()}
             store.save(0, named, imported_state(spec, tokenizer))

@@ -63,12 +63,11 @@ def _llama_like(config: Config, family: str) -> dict[str, Any]:
     _check_computed(config, family)
     fields = config.fields(MODEL_KEYS[family])
     heads = fields["heads"]
-    rope = config.section("rope_parameters")
-    scaling = rope if rope.values else config.section("rope_scaling")
+    rope = _rope(config)
     theta = 1e6 if family == "mixtral" else 1e4
     fields |= {
         "rope_theta": (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, theta),
-        "rope_scaling": _rope_scaling(scaling, config, fields["max_seq_len"]),
+        "rope_scaling": _rope_scaling(rope, config, fields["max_seq_len"]),
         "sliding_window": None,
         "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
@@ -90,8 +89,17 @@ def _check_computed(config: Config, family: str) -> None:
     config.check("hidden_act", "silu")
     if family in ("qwen3", "qwen3_moe") and config.read("use_sliding_window", FLAG, False):
         raise config.wrong("use_sliding_window", f"it is not computed for {family}; set it to false")
-    for place in (config.section("rope_parameters"), config):
+    for place in (_rope(config), config):
         place.check("partial_rotary_factor", 1.0)
+
+
+def _rope(config: Config) -> Config:
+    """Return the object of rotary keys that transformers 5 takes, `rope_scaling` before `rope_parameters`.
+
+    It takes one of them whole: keys that only the other has are not read.
+    """
+    older, newer = config.section("rope_scaling"), config.section("rope_parameters")
+    return older if older.values else newer
 
 
 def _kv_heads(config: Config, family: str, heads: int) -> int:
@@ -124,7 +132,7 @@ def _rope_scaling(scaling: Config, config: Config, max_seq_len: int) -> dict[str
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise scaling.wrong(name, "computed are default, linear, llama3 and yarn")
     original = "original_max_position_embeddings"
-    if kind == "yarn":
+    if kind in ("llama3", "yarn"):
         place = config if original in config.values else scaling
         values = {**scaling.values, original: place.read(original, SIZE, max_seq_len)}
         scaling = Config(scaling.source, values, scaling.key, scaling.inside)

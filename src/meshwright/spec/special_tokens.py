@@ -7,28 +7,32 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.text_tokens import MODEL_IDS
+from meshwright.spec.text_tokens import MODEL_IDS, keep_model_ids
 
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v*", "tiktoken.model",
-    "*.tiktoken", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "generation_config.json",
-    MODEL_IDS,
+    "*.tiktoken", "sentencepiece.bpe.model", "spiece.model", "tekken.json",
 )  # fmt: skip
+"""Files of an HF folder that are its tokenizer's."""
+MODEL_FILES = ("generation_config.json", MODEL_IDS)
+"""Files that say which tokens a model ends a text with."""
+SIDE_FILES = TOKENIZER_FILES + MODEL_FILES
 """Files of an HF folder, besides config.json and weights, that reading and writing text needs."""
 MAX_SIDE_FILE = 64 << 20
 """Largest size of one of them in bytes; published tokenizers have up to 35 MB."""
 
 
-def side_files(folder: Path, key: str) -> list[Path]:
-    """Return those of `SIDE_FILES` that `folder` has.
+def side_files(folder: Path, key: str, patterns: Iterable[str] = SIDE_FILES) -> list[Path]:
+    """Return the files of these patterns that `folder` has.
 
     Raises `UserError`, which starts with `key`, for a link out of the folder and for a file that is too
     large: whoever made the folder could have other files of the reader's copied and published.
     """
-    found = [path for pattern in SIDE_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
     for path in found:
         check_within(path, folder, key)
         if path.stat().st_size > MAX_SIDE_FILE:
@@ -55,3 +59,12 @@ def copy_side_files(files: Iterable[Path], folder: Path, out: Path) -> None:
         target = out / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
+
+
+def keep_side_files(files: Iterable[Path], folder: Path, run: Path, key: str) -> None:
+    """Copy `side_files` of a model's folder into that of a run made of it, with the ids of its config.json.
+
+    Raises `OSError`, and `UserError`, which starts with `key`, for what are no ids.
+    """
+    copy_side_files(files, folder, run)
+    keep_model_ids(folder, run, key)

@@ -190,9 +190,10 @@ def model_ids(folder: Path, key: str) -> dict[str, Any]:
     return found
 
 
-def keep_model_ids(folder: Path, run: Path) -> None:
-    """Write `MODEL_IDS` in the folder of a run that is made of an HF folder. Raises `OSError`."""
-    found = model_ids(folder, "import") if (folder / "config.json").is_file() else {}
+def keep_model_ids(folder: Path, run: Path, key: str) -> None:
+    """Write `MODEL_IDS` in the folder of a run that is made of an HF folder. Raises `OSError`,
+    and `UserError` as `model_ids` does."""
+    found = model_ids(folder, key) if (folder / "config.json").is_file() else {}
     if found:
         (run / MODEL_IDS).write_text(json.dumps(found) + "\n", encoding="utf-8")
 

@@ -64,14 +64,19 @@ def given_weights(model: Mapping[str, Any]) -> Any:
     return model.get("weights", default)
 
 
-def own_tokenizer(weights: Any) -> Path | None:
-    """Return the tokenizer.json that came with the weights that `model.weights` names, if there is one."""
+def weights_folder(weights: Any) -> Path | None:
+    """Return the folder of the model or run whose weights `model.weights` names; None for random ones."""
     if not isinstance(weights, str) or weights == RANDOM:
         return None
     path = user_path(weights, "model.weights")
-    folder = path.parent.parent if (path / "manifest.json").is_file() else path
-    file = folder / "tokenizer.json"
-    return file if file.is_file() else None
+    return path.parent.parent if (path / "manifest.json").is_file() else path
+
+
+def own_tokenizer(weights: Any) -> Path | None:
+    """Return the tokenizer.json that came with the weights that `model.weights` names, if there is one."""
+    folder = weights_folder(weights)
+    file = None if folder is None else folder / "tokenizer.json"
+    return file if file is not None and file.is_file() else None
 
 
 def check_fits(model: ModelSpec, theirs: ModelSpec, where: Path) -> None:
