@@ -23,8 +23,8 @@ def write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int, vocab_
     if found.tokens.end >= vocab_size:
         raise UserError(
             f"export: {found.backend.id_to_token(found.tokens.end)!r}, which ends documents by the files "
-            f"beside {tokenizer_file}, is number {found.tokens.end}, and model.vocab_size is {vocab_size}; name "
-            "another eos_token in its tokenizer_config.json"
+            f"beside {tokenizer_file}, is number {found.tokens.end}, and model.vocab_size is {vocab_size}; "
+            "name another eos_token in its tokenizer_config.json"
         )
     shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
     given = tokenizer_file.with_name("tokenizer_config.json")
