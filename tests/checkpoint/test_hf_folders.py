@@ -174,12 +174,12 @@ def test_the_beginning_may_be_what_the_post_processor_puts_first(tmp_path: Path)
     assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2)
 
 
-def test_an_end_that_the_tokenizer_lacks_is_named(tmp_path: Path) -> None:
+def test_an_end_beyond_the_model_is_named(tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    spec = ModelSpec(preset="tiny", layers=1)
+    spec = ModelSpec(preset="tiny", layers=1, vocab_size=257)
     parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
-    with pytest.raises(UserError, match=r"no end-of-document token '<stop>'"):
+    with pytest.raises(UserError, match=r"'<stop>', which ends documents .* model\.vocab_size is 257"):
         export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
     assert not (tmp_path / "out").exists()
 

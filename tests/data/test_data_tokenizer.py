@@ -19,6 +19,7 @@ from meshwright.data.tokenizer import (
     number_tokenizer,
     train_bpe,
 )
+from meshwright.data.vocabulary import check_end
 from meshwright.spec import UserError
 from meshwright.spec.text_tokens import TextTokens
 
@@ -104,8 +105,12 @@ def test_the_end_of_a_loaded_tokenizer(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert Tokenizer.open(path).end_id == 3
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "nowhere"}))
-    with pytest.raises(UserError, match=r"no end-of-document token 'nowhere'"):
-        Tokenizer.open(path)
+    added = Tokenizer.open(path)
+    assert (added.end_id, added.vocab_size) == (4, 5)
+    with pytest.raises(
+        UserError, match=r"model\.vocab_size 4, and 'nowhere', which ends a document, is number"
+    ):
+        check_end(added, "texts", 4)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,16 @@ FILES: dict[str, tuple[str, bytes]] = {
     "crlf.jsonl": ("json", LINES.replace(b"\n", b"\r\n")),
     "bom.jsonl": ("json", BOM + LINES),
     "lines.NDJSON": ("json", LINES),
+    "spread.jsonl": ("json", "\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
+    "one line.jsonl": ("json", LINES.replace(b"\n", b" ")),
+    "spread later.jsonl": (
+        "json",
+        (json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1:], indent=1)[1:-1].replace("},", "}")).encode(),
+    ),
+    "cr.jsonl": ("json", LINES.replace(b"\n", b"\r")),
+    "lines.jsonlines": ("json", LINES),
+    "lines.jl": ("json", LINES),
+    "strings.json": ("json", json.dumps([row["text"] for row in ROWS]).encode()),
     "table.csv": ("csv", table(",")),
     "Table.CSV": ("csv", table(",")),
     "crlf.csv": ("csv", table(",", "\r\n")),
@@ -72,6 +82,37 @@ def test_rows_are_those_of_datasets(name: str, tmp_path: Path) -> None:
     assert read(path) == [row["text"] for row in ROWS]
     if name != "bom.json":  # an array behind a mark, which datasets refuses
         assert theirs(path, kind) == [row["text"] for row in ROWS]
+
+
+TABLES = {
+    "twice": "text,text,text\na,b,c\nd,e\n",
+    "behind a quote": 'n,text\n1,"Hello" she said\n2,"x"y"z\n3,"a ""b""c" d\n4,a"b"c\n'
+    '5,"a \\"q\\" b"\n6,last',
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_untidy_tables_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(TABLES[name])
+    assert read(path) == theirs(path, "csv")
+
+
+def test_the_second_column_of_a_name_has_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(TABLES["twice"])
+    assert read(path, "text.1") == ["b", "e"]
+    assert read(path, "text.2") == ["c"]
+
+
+def test_a_source_of_julia_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.jl"
+    for content in ("println(1)\n", "[1, 2]\n"):
+        path.write_text(content)
+        assert read(path) == [content]
+    path.write_text('{"body": "a"}\n')
+    with pytest.raises(UserError, match="line 1 has no key 'text'"):
+        read(path)
 
 
 def test_columns_of_a_tsv_file(tmp_path: Path) -> None:
@@ -111,7 +152,9 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "scalar.json": (b"[1]", r"scalar\.json row 1 has no key 'text'"),
     "key.csv": (b"body\na\n", r"key\.csv row 1 has no key 'text'; its keys are body"),
     "wide.csv": (b"text\na,b\n", r"wide\.csv row 1 has 2 fields, and its header has 1; put fields with ','"),
-    "quote.csv": (b'text\n"a\n', r"quote\.csv line 2 is not CSV"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n', r"cut\.jsonl line 2 is not JSON"),
+    "later.jsonl": (b'{"text": "a"}\n{"text": "b"} x\n', r"later\.jsonl is not JSON at row 3"),
+    "quote.csv": (b'text\n"a\n', r"quote\.csv is not CSV: row 1 opens a quote and"),
     "latin.csv": ("text\né\n".encode("latin-1"), r"latin\.csv is not UTF-8"),
     "rows.jsonl.gz": (b"\x1f\x8b\0\0", r"rows\.jsonl\.gz is binary; unpack it first"),
     "rows.JSON.ZST": (b"\x28\xb5\x2f\xfd\0", r"ZST is binary; unpack it first"),

@@ -261,3 +261,7 @@ def test_a_generation_ends_at_each_token_of_the_list(theirs: Path, tmp_path: Pat
         else:
             (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
         assert (row["new_tokens"], row["stopped"]) == (place, True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 99_999}))
+    with pytest.warns(UserWarning, match="ends generations at eos_token_id 99999, which none of its"):
+        (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+    assert (row["new_tokens"], row["stopped"]) == (12, False)

@@ -282,10 +282,17 @@ def _remark(
     before, after = tokenizer.tokens.before, tokenizer.tokens.after
     if tokenizer.end_id not in (stops := tokenizer.tokens.stop_ids):
         warnings.warn(
-            f"generate: {run} ends generations at {tokenizer.decode(stops)}, as in transformers, and not at "
-            f"{tokenizer.decode([tokenizer.end_id])}, which ends documents",
+            f"generate: {run} ends generations at {tokenizer.decode(stops) or stops}, by its configs, and "
+            f"not at {tokenizer.decode([tokenizer.end_id])}, which ends documents",
             stacklevel=3,
         )
+    for number in stops:
+        if number >= tokenizer.vocab_size:
+            warnings.warn(
+                f"generate: {run} ends generations at eos_token_id {number}, which none of its tokenizer's "
+                f"{tokenizer.vocab_size} tokens has, so no generation ever ends there",
+                stacklevel=3,
+            )
     if how.special_tokens == "text":
         split = [literal for row in rows for literal in tokenizer.literals.of(row["prompt"])]
         if split:

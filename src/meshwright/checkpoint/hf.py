@@ -247,7 +247,7 @@ def export_hf(
                 (unfinished / MODEL_IDS).unlink(missing_ok=True)
                 ends |= model_ids(side_files, "export")
             if tokenizer_file is not None:
-                ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len)
+                ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len, spec.vocab_size)
             how, codes = quantised or (None, {})
             config |= {KEY: how.config()} if how is not None else {}
             write_json(unfinished / "config.json", config | ends)

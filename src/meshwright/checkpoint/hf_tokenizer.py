@@ -7,18 +7,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.text_tokens import model_ids, open_published, written_config
 
 
-def write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int) -> dict[str, Any]:
+def write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int, vocab_size: int) -> dict[str, Any]:
     """Copy a tokenizer into `folder`, with its `tokenizer_config.json` or else a new one.
 
     A config without the model's length gets it. Returns the tokens that begin and end a text, as keys of
     config.json: those of the model that was imported, where it has any, else what the tokenizer says
-    (`spec/text_tokens.py`). Raises `UserError`.
+    (`spec/text_tokens.py`). Raises `UserError`, also for an end of documents beyond the model's vocabulary.
     """
     found = open_published(tokenizer_file, "export")
+    if found.tokens.end >= vocab_size:
+        raise UserError(
+            f"export: {found.backend.id_to_token(found.tokens.end)!r}, which ends documents by the files "
+            f"beside {tokenizer_file}, is number {found.tokens.end}, and model.vocab_size is {vocab_size}; "
+            "name another eos_token in its tokenizer_config.json"
+        )
     shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
     given = tokenizer_file.with_name("tokenizer_config.json")
     target = folder / given.name

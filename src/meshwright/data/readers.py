@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwright.data.row_files import (
     LARGEST_DOCUMENT,
     NAMED_ROWS,
     READABLE,
+    SOURCES,
     load_dataset,
     rows_of,
     too_large,
@@ -184,21 +186,23 @@ class FileSource(TextSource):
     def _has_rows(self, path: Path) -> bool:
         """Return True for a file whose rows are documents, False for one that is text."""
         suffix = path.suffix.lower()
-        if suffix not in NAMED_ROWS or self._named:
+        if suffix not in NAMED_ROWS or (self._named and suffix not in SOURCES):
             return suffix in ALWAYS_ROWS or suffix in NAMED_ROWS
         try:
             _, first = next(rows_of(path), ("", None))
         except UserError:  # text of another kind
             return False
-        return isinstance(first, dict) and self._text_key in first
+        return isinstance(first, dict) and (self._named or self._text_key in first)
 
     def _counted(self, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the rows of a file, which counts as empty without any."""
+        """Yield the rows of a file, which counts as empty without any; strings are the column 'text'."""
         first = next(rows, None)
         if first is None:
             self.skipped["empty"] += 1
             return
-        yield first
+        rows = chain([first], rows)
+        if isinstance(first[1], str):
+            rows = ((place, {"text": row} if isinstance(row, str) else row) for place, row in rows)
         yield from rows
 
     def _parts(self, path: Path) -> Iterator[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ _BLOCK = 2**20
 
 _NUMBER = frozenset("0123456789.eE+-")
 """Characters that a number may go on with."""
-_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\"]")
+_END_OF_TABLE = "\x1a end of the table \x1a"
+"""A line after the last one of a table, which is a row of its own unless a quote is open there."""
 
 Rows = Iterator[tuple[str, Any]]
 """(place, row): the place is the file with the number of a line or row, for messages."""
@@ -77,30 +80,62 @@ def _is_empty_parquet(path: Path) -> bool:
 
 
 def _json_lines(path: Path) -> Rows:
-    """Yield the value of each line that is not blank; the objects of an array, if the file is one."""
+    """Yield the value of each line that is not blank; the objects of an array, if the file is one.
+
+    From a line that is not one value on, values are read one after the other, as in a .json file.
+    """
     with readable(f"data.corpus: {path}", READABLE), path.open("rb") as file:
         if _ARRAY.match(file.read(_BLOCK)):
             yield from _json_values(path)
             return
         file.seek(0)
         lines = iter(partial(file.readline, LARGEST_DOCUMENT + 1), b"")
+        start = rows = 0
         for number, line in enumerate(lines, start=1):
             place = f"{path} line {number}"
-            if len(line) > LARGEST_DOCUMENT:
-                raise too_large(place)
             if line.strip():
                 try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"data.corpus: {place} is not JSON ({error})") from error
+                    row = _one_value(line, place)
+                except UserError as error:
+                    yield from _values_from(path, start, rows, error)
+                    return
+                rows += 1
                 yield place, row
+            start += len(line)
 
 
-def _json_values(path: Path) -> Rows:
-    """Yield the values of a JSON file: those of one array, or else values one after the other."""
-    decoder, text, start, number = json.JSONDecoder(), "", 0, 0
-    array: bool | None = None
-    with readable(f"data.corpus: {path}", READABLE), path.open(encoding="utf-8-sig") as file:
+def _one_value(line: bytes, place: str) -> Any:
+    """Return the JSON value of a line. Raises `UserError`."""
+    if len(line) > LARGEST_DOCUMENT:
+        raise too_large(place)
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"data.corpus: {place} is not JSON ({error})") from error
+
+
+def _values_from(path: Path, start: int, rows: int, error: UserError) -> Rows:
+    """Yield the values from the byte `start` on, which `rows` values precede; raise `error` if the first one
+    is wrong."""
+    values = _json_values(path, start, rows)
+    try:
+        first = next(values)
+    except UserError:
+        raise error from error.__cause__
+    yield first
+    yield from values
+
+
+def _json_values(path: Path, offset: int = 0, number: int = 0) -> Rows:
+    """Yield the values of a JSON file: those of one array, or else values one after the other.
+
+    From a byte `offset` on, which `number` values precede, the file is no array.
+    """
+    decoder, text, start = json.JSONDecoder(), "", 0
+    array: bool | None = False if offset else None
+    with readable(f"data.corpus: {path}", READABLE), path.open("rb") as raw:
+        raw.seek(offset)
+        file = io.TextIOWrapper(raw, encoding="utf-8-sig")
         try:
             while True:
                 text, start = _ahead(text, start, file)
@@ -158,20 +193,33 @@ def _value(decoder: json.JSONDecoder, text: str, start: int, file: Any, place: s
 
 
 def _table_rows(path: Path, delimiter: str) -> Rows:
-    """Yield the rows of a CSV file with a header (RFC 4180), as objects of text; blank lines are no rows."""
+    """Yield the rows of a CSV file with a header (RFC 4180), as objects of text; blank lines are no rows.
+
+    Text behind a closing quote belongs to the field, as in pandas, whose reader datasets uses.
+    """
     csv.field_size_limit(LARGEST_DOCUMENT)
     with readable(f"data.corpus: {path}", READABLE), path.open(encoding="utf-8-sig", newline="") as file:
-        table = csv.reader(file, delimiter=delimiter, strict=True)
+        table = csv.reader(chain(file, [_END_OF_TABLE]), delimiter=delimiter)
         try:
             filled = (row for row in table if row)
-            header = next(filled, [])
-            for number, row in enumerate(filled, start=1):
-                if len(row) > len(header):
+            names: list[str] | None = None
+            for number, row in enumerate(filled):
+                if row == [_END_OF_TABLE]:
+                    return
+                if row[-1].endswith(_END_OF_TABLE):
+                    place = f"row {number}" if number else "the header"
+                    raise UserError(
+                        f"data.corpus: {path} is not CSV: {place} opens a quote and does not close it"
+                    )
+                if names is None:
+                    names = _columns(row)
+                    continue
+                if len(row) > len(names):
                     raise UserError(
                         f"data.corpus: {path} row {number} has {len(row)} fields, and its header has "
-                        f"{len(header)}; put fields with {delimiter!r} in quotes"
+                        f"{len(names)}; put fields with {delimiter!r} in quotes"
                     )
-                yield f"{path} row {number}", dict(zip_longest(header, row))
+                yield f"{path} row {number}", dict(zip_longest(names, row))
         except csv.Error as error:
             if "field limit" in str(error):
                 raise too_large(f"{path} line {table.line_num}") from error
@@ -180,15 +228,28 @@ def _table_rows(path: Path, delimiter: str) -> Rows:
             raise UserError(f"data.corpus: {path} is not UTF-8; convert it first") from error
 
 
+def _columns(header: list[str]) -> list[str]:
+    """Return the names of columns; the second one of a name is NAME.1, as in pandas."""
+    names: list[str] = []
+    for name in header:
+        again = (f"{name}.{number}" for number in count(1))
+        names.append(name if name not in names else next(other for other in again if other not in names))
+    return names
+
+
 ALWAYS_ROWS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _json_lines,
+    ".jsonlines": _json_lines,
     ".ndjson": _json_lines,
     ".parquet": _parquet_rows,
 }
 """Readers of files that hold rows wherever they are, by suffix."""
 NAMED_ROWS: dict[str, Callable[[Path], Rows]] = {
     ".json": _json_values,
+    ".jl": _json_lines,
     ".csv": partial(_table_rows, delimiter=","),
     ".tsv": partial(_table_rows, delimiter="\t"),
 }
 """Readers of files that hold rows if they are named; in a folder they may be sources, too."""
+SOURCES = (".jl",)
+"""Suffixes of `NAMED_ROWS` whose files may be sources if they are named, too, as those of Julia."""

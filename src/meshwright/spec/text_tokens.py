@@ -1,13 +1,14 @@
 """Which tokens begin and end a text, and which end a generation, by the files of a published tokenizer.
 
 This is the one place that says so, for training, generation, evaluation and both exports. It answers as
-transformers 5 does:
+transformers 5 does with its generic class (spec/tokenizer_classes.py), but for the last answer:
 
 - `tokenizer.json` alone says what is put before and after a text, by its post-processor. `add_bos_token` and
   `add_eos_token` of `tokenizer_config.json` act where there is no tokenizer.json, which is not read here.
 - `special_tokens_map.json` names tokens before `tokenizer_config.json` does, unless the latter has
   `added_tokens_decoder`, beside which the map is not read.
-- `generation_config.json` lists what ends a generation, else `config.json` does.
+- `generation_config.json` lists what ends a generation, else `config.json` does, also where the former is
+  there and names none: transformers would then never end one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.records import show
-from meshwright.spec.tokenizer_classes import builds_otherwise
+from meshwright.spec.tokenizer_classes import class_of, departs, keeps_around
 from meshwright.spec.tokenizer_json import library_errors, read_tree
 
 if TYPE_CHECKING:
@@ -83,12 +84,13 @@ class PublishedTokenizer:
     def tokens(self) -> TextTokens:
         """The tokens around texts. Raises `UserError` where nothing ends a text."""
         before, after = self._around
+        ids = self.backend.get_vocab(with_added_tokens=True)
         stops = _stops(self.file, self.key)
-        end = _find_end(self.names, stops, self.tree, self.file, self.key)
+        end = _find_end(self.names, stops, ids, self.file, self.key)
         begin = token_name(self.names.get("bos_token"))
         if not before and not after and begin is not None and _is_written_here(self.names):
             before = (end,) if begin == token_name(self.names["eos_token"]) else ()
-        return TextTokens(end, before, after, stops, _ids_of(self.tree).get(begin))
+        return TextTokens(end, before, after, stops, None if begin is None else ids.get(begin))
 
     @property
     def splits_special(self) -> bool:
@@ -98,6 +100,9 @@ class PublishedTokenizer:
     @property
     def remarks(self) -> Iterator[str]:
         """Sentences about files that contradict each other or that transformers follows in part."""
+        path = self.file.with_name("config.json")
+        config = read_json_object(path, self.key) if path.is_file() else {}
+        kind = class_of(self.names, config.get("model_type"))
         before, after = self._around
         for name, put, place in (("add_bos_token", before, "before"), ("add_eos_token", after, "after")):
             asked = self.names.get(name)
@@ -105,16 +110,11 @@ class PublishedTokenizer:
                 yield (
                     f"{self.file.with_name('tokenizer_config.json')}: {name} is {json.dumps(asked)}, but "
                     f"the post-processor of {self.file.name} puts {'tokens' if put else 'none'} {place} a "
-                    "text; the post-processor is followed, as transformers does"
+                    f"text; the post-processor is followed{', as transformers does' * keeps_around(kind)}"
                 )
-        path = self.file.with_name("config.json")
-        config = read_json_object(path, self.key) if path.is_file() else {}
-        kind = builds_otherwise(self.names, config.get("model_type"), self.tree)
-        if kind is not None:
-            yield (
-                f"{self.file} is followed, of which {kind}, the class that transformers 5 opens it with, "
-                "does not take all: it makes other tokens of some texts"
-            )
+        otherwise = departs(kind, self.names, self.tree)
+        if otherwise is not None:
+            yield f"{self.file} is followed; {kind}, the class that transformers 5 opens it with, {otherwise}"
 
     def check_names(self) -> None:
         """Raise `UserError` for a first or last token that is not a name, at which transformers fails."""
@@ -263,12 +263,11 @@ def _ids(value: Any, name: str, path: Path, key: str) -> tuple[int, ...]:
 
 
 def _find_end(
-    names: Mapping[str, Any], stops: Sequence[int], tree: Mapping[str, Any], file: Path, key: str
+    names: Mapping[str, Any], stops: Sequence[int], ids: Mapping[str, int], file: Path, key: str
 ) -> int:
     """Return the token that ends a text: that of the name `eos_token`, else the first that ends a generation,
     else the first of `KNOWN_ENDS`. Raises `UserError` where the tokenizer has no such token."""
     name = token_name(names.get("eos_token"))
-    ids = _ids_of(tree)
     if name is None:
         known_stops = set(stops) & set(ids.values())
         found = [number for number in stops if number in known_stops]
@@ -342,10 +341,3 @@ def _listed(
                 raise UserError(f"{key}: {path} has {show(content)}: {show(number)}; give the token's id")
             known = content in special
             yield number, {"content": content, "normalized": not known, "special": known}
-
-
-def _ids_of(tree: Mapping[str, Any]) -> dict[str | None, int]:
-    """Return the ids of the tokens of a tokenizer.json by name."""
-    vocab = tree["model"]["vocab"]
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    return {**dict(pairs), **{token["content"]: token["id"] for token in tree["added_tokens"]}}
