@@ -44,7 +44,7 @@ def test_an_identifier_beyond_every_vocabulary_is_refused(number: int, tmp_path:
     path = written(tmp_path, tree)
     assert str(number) in refused(lambda: ours.Tokenizer.open(path))
     (tmp_path / "out").mkdir()
-    assert str(number) in refused(lambda: write_tokenizer(tmp_path / "out", path, 64))
+    assert str(number) in refused(lambda: write_tokenizer(tmp_path / "out", path, 64, 300))
 
 
 def test_identifiers_may_have_gaps(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_replacements_that_multiply_a_text_are_refused(part: str, tmp_path: Path
     path = written(tmp_path, tree)
     assert "times" in refused(lambda: ours.Tokenizer.open(path))
     (tmp_path / "out").mkdir()
-    assert "times" in refused(lambda: write_tokenizer(tmp_path / "out", path, 64))
+    assert "times" in refused(lambda: write_tokenizer(tmp_path / "out", path, 64, 300))
 
 
 def test_replacements_of_published_tokenizers_are_not_refused(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_an_unknown_token_of_a_post_processor_is_one_sentence(tmp_path: Path) ->
     (tmp_path / "out").mkdir()
     for call in (
         lambda: ours.Tokenizer.open(path),
-        lambda: write_tokenizer(tmp_path / "out", path, 64),
+        lambda: write_tokenizer(tmp_path / "out", path, 64, 300),
     ):
         assert "<nobody>" in refused(call)
 

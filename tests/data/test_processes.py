@@ -105,11 +105,15 @@ def test_many_requests_are_never_under_way() -> None:
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    limit = tmp_path / "cpu.max"
-    assert cores(limit) == 16
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    root.mkdir()
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    limit = root / "cpu.max"
+    assert cores(proc, root) == 16
     for text, number in (("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("x", 16)):
         limit.write_text(text)
-        assert cores(limit) == number
+        assert cores(proc, root) == number
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "given"])

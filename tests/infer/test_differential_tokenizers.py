@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from meshwright.checkpoint.gguf_tokenizer import read_tokenizer
 from meshwright.checkpoint.hf_tokenizer import write_tokenizer
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.spec.special_tokens import keep_side_files, side_files
+from meshwright.spec.special_tokens import copy_side_files, keep_side_files, side_files
 from meshwright.spec.text_tokens import MODEL_IDS, model_ids
 from meshwright.spec.tokenizer_classes import class_of
 
@@ -124,10 +124,11 @@ def write(folder: Path, file: Path, config: dict[str, Any] | None, **beside: Any
 
 def exported(folder: Path, run: Path, out: Path) -> Path:
     """The folder that export writes, but for weights, of a run that import made of `folder`."""
-    for source, target in ((folder, run), (run, out)):
-        target.mkdir()
-        keep_side_files(side_files(source, "export"), source, target, "export")
-    assert not (out / MODEL_IDS).exists()
+    run.mkdir()
+    keep_side_files(side_files(folder, "import"), folder, run, "import")
+    out.mkdir()
+    copy_side_files(side_files(run, "export"), run, out)
+    (out / MODEL_IDS).unlink(missing_ok=True)
     ids = write_tokenizer(out, run / "tokenizer.json", 64, VOCAB)
     (out / "config.json").write_text(json.dumps({"model_type": "llama", **ids}))
     return out
