@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import small
+from hf_models import read_whole
 from meshwright.checkpoint import CheckpointStore, Lease
-from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.hf import export_hf
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import tokenize
@@ -149,7 +150,7 @@ def make_hf(folder: Path) -> None:
 
 def read_hf(folder: Path) -> None:
     side_files(folder, "import")
-    list(import_hf(folder)[1])
+    read_whole(folder)
     read_tokenizer(folder)
 
 

@@ -297,7 +297,7 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "the worst experts": (Router, "_choose", take_the_worst, "blocks.1.mlp"),
     "a norm that is off by a millionth": (RmsNorm, "forward", let_some_through, "blocks.0.attn_norm"),
-    "a learning rate scaled unasked": (lr_schedule, "peak_rate", scale_by_the_root, "embed.weight"),
+    "a learning rate scaled unasked": (lr_schedule, "peak_rate", scale_by_the_root, "step 1"),
 }
 """(where, name, replacement, the name of the first difference)"""
 

@@ -92,7 +92,7 @@ class ReferenceLinears:
         if self.recipe in ("fp64", "fp32", "bf16", "fp16"):
             return x @ weight.T
         y: Tensor = _Linear.apply(x.flatten(0, -2), weight, name, self)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def scale_of_tensor(self, x: Tensor, kind: str, name: str) -> Tensor | None:
         """The scale of a whole operand, whose largest number is noted; None in the first step."""
