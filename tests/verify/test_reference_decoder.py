@@ -22,9 +22,11 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.train import lr_schedule
-from meshwright.verify.reference import mean_loss, rate_of_step, update
+from meshwright.verify.reference import mean_loss
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference_optimisers import update
 from meshwright.verify.reference_router import router_losses
+from meshwright.verify.reference_schedule import rate_of_step
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of

@@ -57,9 +57,8 @@ def added_by_products(spec: RunSpec, cpu: bool, routed: bool = False) -> bool:
 def moment_width(spec: RunSpec) -> float:
     """Bytes of the moments of a number of a matrix of a block; in 8 bits, with the largest blocks."""
     width = widths(spec).exact
-    if spec.train.optimiser == "adamw8bit":
-        return 2 * (1 + width / LARGEST_BLOCK)
-    return (2 if spec.train.optimiser == "adamw" else 1) * width
+    kind = spec.train.optimiser_kind
+    return len(kind.matrix_moments) * (1 + width / LARGEST_BLOCK if kind.eight_bit else width)
 
 
 @dataclass(frozen=True)

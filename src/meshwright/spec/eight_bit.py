@@ -54,7 +54,10 @@ def slices_of_experts_are_whole_blocks(spec: Sections) -> None:
     """Ranks cut the rows of experts between the blocks of 8-bit moments, and of what islands exchange."""
     moe, etp = spec.model.moe, spec.layout.etp
     blocked = {
-        "train.optimiser = 'adamw8bit'": ("train.optimiser = 'adamw'", spec.train.optimiser == "adamw8bit"),
+        f"train.optimiser = {spec.train.optimiser!r}": (
+            "train.optimiser = 'adamw'",
+            spec.train.optimiser_kind.eight_bit,
+        ),
         f"outer.top_k = {spec.outer.top_k}": ("outer.top_k = 'none'", spec.outer.top_k is not None),
         f"outer.format = {spec.outer.format!r}": ("outer.format = 'bf16'", spec.outer.has_blocks),
     }
@@ -72,10 +75,11 @@ def slices_of_experts_are_whole_blocks(spec: Sections) -> None:
 
 def moments_in_8_bits_stay_on_the_device(spec: Sections) -> None:
     """8-bit moments are a quarter of what could be offloaded, and are not."""
-    if spec.train.offload != "none" and spec.train.optimiser == "adamw8bit":
+    if spec.train.offload != "none" and spec.train.optimiser_kind.eight_bit:
         raise UserError(
-            f"train.offload: {spec.train.offload!r} does not go with train.optimiser = 'adamw8bit', whose "
-            f"moments in 8 bits stay on the device; give 'none', or train.optimiser = 'adamw'"
+            f"train.offload: {spec.train.offload!r} does not go with train.optimiser = "
+            f"{spec.train.optimiser!r}, whose moments in 8 bits stay on the device; give 'none', or "
+            f"train.optimiser = 'adamw'"
         )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
+from meshwright.spec.optimisers import OptimiserKind
 from meshwright.spec.sections import Sections
 
 
@@ -33,12 +34,12 @@ def init_factor(model: Architecture, name: str) -> float:
     return 1 / widening if _is_output(name) else widening**-0.5
 
 
-def rate_factor(model: Architecture, optimiser: str, name: str, dims: int) -> float:
+def rate_factor(model: Architecture, optimiser: OptimiserKind, name: str, dims: int) -> float:
     """Factor on the learning rate of a parameter of `dims` dims."""
     if model.mup_base_hidden is None or dims < 2 or name.startswith("embed."):
         return 1.0
     widening = model.hidden / model.mup_base_hidden
-    return widening**-0.5 if optimiser == "muon" and not _is_output(name) else 1 / widening
+    return widening**-0.5 if optimiser.orthogonalises and not _is_output(name) else 1 / widening
 
 
 def _is_output(name: str) -> bool:

@@ -33,7 +33,7 @@ def group_of(spec: Sections, name: str, dims: int) -> Group:
     muP divides the decay by its factor, so that rate x decay is as at the base (Wang & Aitchison 2024, arXiv
     2405.13698); that of `train.lr_factors` acts on both.
     """
-    train, width = spec.train, rate_factor(spec.model, spec.train.optimiser, name, dims)
+    train, width = spec.train, rate_factor(spec.model, spec.train.optimiser_kind, name, dims)
     usual = train.weight_decay if dims >= 2 else 0.0
     decay = _chosen(train.weight_decays, name, usual)
     return Group(_chosen(train.lr_factors, name, 1.0) * width, decay / width)

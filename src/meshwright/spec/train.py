@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from meshwright.spec.base import MAX_BATCH, FrozenModel
 from meshwright.spec.batch_warmup import BatchStage, Warmup, batch_stages, check_warmup, read_warmup
 from meshwright.spec.errors import UserError
+from meshwright.spec.optimisers import OPTIMISERS, OptimiserKind, OptimiserName
 
 Factor = Annotated[float, Field(strict=True, ge=0)]
 """A number of a table, which is neither a text nor a truth value."""
@@ -48,13 +49,8 @@ class TrainSpec(FrozenModel):
         "none", description="scale lr with the step's batch / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
     )
     lr_base_batch_tokens: PositiveInt = 8192
-    optimiser: Literal["adamw", "adamw8bit", "lion", "muon", "sgd"] = Field(
-        "adamw",
-        description="AdamW (Loshchilov & Hutter 2019), also with moments of matrices in 8 bits (adamw8bit, "
-        "Dettmers et al. 2022); Lion (Chen et al. 2023), which takes an lr 3 to 10 "
-        "times smaller, a weight_decay as much larger, and beta2 = 0.99; Muon (Jordan et al. 2024) for "
-        "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95; or SGD with "
-        "momentum beta1",
+    optimiser: OptimiserName = Field(
+        "adamw", description="; ".join(f"{name}: {kind.about}" for name, kind in OPTIMISERS.items())
     )
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
     lr_factors: dict[str, Factor] = Field(
@@ -134,14 +130,18 @@ class TrainSpec(FrozenModel):
         return self
 
     @property
+    def optimiser_kind(self) -> OptimiserKind:
+        """What the optimiser keeps and reads."""
+        return OPTIMISERS[self.optimiser]
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """Names of the optimiser's states of parameters."""
-        return ("exp_avg",) if self.optimiser in ("lion", "sgd") else ("exp_avg", "exp_avg_sq")
+        return self.optimiser_kind.moments
 
     def moments_of(self, parameter: str, dims: int) -> tuple[str, ...]:
-        """Names of the states of one parameter: those of matrices of blocks are fewer with Muon."""
-        matrix = dims >= 2 and parameter.startswith("blocks.")
-        return ("exp_avg",) if self.optimiser == "muon" and matrix else self.moments
+        """Names of the states of one parameter: those of matrices of blocks may be fewer."""
+        return self.optimiser_kind.moments_of(parameter, dims)
 
     @property
     def total_steps(self) -> int:

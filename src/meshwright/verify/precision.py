@@ -35,12 +35,13 @@ from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import SAMPLES, averaged, update
+from meshwright.verify.reference import SAMPLES, averaged
 from meshwright.verify.reference_adamw8bit import settled
 from meshwright.verify.reference_clipping import ReferenceClipping
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
+from meshwright.verify.reference_optimisers import update
 from meshwright.verify.reference_rounding import stochastic
 from meshwright.verify.reference_router import move_bias
 from meshwright.verify.reference_weights import initial_weights
@@ -323,7 +324,7 @@ class _Comparison:
             moments = {kind: before[kind][name].double() for kind in kinds}
             groups = factor_and_decay(spec, name, grad.ndim)
             update(target, grad, [*moments.values()], spec.train, number, *groups)
-            if spec.train.optimiser == "adamw8bit" and grad.ndim >= 2:
+            if spec.train.optimiser_kind.eight_bit and grad.ndim >= 2:
                 moments = {kind: self._as_held(kind, name, moment) for kind, moment in moments.items()}
             for kind, tensor in {**moments, "parameter": target}.items():
                 wanted[kind][name] = tensor

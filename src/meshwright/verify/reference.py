@@ -6,9 +6,7 @@ autograd, and the optimiser and its learning rates as their papers state them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +14,13 @@ from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
-from meshwright.spec.train import TrainSpec
 from meshwright.verify.reference_adamw8bit import round_moments
-from meshwright.verify.reference_batches import batch_sizes
 from meshwright.verify.reference_clipping import ReferenceClipping, norm_of
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_distillation import Heads, ReferenceTeacher, distillation_loss
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
+from meshwright.verify.reference_optimisers import update
 from meshwright.verify.reference_rounding import stochastic
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
 from meshwright.verify.reference_staleness import GradientQueue
@@ -151,99 +148,3 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def averaged(average: Tensor, weights: Tensor, decay: float) -> Tensor:
     """The exponential moving average of the weights after a step (Polyak & Juditsky 1992)."""
     return decay * average + (1 - decay) * weights
-
-
-@torch.no_grad()
-def update(
-    parameter: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
-    train: TrainSpec,
-    number: int,
-    factor: float = 1.0,
-    decay: float | None = None,
-    updates: int | None = None,
-) -> None:
-    """The step of the run's optimiser on one parameter, in place, at `factor` times the learning rate.
-
-    By default each of the `number` steps was an update, matrices are decayed by `train.weight_decay`, and
-    vectors are not.
-    """
-    if decay is None:
-        decay = train.weight_decay if parameter.ndim >= 2 else 0.0
-    rate = factor * rate_of_step(train, number)
-    kind = "adamw" if len(moments) == 2 else train.optimiser
-    direction = {"adamw": _adamw, "lion": _lion, "muon": _muon, "sgd": _sgd}[kind](
-        grad, moments, train, number if updates is None else updates
-    )
-    parameter.sub_(rate * (direction + decay * parameter))
-
-
-def _adamw(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
-    """Algorithm 2 of Loshchilov & Hutter (2019): the direction of the step, without decay."""
-    first, second = moments
-    first.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
-    second.mul_(train.beta2).addcmul_(grad, grad, value=1 - train.beta2)
-    corrected = first / (1 - train.beta1**updates)
-    return corrected / ((second / (1 - train.beta2**updates)).sqrt() + train.eps)
-
-
-def _lion(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
-    """Algorithm 2 of Chen et al. (2023): the direction of the step, without decay."""
-    (momentum,) = moments
-    direction = torch.sign(train.beta1 * momentum + (1 - train.beta1) * grad)
-    momentum.mul_(train.beta2).add_(grad, alpha=1 - train.beta2)
-    return direction
-
-
-def _sgd(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
-    """Heavy-ball momentum (Polyak 1964) in the form of Sutskever et al. (2013)."""
-    (momentum,) = moments
-    return momentum.mul_(train.beta1).add_(grad)
-
-
-def _muon(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
-    """The step of matrices (..., r, c) by Jordan et al. (2024), in the scale of Liu et al. (2025), by an SVD.
-
-    A Newton-Schulz step applies an odd polynomial to the singular values.
-    """
-    (momentum,) = moments
-    momentum.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
-    left, values, right = torch.linalg.svd(
-        train.beta1 * momentum + (1 - train.beta1) * grad, full_matrices=False
-    )
-    values = values / (values.square().sum(-1, keepdim=True).sqrt() + 1e-7)
-    for _ in range(5):
-        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
-    return 0.2 * max(grad.shape[-2:]) ** 0.5 * (left * values.unsqueeze(-2)) @ right
-
-
-def rate_of_step(train: TrainSpec, step: int) -> float:
-    """Learning rate of optimiser step `step`, from 1, as the keys of `[train]` describe it.
-
-    Linear warm-up to the peak; then half a cosine (Loshchilov & Hutter 2017) or a line down to `min_lr_ratio`
-    of the peak, or in the last steps one of these or 1 - sqrt (Hu et al. 2024; Haegele et al. 2024), or the
-    peak for ever. The peak is scaled with the step's own batch.
-    """
-    exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.lr_scaling]
-    peak = train.lr
-    if exponent:
-        peak *= (next(islice(batch_sizes(train), step - 1, None)) / train.lr_base_batch_tokens) ** exponent
-    total, warmup = train.total_steps, train.warmup_steps
-    if warmup is None:
-        warmup = max(1, round(0.02 * total))
-    if step <= warmup:
-        return peak * step / warmup
-    lowest = peak * train.min_lr_ratio
-    left = (total - step) / (total - warmup) if step < total else 0.0  # share of the fall that is to come
-    form = str(train.schedule)
-    if train.schedule == "wsd":
-        form = train.decay
-        left = min(1.0, (total - step) / max(1, round(train.decay_fraction * total)))
-    if form == "cosine":
-        left = (1 - math.cos(math.pi * left)) / 2
-    elif form == "1-sqrt":
-        left = 1 - math.sqrt(1 - left)
-    elif form == "constant":
-        left = 1.0
-    return lowest + (peak - lowest) * left

@@ -108,8 +108,9 @@ def data_seconds(
         across = formats.exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
         whole += mine
-    moved = _UPDATE_BYTES + 8 * (1 if spec.train.optimiser in ("lion", "muon", "sgd") else 2)
-    if spec.train.optimiser == "adamw8bit":
+    kind = spec.train.optimiser_kind
+    moved = _UPDATE_BYTES + 8 * len(kind.matrix_moments)
+    if kind.eight_bit:
         moved = _EIGHT_BIT_BYTES if stack.ours else _UPDATE_BYTES + 4
     moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0
     moved += _EMA_BYTES if spec.train.ema is not None else 0

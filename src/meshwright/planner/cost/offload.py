@@ -58,5 +58,4 @@ def copy_seconds(spec: RunSpec, costs: CostModel, elements: float) -> float:
     link = costs.cluster.device.host_link
     if spec.train.offload != "host" or link is None:
         return 0.0
-    moments = 2 if spec.train.optimiser == "adamw" else 1
-    return elements * moments * widths(spec).exact / link
+    return elements * len(spec.train.optimiser_kind.matrix_moments) * widths(spec).exact / link

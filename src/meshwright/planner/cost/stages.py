@@ -158,7 +158,7 @@ class StageCosts:
         forward = sum(passes.forward.total for passes in work)
         backward = sum(passes.total for passes in work) - forward
         found = data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
-        if spec.train.optimiser == "muon":
+        if spec.train.optimiser_kind.orthogonalises:
             kinds = together(mine).kinds
             more = sum(count * muon_seconds(spec, self._costs, routed) for count, routed in kinds)
             found = replace(found, optimiser=found.optimiser + more)

@@ -185,17 +185,13 @@ def _scaling(spec: RunSpec) -> int:
 
 def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
     """Bytes of the moments of a rank that holds `shards`, wherever they are."""
-    exact = widths(view.spec).exact
-    if view.spec.train.optimiser == "adamw8bit":
+    exact, kind = widths(view.spec).exact, view.spec.train.optimiser_kind
+    if kind.eight_bit:
         numbers = (unit.decays + exact * (unit.blocks + unit.part - unit.decays) for unit in shards)
-        return 2 * (sum(numbers) + 2 * MAP_SIZE * exact + PREFIXES)
-    return exact * sum(2 * unit.part - _single(view, unit) for unit in shards)
-
-
-def _single(view: RankView, unit: StateShard) -> int:
-    """Elements of a unit's part that have one moment."""
-    matrices = unit.decays if unit.name.startswith("blocks.") else 0
-    return {"adamw": 0, "muon": matrices, "lion": unit.part, "sgd": unit.part}[view.spec.train.optimiser]
+        return len(kind.moments) * (sum(numbers) + 2 * MAP_SIZE * exact + PREFIXES)
+    fewer = len(kind.moments) - len(kind.matrix_moments)
+    of_blocks = sum(unit.decays for unit in shards if unit.name.startswith("blocks."))
+    return exact * (len(kind.moments) * sum(unit.part for unit in shards) - fewer * of_blocks)
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:
@@ -209,7 +205,7 @@ def checkpoint_bytes(spec: RunSpec) -> int:
     for p in (p for unit in parameters(spec.model).values() for p in unit):
         each = width.exact * p.size
         stored = (width.master + width.exact * averages) * p.size
-        if spec.train.optimiser == "adamw8bit" and len(p.shape) >= 2:
+        if spec.train.optimiser_kind.eight_bit and len(p.shape) >= 2:
             each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
         stored += each * len(spec.train.moments_of(p.name, len(p.shape)))
         if spec.islands > 1:
@@ -257,8 +253,9 @@ def _adam_counts(spec: RunSpec, unit: str, pieces: Iterable[Piece]) -> int:
         name, dims = piece.key, len(piece.global_shape)
         if name.startswith("blocks."):
             name = f"{unit}.{name.split('.', 2)[2]}"
-        of_adamw = spec.train.optimiser != "adamw8bit" or dims < 2
-        if of_adamw and len(spec.train.moments_of(name, dims)) == 2:
+        kind = spec.train.optimiser_kind
+        whole = kind.moments_of(name, dims) == kind.moments and not (kind.eight_bit and dims >= 2)
+        if kind.counts and whole:
             alike.append((dims >= 2, group_of(spec, name, dims)))
     return sum(1 for _ in groupby(alike))
 

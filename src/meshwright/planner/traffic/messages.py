@@ -350,7 +350,7 @@ def _muon_messages(view: RankView) -> Iterator[Message]:
     tensor ranks (`train/muon.py`): the mean over ranks, which are dealt unequal parts.
     """
     spec, groups = view.spec, axes(view.spec.layout)
-    if spec.train.optimiser != "muon":
+    if not spec.train.optimiser_kind.orthogonalises:
         return
     call = partial(Message, width=widths(spec).exact, phase=Phase.STEP, where="step")
     kinds = (
