@@ -141,7 +141,7 @@ class Comparison:
         failing = [first] if follow else self.failing(first.step, first.kind)
         of = 1 if follow else len(self.kinds[first.step, first.kind])
         words = f"step {first.step}: " if first.step else ""
-        words += f"the first difference is in {_PHRASES[first.kind].format(first.name)}"
+        words += f"the first difference is in {_phrase(first.kind).format(first.name)}"
         if first.kind == "forward" and first.name.endswith("norm"):
             words += " or the residual stream that it takes"
         before, reason = _THOUGH.get(first.kind, ((), ""))
@@ -158,6 +158,15 @@ class Comparison:
             words += f"; of its own parameters' gradients only {', '.join(within)}"
             words += " differs" if len(within) == 1 else " differ"
         return words
+
+
+def _phrase(kind: str) -> str:
+    """Words about values of a kind, with braces for the name; a moment may be of any name."""
+    if kind in _PHRASES:
+        return _PHRASES[kind]
+    return f"the {kind.removeprefix('loaded ')} of {{}}" + (
+        " as loaded" if kind.startswith("loaded ") else ""
+    )
 
 
 _PHRASES = {

@@ -25,8 +25,8 @@ from meshwright.verify.reference_sums import PHASES
 
 Weights = dict[str, Tensor]
 """Parameters and routers' biases by name."""
-OF_ISLANDS = ("loss", "gradient", "grad norm", "parameter", "router bias", "exp_avg", "exp_avg_sq")
-"""Kinds of values that each island has by itself, under the name `island.<number>/<name>`."""
+OF_ISLANDS = ("loss", "gradient", "grad norm", "parameter", "router bias")
+"""Kinds of values, beside moments, that each island has by itself, under the name `island.<number>/<name>`."""
 
 
 class _Result(NamedTuple):
@@ -152,8 +152,8 @@ def island_steps(
 ) -> Iterator[ReferenceStep]:
     """Take an optimiser step of every island on each batch, and exchange; yields what `reference_steps` does.
 
-    Kinds of `OF_ISLANDS`, and `outer error`, have the values of every island; `outer parameter` and `outer
-    momentum` are those of the exchange. Routers' statistics and the sums of modules are the first island's.
+    Kinds of `OF_ISLANDS`, moments and `outer error` have the values of every island; `outer parameter` and
+    `outer momentum` are those of the exchange. Routers' statistics and modules' sums are the first island's.
     """
     alone = spec.of_island()
     shares: list[deque[Batch]] = [deque() for _ in range(spec.islands)]
@@ -184,7 +184,7 @@ def _zero_biases(held: Weights) -> Weights:
 def _joined(batch: Batch, found: list[ReferenceStep], live: list[Weights], rule: OuterRule) -> ReferenceStep:
     step: ReferenceStep = {"samples": {name: getattr(batch, name) for name in SAMPLES}}
     step |= {kind: found[0][kind] for kind in (*PHASES, "balance")}
-    for kind in OF_ISLANDS:
+    for kind in (*OF_ISLANDS, *rule.spec.train.moments):
         values: dict[str, Tensor] = {}
         for place, (own, held) in enumerate(zip(found, live, strict=True)):
             for name, value in own.get(kind, {}).items():

@@ -104,7 +104,7 @@ def _side_by_side(
         comparison.note(
             number, "samples", compare_samples(number, samples, wanted["samples"], spec.at_step(number))
         )
-        for kind in KINDS:
+        for kind in _kinds(spec):
             if kind in PHASES:
                 first = spec.of_island().at_step(number)
                 comparison.note(number, kind, differences(number, kind, sums, wanted, first))
@@ -127,12 +127,12 @@ def _side_by_side(
     return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
 
 
-KINDS = (
-    "forward", "balance", "loss", "backward", "gradient", "grad norm",
-    "router bias", "parameter", "exp_avg", "exp_avg_sq", "ema", "outer parameter", "outer momentum",
-    "outer error",
-)  # fmt: skip
-"""The kinds of values that are compared in each step, in the order in which a step computes them."""
+def _kinds(spec: RunSpec) -> tuple[str, ...]:
+    """The kinds of values that are compared in each step, in the order in which a step computes them."""
+    return (
+        "forward", "balance", "loss", "backward", "gradient", "grad norm", "router bias", "parameter",
+        *spec.train.moments, "ema", "outer parameter", "outer momentum", "outer error",
+    )  # fmt: skip
 
 
 def _layout_step(
