@@ -26,7 +26,7 @@ from meshwright.verify.reference_sums import PHASES
 Weights = dict[str, Tensor]
 """Parameters and routers' biases by name."""
 OF_ISLANDS = ("loss", "gradient", "grad norm", "parameter", "router bias")
-"""Kinds of values, beside moments, that each island has by itself, under the name `island.<number>/<name>`."""
+"""Kinds of values that, beside moments, each island has by itself, as `island.<number>/<name>`."""
 
 
 class _Result(NamedTuple):
