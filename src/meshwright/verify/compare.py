@@ -164,9 +164,8 @@ def _phrase(kind: str) -> str:
     """Words about values of a kind, with braces for the name; a moment may be of any name."""
     if kind in _PHRASES:
         return _PHRASES[kind]
-    return f"the {kind.removeprefix('loaded ')} of {{}}" + (
-        " as loaded" if kind.startswith("loaded ") else ""
-    )
+    loaded = kind.startswith("loaded ")
+    return f"the {kind.removeprefix('loaded ')} of {{}}{' as loaded' if loaded else ''}"
 
 
 _PHRASES = {

@@ -328,8 +328,8 @@ class _Comparison:
                 moments = {kind: self._as_held(kind, name, moment) for kind, moment in moments.items()}
             for kind, tensor in {**moments, "parameter": target}.items():
                 wanted[kind][name] = tensor
-        for kind, which in zip(spec.train.moments, ("first", "second"), strict=False):
-            words = f"step {number}: the {which} moment of {{}} is not that of its gradients"
+        for kind in spec.train.moments:
+            words = f"step {number}: the moment {kind} of {{}} is not that of its gradients"
             found.close(number, kind, self.state[kind], wanted[kind], MASTER_TOLERANCE, words)
         if spec.train.ema is not None:
             pairs = (
