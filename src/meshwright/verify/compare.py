@@ -141,7 +141,7 @@ class Comparison:
         failing = [first] if follow else self.failing(first.step, first.kind)
         of = 1 if follow else len(self.kinds[first.step, first.kind])
         words = f"step {first.step}: " if first.step else ""
-        words += f"the first difference is in {_phrase(first.kind).format(first.name)}"
+        words += f"the first difference is in {phrase(first.kind).format(first.name)}"
         if first.kind == "forward" and first.name.endswith("norm"):
             words += " or the residual stream that it takes"
         before, reason = _THOUGH.get(first.kind, ((), ""))
@@ -160,7 +160,7 @@ class Comparison:
         return words
 
 
-def _phrase(kind: str) -> str:
+def phrase(kind: str) -> str:
     """Words about values of a kind, with braces for the name; a moment may be of any name."""
     if kind in _PHRASES:
         return _PHRASES[kind]

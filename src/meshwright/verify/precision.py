@@ -31,6 +31,7 @@ from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
+from meshwright.verify.compare import phrase
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
@@ -329,7 +330,7 @@ class _Comparison:
             for kind, tensor in {**moments, "parameter": target}.items():
                 wanted[kind][name] = tensor
         for kind in spec.train.moments:
-            words = f"step {number}: the moment {kind} of {{}} is not that of its gradients"
+            words = f"step {number}: {phrase(kind)} is not that of its gradients"
             found.close(number, kind, self.state[kind], wanted[kind], MASTER_TOLERANCE, words)
         if spec.train.ema is not None:
             pairs = (
