@@ -20,7 +20,7 @@ from meshwright.train.digest import parameters_sha256
 from meshwright.train.loop import TrainingRun
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
-from meshwright.verify.reference_optimisers import update
+from meshwright.verify.reference.optimisers import update
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
-from meshwright.verify.reference_compression import Messages
+from meshwright.verify.reference.compression import Messages
 from ranks import Ranks
 from small import spec_of
 

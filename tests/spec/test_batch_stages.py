@@ -13,7 +13,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import from_tree
 from meshwright.spec.toml import to_toml
 from meshwright.spec.train import TrainSpec
-from meshwright.verify.reference_batches import batch_sizes
+from meshwright.verify.reference.batches import batch_sizes
 
 
 def train_of(*stages: list[int], batch_tokens: int = 8192, **keys: Any) -> TrainSpec:

@@ -20,11 +20,11 @@ from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import step as train_step
 from meshwright.train.step import Step, Sums
 from meshwright.verify import precision as subject
-from meshwright.verify import reference_decoder
-from meshwright.verify.reference_data import batches
-from meshwright.verify.reference_decoder import choose_experts
-from meshwright.verify.reference_low_precision import ReferenceLinears
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference import decoder as reference_decoder
+from meshwright.verify.reference.data import batches
+from meshwright.verify.reference.decoder import choose_experts
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from ranks import Ranks
 from small import measure_gradients, spec_of

@@ -21,8 +21,8 @@ from meshwright.data.split import HeldOut
 from meshwright.data.synthetic import SyntheticTokens
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.verify import reference_data
-from meshwright.verify.reference_data import batches
+from meshwright.verify.reference import data as reference_data
+from meshwright.verify.reference.data import batches
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of

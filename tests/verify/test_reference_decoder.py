@@ -22,11 +22,11 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.train import lr_schedule
-from meshwright.verify.reference import mean_loss
-from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
-from meshwright.verify.reference_optimisers import update
-from meshwright.verify.reference_router import router_losses
-from meshwright.verify.reference_schedule import rate_of_step
+from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.optimisers import update
+from meshwright.verify.reference.router import router_losses
+from meshwright.verify.reference.schedule import rate_of_step
+from meshwright.verify.reference.steps import mean_loss
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of

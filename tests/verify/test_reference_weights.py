@@ -12,7 +12,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.init import InitValue, init_value, init_whole_
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import ModelSpec, RunSpec
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of

@@ -11,7 +11,7 @@ from equality import equal_to_one_device
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference_batches import batch_sizes
+from meshwright.verify.reference.batches import batch_sizes
 from meshwright.verify.verify import exact, verify
 from ranks import Ranks
 from small import spec_of

@@ -8,7 +8,7 @@ from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
-from meshwright.verify.reference import averaged
+from meshwright.verify.reference.steps import averaged
 from ranks import Ranks
 from small import spec_of
 

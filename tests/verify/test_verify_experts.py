@@ -16,8 +16,8 @@ from equality import Counted, Run, equal_to_one_device, verify_and_count
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import MoeSpec, RunSpec
-from meshwright.verify import reference_decoder
 from meshwright.verify.narrow import narrow
+from meshwright.verify.reference import decoder as reference_decoder
 from ranks import Ranks
 from small import spec_of
 

@@ -12,9 +12,9 @@ from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.train.step import Trainer
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import reference_steps
-from meshwright.verify.reference_data import batches
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference.data import batches
+from meshwright.verify.reference.steps import reference_steps
+from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.verify import exact
 from ranks import Ranks
 from small import first_batches, spec_of

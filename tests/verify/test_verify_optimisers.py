@@ -7,7 +7,7 @@ import torch
 
 from covering import marked, name
 from equality import equal_to_one_device
-from meshwright.verify import reference
+from meshwright.verify.reference import optimisers, schedule
 from ranks import Ranks
 from small import spec_of
 
@@ -48,11 +48,11 @@ def test_lion_is_the_papers() -> None:
     start = torch.tensor([[1.0, -2.0], [3.0, 0.0]], dtype=torch.float64)
     parameter, momentum = start.clone(), torch.zeros_like(start)
     gradient = torch.tensor([[1e-9, -5.0], [0.0, 7.0]], dtype=torch.float64)
-    reference.update(parameter, gradient, [momentum], train, 1)
-    rate = reference.rate_of_step(train, 1)
+    optimisers.update(parameter, gradient, [momentum], train, 1)
+    rate = schedule.rate_of_step(train, 1)
     assert torch.equal(parameter, start - rate * (gradient.sign() + 0.1 * start))
     assert torch.allclose(momentum, 0.05 * gradient)
     before = parameter.clone()
-    reference.update(parameter, -gradient, [momentum], train, 2)  # 0.9 x 0.05 - 0.1 of it: the new one wins
-    rate = reference.rate_of_step(train, 2)
+    optimisers.update(parameter, -gradient, [momentum], train, 2)  # 0.9 x 0.05 - 0.1 of it: the new one wins
+    rate = schedule.rate_of_step(train, 2)
     assert torch.allclose(parameter, before - rate * (-gradient.sign() + 0.1 * before))

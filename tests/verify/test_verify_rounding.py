@@ -20,8 +20,8 @@ from meshwright.train.digest import parameters_sha256
 from meshwright.train.step import Trainer
 from meshwright.train.stochastic_rounding import Rows, chunks_of, draws, round_
 from meshwright.train.vote import Vote
-from meshwright.verify.reference_rounding import stochastic
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference.rounding import stochastic
+from meshwright.verify.reference.weights import initial_weights
 from ranks import Ranks
 from small import first_batches, spec_of
 

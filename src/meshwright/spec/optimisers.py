@@ -1,7 +1,7 @@
 """Optimisers: what each keeps of a parameter, and the keys of `[train]` that it does not read.
 
 Rules, the planner, checkpoints and training read this table. An optimiser is added by a row here, a class in
-`train/optimisers.py`, and the same update for one device in `verify/reference_optimisers.py`.
+`train/optimisers.py`, and the same update for one device in `verify/reference/optimisers.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.spec.train import TrainSpec
 from meshwright.train.clipping import Clipping
-from meshwright.verify.reference_clipping import ReferenceClipping
+from meshwright.verify.reference.clipping import ReferenceClipping
 
 SHARES = 0.01, 0.5, 0.999, 1.001, 2.0, 100.0
 """Norms as shares of the limit; those of a few steps may all be on one side."""

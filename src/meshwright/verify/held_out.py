@@ -13,10 +13,10 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.held_out import likelihoods, total
 from meshwright.train.step import Trainer
-from meshwright.verify.reference import mean_loss
-from meshwright.verify.reference_data import held_out_batch
-from meshwright.verify.reference_decoder import ReferenceDecoder
-from meshwright.verify.reference_low_precision import ReferenceLinears
+from meshwright.verify.reference.data import held_out_batch
+from meshwright.verify.reference.decoder import ReferenceDecoder
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.steps import mean_loss
 
 AVERAGE = " of the moving average"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.spec.train import TrainSpec
 from meshwright.train.lr_schedule import learning_rate
-from meshwright.verify.reference_schedule import rate_of_step
+from meshwright.verify.reference.schedule import rate_of_step
 
 EVENLY = 16
 """Steps that are looked at besides the first, the last and those where a schedule turns."""

@@ -22,7 +22,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.train.trace import FORWARD, Place, StepTracer
 from meshwright.verify.compare import FLOOR, TOLERANCE, Difference
-from meshwright.verify.reference_sums import CHANNEL, PHASES, POSITION, SEQUENCE, Tables, weights
+from meshwright.verify.reference.sums import CHANNEL, PHASES, POSITION, SEQUENCE, Tables, weights
 
 Row = tuple[str, str, int, int, float, float]
 """Phase, module, microbatch, the rank's tokens of a sequence, and the two sums."""

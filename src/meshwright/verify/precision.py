@@ -36,16 +36,16 @@ from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import SAMPLES, averaged
-from meshwright.verify.reference_adamw8bit import settled
-from meshwright.verify.reference_clipping import ReferenceClipping
-from meshwright.verify.reference_data import batches
-from meshwright.verify.reference_groups import factor_and_decay
-from meshwright.verify.reference_low_precision import ReferenceLinears
-from meshwright.verify.reference_optimisers import update
-from meshwright.verify.reference_rounding import stochastic
-from meshwright.verify.reference_router import move_bias
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference.adamw8bit import settled
+from meshwright.verify.reference.clipping import ReferenceClipping
+from meshwright.verify.reference.data import batches
+from meshwright.verify.reference.groups import factor_and_decay
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.optimisers import update
+from meshwright.verify.reference.rounding import stochastic
+from meshwright.verify.reference.router import move_bias
+from meshwright.verify.reference.steps import SAMPLES, averaged
+from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from meshwright.verify.routing import ChosenExperts, Found, compare_routing
 from meshwright.verify.routing import whole as whole_routing

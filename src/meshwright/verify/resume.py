@@ -31,11 +31,11 @@ from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import AVERAGE, reference_losses
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import ReferenceStep, reference_steps
-from meshwright.verify.reference_data import batches
-from meshwright.verify.reference_low_precision import ReferenceLinears
-from meshwright.verify.reference_outer import island_steps
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference.data import batches
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.outer import island_steps
+from meshwright.verify.reference.steps import ReferenceStep, reference_steps
+from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.verify import exact
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
-from meshwright.verify.reference import IGNORE, loss_and_objective
-from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
-from meshwright.verify.reference_low_precision import ReferenceLinears
+from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.steps import IGNORE, loss_and_objective
 
 SUMS = 16
 """Roundings that one of a wide format stands for: there the sums of a product round as its results do."""

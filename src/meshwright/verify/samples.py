@@ -12,7 +12,7 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.compare import Difference
-from meshwright.verify.reference import SAMPLES
+from meshwright.verify.reference.steps import SAMPLES
 
 
 def gather_samples(batch: Batch, mesh: Mesh) -> list[tuple[int, list[str]]]:

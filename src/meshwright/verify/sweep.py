@@ -15,7 +15,7 @@ from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.precision import verify_in_own_precision
-from meshwright.verify.reference import ReferenceStep
+from meshwright.verify.reference.steps import ReferenceStep
 from meshwright.verify.sweep_layouts import describe
 from meshwright.verify.uneven import empty_slots
 from meshwright.verify.verify import one_device, verify

@@ -36,13 +36,13 @@ from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.learning_rates import learning_rates
 from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import ReferenceStep, reference_steps
-from meshwright.verify.reference_data import batches
-from meshwright.verify.reference_distillation import ReferenceTeacher
-from meshwright.verify.reference_low_precision import ReferenceLinears
-from meshwright.verify.reference_outer import island_steps
-from meshwright.verify.reference_sums import PHASES
-from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.reference.data import batches
+from meshwright.verify.reference.distillation import ReferenceTeacher
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.outer import island_steps
+from meshwright.verify.reference.steps import ReferenceStep, reference_steps
+from meshwright.verify.reference.sums import PHASES
+from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin

@@ -1,6 +1,6 @@
 """Training steps on one device, written apart from what `meshwright verify` checks.
 
-The whole batch at once, the plain decoder of `reference_decoder.py`, all logits, PyTorch's cross entropy,
+The whole batch at once, the plain decoder of `decoder.py`, all logits, PyTorch's cross entropy,
 autograd, and the optimiser and its learning rates as their papers state them.
 """
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
-from meshwright.verify.reference_adamw8bit import round_moments
-from meshwright.verify.reference_clipping import ReferenceClipping, norm_of
-from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
-from meshwright.verify.reference_distillation import Heads, ReferenceTeacher, distillation_loss
-from meshwright.verify.reference_groups import factor_and_decay
-from meshwright.verify.reference_low_precision import ReferenceLinears
-from meshwright.verify.reference_optimisers import update
-from meshwright.verify.reference_rounding import stochastic
-from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
-from meshwright.verify.reference_staleness import GradientQueue
-from meshwright.verify.reference_sums import ReferenceSums
+from meshwright.verify.reference.adamw8bit import round_moments
+from meshwright.verify.reference.clipping import ReferenceClipping, norm_of
+from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.distillation import Heads, ReferenceTeacher, distillation_loss
+from meshwright.verify.reference.groups import factor_and_decay
+from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.optimisers import update
+from meshwright.verify.reference.rounding import stochastic
+from meshwright.verify.reference.router import move_bias, router_losses, router_statistics
+from meshwright.verify.reference.staleness import GradientQueue
+from meshwright.verify.reference.sums import ReferenceSums
 
 ReferenceStep = dict[str, dict[str, Tensor]]
 """Results of one step: scalars and whole tensors in float64, by kind and name."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.spec import ModelSpec
 from meshwright.spec.distil import DistilSpec
-from meshwright.verify.reference_decoder import ReferenceDecoder
+from meshwright.verify.reference.decoder import ReferenceDecoder
 
 
 class Heads(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.spec import ModelSpec, MoeSpec
-from meshwright.verify.reference_rope import rotate, rotations, score_factor
+from meshwright.verify.reference.rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents in DeepSeek's models, whatever `ModelSpec.norm_eps` is."""

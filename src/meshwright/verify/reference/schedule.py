@@ -6,7 +6,7 @@ import math
 from itertools import islice
 
 from meshwright.spec.train import TrainSpec
-from meshwright.verify.reference_batches import batch_sizes
+from meshwright.verify.reference.batches import batch_sizes
 
 
 def rate_of_step(train: TrainSpec, step: int) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
-from meshwright.verify.reference_batches import batch_sizes
+from meshwright.verify.reference.batches import batch_sizes
 
 _WORD = 2**64 - 1
 _DOCUMENTS, _SHORTEST, _LONGEST = 4096, 16, 1024

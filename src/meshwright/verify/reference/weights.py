@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import parameters
-from meshwright.verify.reference_rounding import nearest
+from meshwright.verify.reference.rounding import nearest
 
 
 def initial_weights(model: ModelSpec, seed: int, master: str = "fp32") -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Each island is a run of one device by itself, on its share of each batch. Between their steps the outer rule
 is applied by hand, as the papers state it: DiLoCo (Douillard et al. 2023, algorithm 1) and Streaming DiLoCo
-(Douillard et al. 2025, algorithm 2); what a compressed exchange sends is in `reference_compression.py`.
+(Douillard et al. 2025, algorithm 2); what a compressed exchange sends is in `compression.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.spec.outer import scripted_arrivals
-from meshwright.verify.reference import SAMPLES, ReferenceStep, reference_steps
-from meshwright.verify.reference_batches import batch_sizes
-from meshwright.verify.reference_compression import Messages
-from meshwright.verify.reference_sums import PHASES
+from meshwright.verify.reference.batches import batch_sizes
+from meshwright.verify.reference.compression import Messages
+from meshwright.verify.reference.steps import SAMPLES, ReferenceStep, reference_steps
+from meshwright.verify.reference.sums import PHASES
 
 Weights = dict[str, Tensor]
 """Parameters and routers' biases by name."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.spec import MoeSpec
-from meshwright.verify.reference_decoder import Routing
+from meshwright.verify.reference.decoder import Routing
 
 
 def router_losses(moe: MoeSpec, routing: Routing) -> tuple[Tensor, Tensor]:

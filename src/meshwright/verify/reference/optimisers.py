@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.spec.train import TrainSpec
-from meshwright.verify.reference_schedule import rate_of_step
+from meshwright.verify.reference.schedule import rate_of_step
 
 
 @torch.no_grad()
