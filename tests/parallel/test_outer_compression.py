@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covering import name
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.outer import Outer
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
@@ -49,8 +50,7 @@ def moved_of(island: int, name: str, shape: tuple[int, ...], exchange: int) -> T
 def sums_of(mesh: Mesh, spec: RunSpec) -> list[dict[str, Tensor]]:
     """The whole sums over islands of two exchanges after another, as the first rank of all decodes them."""
     trainer = Trainer(spec, mesh)
-    outer = trainer.outer
-    assert outer is not None
+    outer = trainer.part(Outer)
     outer.begin()
     found = []
     for exchange in range(2):

@@ -23,6 +23,8 @@ from meshwright.data.loader import Batch
 from meshwright.infer.teacher import teaching
 from meshwright.launch.env import Supervision, Worker
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.stale_gradients import StaleGradients
+from meshwright.parallel.step_part import StepEnd
 from meshwright.recover.faults import Fault, Plan
 from meshwright.recover.inject import Injection
 from meshwright.spec import RunSpec, UserError
@@ -135,15 +137,14 @@ def left_out(run: TrainingRun, mesh: Mesh) -> Iterator[None]:
     """Do not compute the step of the bad batch at all, on any rank or on the last island: only its number and
     the loss scale change."""
     trainer, step = run.trainer, run.trainer.step
-    elsewhere = trainer.outer is not None and mesh.replicate.rank < mesh.replicate.size - 1
+    elsewhere = run.spec.islands > 1 and mesh.replicate.rank < mesh.replicate.size - 1
 
     def stepped(batch: Batch, number: int, *more: Any) -> Step:
         if number != BAD + 1 or elsewhere:
             return step(batch, number, *more)
         scale = trainer.loss_scale.value
         trainer.loss_scale.update(False)
-        if trainer.outer is not None:
-            trainer.outer.after(number, 0)
+        trainer.outer.after_step(StepEnd(number, False, False, False, 0))
         return Step(math.nan, math.nan, 0.0, False, False, 0, 0, scale)
 
     with patch.object(trainer, "step", stepped), patch.object(guard, "locate", lambda *_: None):
@@ -153,8 +154,7 @@ def left_out(run: TrainingRun, mesh: Mesh) -> Iterator[None]:
 @contextmanager
 def left_out_late(run: TrainingRun, _mesh: Mesh) -> Iterator[None]:
     """Do not apply the gradient of the bad batch when it is due, nor learn anything from its loss."""
-    trainer, stale = run.trainer, run.trainer.stale
-    assert stale is not None
+    trainer, stale = run.trainer, run.trainer.part(StaleGradients)
     exchange, sums, number = stale.exchange, trainer.sums, 0
 
     def exchanged(factor: float) -> float | None:

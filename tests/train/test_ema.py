@@ -18,6 +18,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.callbacks import Observers
+from meshwright.train.ema import Ema
 from meshwright.train.loop import TrainingRun
 from meshwright.train.step import Trainer
 from ranks import Ranks
@@ -70,8 +71,10 @@ def loaded_average(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
     store = CheckpointStore(spec.checkpoint.folder(out), 1, mesh.background, wire=mesh.wire)
     kept = store.load(None, state.tensors(trainer))
     state.restore(trainer, kept)
-    assert trainer.ema is not None
-    return {name: tensor.full_tensor().clone() for name, tensor in trainer.ema.tensors()}
+    return {
+        name.removeprefix("ema/"): tensor.full_tensor().clone()
+        for name, tensor in trainer.part(Ema).tensors()
+    }
 
 
 def test_the_average_is_resharded(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
@@ -100,8 +103,10 @@ def taken_up(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
     """The averages of a run that resumes, and has no step left."""
     run = TrainingRun(spec, mesh, out, Observers([]))
     run.execute("auto")
-    assert run.trainer.ema is not None
-    return {name: tensor.full_tensor().clone() for name, tensor in run.trainer.ema.tensors()}
+    return {
+        name.removeprefix("ema/"): tensor.full_tensor().clone()
+        for name, tensor in run.trainer.part(Ema).tensors()
+    }
 
 
 def load_with_record(spec: RunSpec, out: Path) -> Decoder:
@@ -128,12 +133,11 @@ def skipped(mesh: Mesh, spec: RunSpec) -> bool:
     """True if a step whose gradient is not finite leaves the average and the weights alone."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    assert trainer.ema is not None
-    for flat in trainer.ema.flats:
+    for flat in trainer.part(Ema).flats:
         flat.add_(1.0)
-    before = [flat.clone() for flat in trainer.ema.flats]
+    before = [flat.clone() for flat in trainer.part(Ema).flats]
     done = trainer.apply(sums_of_infinite_gradients(trainer), 1)
-    return not done.applied and all(map(torch.equal, before, trainer.ema.flats))
+    return not done.applied and all(map(torch.equal, before, trainer.part(Ema).flats))
 
 
 def test_a_skipped_step_leaves_the_average_alone(ranks: Ranks, corpus: Path) -> None:
@@ -145,11 +149,10 @@ def lent(mesh: Mesh, spec: RunSpec) -> bool:
     """True if weights are back after an error in a validation of the average."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    assert trainer.ema is not None
     before = [unit.stored.clone() for unit in trainer.states.units]
-    for flat in trainer.ema.flats:
+    for flat in trainer.part(Ema).flats:
         flat.zero_()
-    with pytest.raises(ZeroDivisionError), trainer.ema.in_place_of_weights():
+    with pytest.raises(ZeroDivisionError), trainer.part(Ema).in_place_of_weights():
         assert all(not unit.stored.any() for unit in trainer.states.units)
         raise ZeroDivisionError
     return all(

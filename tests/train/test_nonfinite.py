@@ -15,6 +15,7 @@ from test_run import EXPERTS, Notes, spec_of, start
 
 from meshwright.checkpoint.directory import latest_step
 from meshwright.data.loader import Batch
+from meshwright.parallel.delayed_scaling import DelayedScaling
 from meshwright.parallel.mesh import Mesh
 from meshwright.report.progress import summary
 from meshwright.spec import RunSpec
@@ -228,7 +229,7 @@ def unfit_for_a_resume(mesh: Mesh, spec: RunSpec, out: Path, place: str) -> str:
     """The error of a run whose state gets a number that is not finite before its save."""
     run = TrainingRun(spec, mesh, out, Observers([]))
     trainer, step = run.trainer, run.trainer.step
-    assert trainer.scaling is not None and trainer.clipping.zclip is not None
+    assert trainer.clipping.zclip is not None
 
     def spoil(*arguments: Any) -> Step:
         result = step(*arguments)
@@ -237,7 +238,7 @@ def unfit_for_a_resume(mesh: Mesh, spec: RunSpec, out: Path, place: str) -> str:
         elif place == "spikes":
             run.guard._spikes._mean = math.nan
         else:
-            trainer.scaling._history[0, 0, 0] = math.inf  # type: ignore[union-attr]
+            trainer.part(DelayedScaling)._history[0, 0, 0] = math.inf
         return result
 
     trainer.step = spoil  # type: ignore[method-assign]
@@ -273,8 +274,8 @@ def healed(mesh: Mesh, spec: RunSpec) -> bool:
     trainer.initialise()
     batches = first_batches(spec, mesh, 4)
     trainer.step(batches[0], 1)
-    assert trainer.scaling is not None
-    trainer.scaling._history[0].fill_(math.inf)
-    trainer.scaling._rescale()
+    scaling = trainer.part(DelayedScaling)
+    scaling._history[0].fill_(math.inf)
+    scaling._rescale()
     applied = [trainer.step(batch, number).applied for number, batch in enumerate(batches[1:], 2)]
-    return applied == [False, True, True] and all(bool(x.isfinite().all()) for x in trainer.scaling.tensors())
+    return applied == [False, True, True] and all(bool(x.isfinite().all()) for _, x in scaling.held())

@@ -10,6 +10,7 @@ import torch
 from test_run import EXPERTS, HALF, STEPS, poisoned, spec_of, start
 
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
@@ -71,8 +72,9 @@ def buffers_of(mesh: Mesh, spec: RunSpec) -> tuple[int, list[int]]:
     trainer.initialise()
     for number, batch in enumerate(first_batches(spec, mesh, 4), 1):
         trainer.step(batch, number)
-        assert trainer.stale is not None
-        held = {id(flat): flat.nbytes for sums in trainer.stale._under_way for flat in sums.flats}
+        held = {
+            id(flat): flat.nbytes for sums in trainer.part(StaleGradients)._under_way for flat in sums.flats
+        }
         sizes.append(sum(held.values()))
     return sum(unit.stored.nbytes for unit in trainer.states.units), sizes
 

@@ -254,7 +254,6 @@ def flipped_anchor(
     notes = Notes()
     run = TrainingRun(spec, mesh, out, Observers([notes]))
     step, outer = run.trainer.step, run.trainer.outer
-    assert outer is not None
 
     def spoil(*arguments: Any) -> Step:
         result = step(*arguments)

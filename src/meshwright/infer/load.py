@@ -26,7 +26,8 @@ from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.special_tokens import check_within, keep_side_files, side_files
 from meshwright.spec.text_tokens import open_published
-from meshwright.train.state import check_fields, check_same_model, has_average, imported_state
+from meshwright.train.ema import has_average
+from meshwright.train.state import check_fields, check_same_model, imported_state
 
 
 def load_run(

@@ -81,7 +81,9 @@ class ShardedDecoder:
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self._states, self._balance, self.pipeline, *_ = parallelize(spec, mesh)
+        built = parallelize(spec, mesh)
+        self.decoder, self.pipeline = built.decoder, built.pipeline
+        self._states, self._balance = built.states, built.balance
         _route_any_number(self.decoder.eval(), mesh.tensor)
         every = stages(spec.model, spec.layout, spec.data.seq_len)
         self.part = Part(every[mesh.pipeline.rank], mesh, self._states.formats.compute)

@@ -9,19 +9,37 @@ Saves         a message before each product.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any, NotRequired
+
 import torch
+from torch import Tensor
+from typing_extensions import TypedDict
 
 from meshwright.model.low_precision import E2M1, E4M3, ROOM, scale_of
-from meshwright.model.low_precision_linear import ROLES, LowPrecision, Scaling
+from meshwright.model.low_precision_linear import ROLES, LowPrecision, Products, Scaling
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
+from meshwright.spec.precision import DELAYED
+from meshwright.spec.records import Number
 
 
-class DelayedScaling:
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    amax_history: NotRequired[list[list[list[Number]]]]
+
+
+class DelayedScaling(StepPart):
     """The history of largest numbers, and the scales that follow, of the matrices of all stages."""
+
+    component = "scaling"
+    Fields = _Fields
 
     def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, products: LowPrecision) -> None:
         self._mesh, self.products = mesh, products
@@ -39,11 +57,11 @@ class DelayedScaling:
             if (place := places.get(slot.key)) is not None
         }
 
-    def begin_step(self) -> None:
+    def begin_step(self, begin: StepBegin) -> None:
         """Note the largest numbers from here on, which those of a validation are not among."""
         self.products.noting = True
 
-    def end_step(self, applied: bool) -> None:
+    def after_update(self, end: StepEnd) -> None:
         """Take the largest numbers of all ranks into the history, unless the step was skipped.
 
         Numbers that are not finite are left out, also of a history that has some by a fault of memory: no
@@ -51,7 +69,7 @@ class DelayedScaling:
         """
         _leave_out_bad(self._seen)
         start_all_reduce(self._seen, self._mesh.world, "amax").wait()
-        if applied:
+        if end.finite:
             self._history[self._steps % len(self._history)].copy_(self._seen)
             self._steps += 1
         if self._steps:
@@ -71,32 +89,50 @@ class DelayedScaling:
             self._scales[:, place] = torch.where(largest[:, place] > 0, scales, 1.0)
         self.products.scaled = True
 
-    def assume(self) -> None:
-        """Take scales for known before any step, in a rehearsal."""
+    def assume(self, number: int) -> None:
+        """Take scales for known, as they are after the first step: for dry runs."""
         self.products.scaled = True
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that this rank holds."""
-        return self._scales, self._seen, self._history
+    def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
+        """All tensors that this rank holds."""
+        return ((None, tensor) for tensor in self._tensors)
 
-    def state(self) -> list[list[list[float]]]:
+    def of_gradients(self) -> tuple[list[object], list[Tensor]]:
+        """What changes while gradients are computed: the largest numbers are noted."""
+        return [self, self.products], self._tensors
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self._scales, self._seen, self._history]
+
+    def state(self) -> dict[str, Any]:
         """The history for a checkpoint: steps, oldest first, x matrices x operands."""
         length = len(self._history)
         steps = range(max(0, self._steps - length), self._steps)
-        return [self._history[step % length].tolist() for step in steps]
+        return {"amax_history": [self._history[step % length].tolist() for step in steps]}
 
-    def restore(self, state: list[list[list[float]]]) -> None:
-        """Continue from `state()`, of which the newest steps are kept."""
-        kept = state[-len(self._history) :]
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`, of which the newest steps are kept; without one no scale is known."""
+        saved = state.get("amax_history", [])
+        kept = saved[-len(self._history) :]
         self._history.zero_()
         for row, each in zip(self._history, kept, strict=False):
             row.copy_(torch.tensor(each))
         self._steps = len(kept)
-        self.products.scaled = bool(state)
-        if state:
+        self.products.scaled = bool(saved)
+        if saved:
             self._rescale()
 
 
 def _leave_out_bad(largest: torch.Tensor) -> None:
     """Set what is not finite to 0, which stands for an operand that was not met."""
     largest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def delayed_scaling_of(
+    spec: RunSpec, mesh: Mesh, states: DataParallel, products: Products
+) -> list[DelayedScaling]:
+    """The scaling of a run's products, if it is delayed."""
+    if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
+        return [DelayedScaling(spec, mesh, states, products)]
+    return []

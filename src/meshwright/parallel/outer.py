@@ -18,15 +18,16 @@ Douillard et al. 2025).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import TypedDict
 
 from meshwright.parallel.collectives import DONE, start_all_reduce, start_broadcast
 from meshwright.parallel.data_parallel import DataParallel
@@ -36,8 +37,11 @@ from meshwright.parallel.loss_normalization import share_of_an_island
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.outer_compression import Compression, ExactSum, Sum
 from meshwright.parallel.router_balance import RouterBalance
+from meshwright.parallel.step_part import StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import blocks_of
+from meshwright.spec.outer import OuterSpec
+from meshwright.spec.records import Natural
 
 
 class Anchored(NamedTuple):
@@ -78,11 +82,53 @@ class Exchange:
     """Ranks that were asked to stop, a scalar."""
 
 
-class Outer:
+class NoIslands(StepPart):
+    """The replicas of a run that all train together: there is nothing to exchange between steps."""
+
+    prefix = ""
+    """Beginning of the names of what this rank's island has by itself."""
+
+    def in_place_of_weights(self) -> AbstractContextManager[None]:
+        """Compute with the run's model in place of the weights."""
+        return nullcontext()
+
+    def named(self, own: dict[str, Stored], updates: int) -> dict[str, Stored]:
+        """All tensors of a checkpoint, of `own` as a run without islands has them, after so many updates."""
+        return own
+
+    def names_in(self, state: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """`tensors`, of `named`, by the names that they have in a checkpoint of this state.
+
+        Of islands in a run before, all ranks take the run's model, and what the first island had.
+        """
+        if not islands_in(state):
+            return tensors
+        return {f"island.0/{n}" if n.startswith("optim/") else n: tensor for n, tensor in tensors.items()}
+
+    def updates_in(self, state: Mapping[str, Any]) -> int:
+        """Updates of this rank's optimiser in a checkpoint whose tensors were loaded."""
+        return int(state["updates"])
+
+    def agreed_parts(self) -> Iterator[tuple[str, Anchored, Tensor]]:
+        """(what it is of the part, part, tensor) of all that is equal on all islands."""
+        return iter(())
+
+
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    exchanges: NotRequired[list[list[Natural]]]
+
+
+class Outer(NoIslands):
     """The exchanges of one rank; `states` and `balance` are its island's, `mesh` is that of the run."""
+
+    component = "outer"
+    Fields = _Fields
 
     def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, balance: RouterBalance) -> None:
         self.mesh, self.outer, self._states = mesh, spec.outer, states
+        self._spec, self.prefix = spec, f"island.{mesh.replicate.rank}/"
         self._last, exact, blocks = spec.train.total_steps, states.formats.exact, blocks_of(spec.model)
         self._parts: list[list[Anchored]] = [[] for _ in range(self.outer.fragments)]
         for unit in states.units:
@@ -108,6 +154,10 @@ class Outer:
         for _, error in self._errors:
             error.zero_()
         self._under_way.clear()
+
+    def after_step(self, end: StepEnd) -> None:
+        """Exchange what is due after a step; `end.stops` become those of all islands that are known of."""
+        end.stops = self.after(end.number, end.stops)
 
     @torch.no_grad()
     def after(self, step: int, stops: int) -> int:
@@ -195,7 +245,39 @@ class Outer:
                 part.unit.expire()
             part.value.copy_(value)
 
-    def tensors(self) -> Iterator[tuple[str, Stored]]:
+    def named(self, own: dict[str, Stored], updates: int) -> dict[str, Stored]:
+        """What this island has by itself, under its prefix, and what all islands have."""
+        self.updates.to_local().fill_(updates)
+        own = {**own, "updates": self.updates}
+        return {
+            **{f"{self.prefix}{name}": tensor for name, tensor in own.items()},
+            **dict(self.shared_tensors()),
+        }
+
+    def names_in(self, state: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """`tensors`, of `named`, by the names that they have in a checkpoint of this state.
+
+        Island k takes what island k mod n of n had; where there were none, what all ranks had.
+        """
+        saved = islands_in(state)
+        return {
+            name.replace(self.prefix, self._prefix_in(state), 1)
+            if name.startswith(self.prefix)
+            else name: tensor
+            for name, tensor in tensors.items()
+            if saved or (name.startswith(self.prefix) and name != f"{self.prefix}updates")
+        }
+
+    def _prefix_in(self, state: Mapping[str, Any]) -> str:
+        """The prefix, in a checkpoint of this state, of what this island takes."""
+        saved = islands_in(state)
+        return f"island.{self.mesh.replicate.rank % saved}/" if saved else ""
+
+    def updates_in(self, state: Mapping[str, Any]) -> int:
+        """Updates of this island's optimiser in a checkpoint whose tensors were loaded."""
+        return int(self.updates.to_local()) if islands_in(state) else super().updates_in(state)
+
+    def shared_tensors(self) -> Iterator[tuple[str, Stored]]:
         """(name, tensor) of the run's model, of the outer momentum, and of sums that exchanges under way have
         brought; equal on all islands."""
         for part in self._every_part:
@@ -207,7 +289,7 @@ class Outer:
             for part, summed in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
                 yield from self._stored("outer/delta", part, summed.total())
 
-    def own_tensors(self) -> Iterator[tuple[str, Stored]]:
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
         """(name, tensor) of what this island's messages left out, where that is sent later."""
         for part, error in self._errors:
             assert part.unit is not None
@@ -247,24 +329,46 @@ class Outer:
         storage = mesh.storage
         return dtensor(local, storage, [Replicate()] * storage.ndim)
 
-    def state(self) -> list[list[int]]:
+    def state(self) -> dict[str, Any]:
         """(fragment, the step after which its result is due) of each exchange under way, as JSON."""
-        return [[exchange.fragment, exchange.due] for exchange in self._under_way]
+        return {"exchanges": [[exchange.fragment, exchange.due] for exchange in self._under_way]}
+
+    def form(self) -> object:
+        """The fragments under way."""
+        return [exchange.fragment for exchange in self._under_way]
+
+    def missing(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """What messages left out is not there where none is kept, nor where messages are sent anew."""
+        anew = islands_in(state) and state["exchanges"] and not self._same(state)
+        kept = islands_in(state) and OuterSpec.model_validate(state["spec"]["outer"]).kept_error > 0
+        return () if kept and not anew else (f"{self._prefix_in(state)}outer/error/",)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with the model of a checkpoint of a run without islands."""
+        if not islands_in(state):
+            self.begin()
+
+    def _same(self, state: Mapping[str, Any]) -> bool:
+        """True if the run of a checkpoint exchanged as this one does."""
+        return islands_in(state) > 0 and state["spec"]["outer"] == self._spec.outer.model_dump(mode="json")
 
     @torch.no_grad()
-    def assume(self, under_way: Iterable[tuple[int, int]]) -> None:
-        """Begin these exchanges, (fragment, due), as steps before have: for dry runs."""
-        self._under_way = [self._start(fragment, due) for fragment, due in under_way]
+    def assume(self, number: int) -> None:
+        """Begin the exchanges that step `number` finds under way: for dry runs."""
+        self._under_way = [self._start(fragment, due) for fragment, due in self.outer.under_way(number)]
 
-    def expect(self, state: list[list[int]]) -> None:
+    def expect(self, state: Mapping[str, Any]) -> None:
         """Make room for the exchanges under way of a checkpoint of this `state`, whose sums are loaded next.
+
+        They are dropped where islands exchange in another way now.
 
         Where fragments are others now they are dropped: the next exchange is of all that islands moved by.
         Errors are zeros until they are loaded; some checkpoints have none.
         """
         for _, error in self._errors:
             error.zero_()
-        known = all(fragment < self.outer.fragments for fragment, _ in state)
+        exchanges = state["exchanges"] if self._same(state) else []
+        known = all(fragment < self.outer.fragments for fragment, _ in exchanges)
         self._under_way = [
             Exchange(
                 fragment,
@@ -272,5 +376,13 @@ class Outer:
                 [ExactSum(torch.zeros_like(part.anchor), DONE) for part in self._parts[fragment]],
                 ExactSum(torch.zeros((), dtype=torch.float64), DONE),
             )
-            for fragment, due in (state if known else [])
+            for fragment, due in (exchanges if known else [])
         ]
+
+
+def islands_in(state: Mapping[str, Any]) -> int:
+    """Islands whose states a checkpoint of this state has; 0 where its run had none."""
+    outer, layout = state["spec"].get("outer", {}), state["spec"]["layout"]
+    if not outer.get("every"):
+        return 0
+    return int(layout["replicate"]) if outer.get("island") is None else 1

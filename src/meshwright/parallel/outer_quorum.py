@@ -13,20 +13,22 @@ divides it by them (Zhang et al. 2016, staleness-aware async-SGD).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NotRequired, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from meshwright.parallel.collectives import start_broadcast
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.loss_normalization import shares_of_tokens
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.outer import Outer
+from meshwright.parallel.outer import NoIslands, Outer
 from meshwright.parallel.router_balance import RouterBalance
 from meshwright.spec import RunSpec
 from meshwright.spec.outer import scripted_arrivals
+from meshwright.spec.records import Natural
 
 
 class Contribution(NamedTuple):
@@ -58,8 +60,17 @@ class Arrivals(Protocol):
         ...
 
 
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    exchanges: NotRequired[list[list[Natural]]]
+    merged: NotRequired[Natural]
+
+
 class QuorumOuter(Outer):
     """The exchanges of one rank of an island; `number` is the island's."""
+
+    Fields = _Fields
 
     def __init__(
         self,
@@ -137,6 +148,15 @@ class QuorumOuter(Outer):
             if part.unit is not None:
                 part.unit.expire()
 
+    def state(self) -> dict[str, Any]:
+        """The exchanges that the anchors have followed, and those under way."""
+        return {**super().state(), "merged": self.merged}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, whose anchors were loaded."""
+        super().restore(state)
+        self.merged = int(state.get("merged", 0))
+
     def agreed(self) -> list[Tensor]:
         """The anchors and the outer momentum: all that an island needs to go on after exchange `merged`."""
         return [flat for _, _, flat in self.agreed_parts()]
@@ -166,3 +186,18 @@ class ScriptedArrivals:
 
         for islands in scripted_arrivals(step, self._spec.islands, self._spec.outer):
             yield MergedExchange([listed[island] for island in islands], moved_of)
+
+
+def islands_of(
+    spec: RunSpec, mesh: Mesh, states: DataParallel, balance: RouterBalance, arrivals: Arrivals | None
+) -> NoIslands:
+    """The exchanges of this rank's island.
+
+    `arrivals` is the order in which islands come that exchange by quorum, by default that of a script.
+    """
+    if spec.islands == 1:
+        return NoIslands()
+    if spec.outer.quorum is None:
+        return Outer(spec, mesh, states, balance)
+    number = mesh.replicate.rank if spec.outer.island is None else spec.outer.island
+    return QuorumOuter(spec, mesh, states, balance, number, arrivals or ScriptedArrivals(spec, mesh))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,13 +37,24 @@ from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import stages
 
 
-def parallelize(
-    spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None
-) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline, Products, ActivationOffload | None]:
+@dataclass(frozen=True)
+class ParallelDecoder:
+    """One rank's part of a decoder on a mesh."""
+
+    decoder: Decoder
+    states: DataParallel
+    balance: RouterBalance
+    pipeline: Pipeline
+    products: Products
+    offload: ActivationOffload | None
+    """None if activations stay on the device."""
+
+
+def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None) -> ParallelDecoder:
     """Build this rank's part of a decoder on the mesh.
 
     The values of the parameters are zeros until `initialise` or a checkpoint fills them. `observer` is called
-    about the buffers of units. The last result is None if activations stay on the device.
+    about the buffers of units.
     """
     model, layout = spec.model, spec.layout
     schedule = schedule_of(layout, spec.microbatches)
@@ -80,7 +91,7 @@ def parallelize(
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
     )
-    return decoder, states, balance, pipeline, products, offload
+    return ParallelDecoder(decoder, states, balance, pipeline, products, offload)
 
 
 def decoder_hooks(

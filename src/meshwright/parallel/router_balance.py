@@ -18,7 +18,7 @@ Wire          over the cp x tp ranks that share sequences, each layer and microb
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,12 @@ from meshwright.model.token_dispatcher import add_counts_
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.context_parallel import zigzag
-from meshwright.parallel.flat_param import dtensor
+from meshwright.parallel.flat_param import Stored, dtensor
+from meshwright.parallel.fsdp_unit import Unit
+from meshwright.parallel.loss_normalization import share_of_a_sequence
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import ModelSpec, MoeSpec
 
 
@@ -51,11 +54,13 @@ class LayerBalance(NamedTuple):
     """Mean over sequences, like `aux_loss` without its factor; 0 where the factor is 0."""
 
 
-class RouterBalance:
+class RouterBalance(StepPart):
     """Load balancing of the routers in one rank's stages.
 
     `scale` is the factor of a sequence's auxiliary losses in the step's objective.
     """
+
+    component = "balance"
 
     def __init__(self, model: ModelSpec, mesh: Mesh, cache: RecomputeCache) -> None:
         self.mesh, self._cache, self.scale = mesh, cache, 0.0
@@ -157,9 +162,9 @@ class RouterBalance:
 
     # Step -------------------------------------------------------------------------------------------
 
-    def begin_step(self, scale: float) -> None:
-        """Call before a step's first forward."""
-        self.scale = scale
+    def begin_step(self, begin: StepBegin) -> None:
+        """Weigh the losses of routers, which are means over the step's sequences, and count from 0."""
+        self.scale = share_of_a_sequence(begin.sequences) * begin.loss_factor
         if self.counts is not None:
             self.counts.zero_()
 
@@ -184,16 +189,33 @@ class RouterBalance:
         return layers
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move each bias one step towards an even load (Wang et al. 2024); equal on every rank."""
+    def after_update(self, end: StepEnd) -> None:
+        """Move each bias one step towards an even load of this step's tokens (Wang et al. 2024).
+
+        Equal on every rank.
+        """
+        if not end.counted:
+            return
         for layer, router in self._routers.items():
             bias = router.bias
             if bias is not None and self.counts is not None:
                 load = self.counts[self._layers.index(layer), : self.moe.experts]
                 bias += (self.moe.bias_rate * torch.sign(load.mean() - load)).to(bias.dtype)
 
-    def tensors(self) -> list[Tensor]:
-        """Tensors that live across steps: counts and biases."""
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """(`model/name`, bias) of each router of this rank's stages."""
+        return ((f"model/{name}", bias) for name, bias in self.biases().items())
+
+    def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
+        """Counts and biases."""
+        return ((None, tensor) for tensor in self._tensors)
+
+    def of_gradients(self) -> tuple[list[object], list[Tensor]]:
+        """What changes while gradients are computed: tokens are counted."""
+        return [self], self._tensors
+
+    @property
+    def _tensors(self) -> list[Tensor]:
         biases = [router.bias for router in self._routers.values()]
         return [tensor for tensor in (self.counts, *biases) if tensor is not None]
 

@@ -13,16 +13,21 @@ case of stale synchronous parallelism (Ho et al. 2013). A run's first s steps ap
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NotRequired
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from meshwright.parallel.collectives import DONE, start_all_reduce
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Pending
+from meshwright.parallel.step_part import StepPart
+from meshwright.spec import RunSpec
+from meshwright.spec.records import Positive
 
 
 @dataclass
@@ -42,8 +47,30 @@ class _Sums:
         self.works = []
 
 
-class StaleGradients:
+class DueGradients(StepPart):
+    """The gradients that a step applies: by default those that it has computed."""
+
+    steps = 0
+    """How many steps late they are applied."""
+
+    def exchange(self, factor: float) -> float | None:
+        """Take a step's gradients, which need this `factor`, and put those that are due in their place.
+
+        Returns the factor of these; None if none is due yet, and there are zeros.
+        """
+        return factor
+
+
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    late_factors: NotRequired[list[Positive]]
+
+
+class StaleGradients(DueGradients):
     """The gradients of one rank that are under way, the oldest first."""
+
+    Fields = _Fields
 
     def __init__(self, states: DataParallel, steps: int) -> None:
         self._states, self.steps = states, steps
@@ -51,10 +78,7 @@ class StaleGradients:
 
     @torch.no_grad()
     def exchange(self, factor: float) -> float | None:
-        """Take a step's gradients, which need this `factor`, and put those that are due in their place.
-
-        Returns the factor of these; None if none is due yet, and there are zeros.
-        """
+        """Take a step's gradients, and put those of the step `steps` before in their place."""
         own = self._states.take_gradients()
         works = [start_all_reduce(flat, self._states.mesh.replicate) for flat in own]
         self._under_way.append(_Sums(own, works, factor))
@@ -75,14 +99,27 @@ class StaleGradients:
             for unit, flat in zip(self._states.units, sums.flats, strict=True):
                 yield from ((f"stale/{place}/{name}", each) for name, each in unit.tensors(flat))
 
-    def state(self) -> list[float]:
-        """The factors of gradients under way, as JSON."""
-        return [sums.factor for sums in self._under_way]
+    def form(self) -> object:
+        """How many steps' gradients are under way."""
+        return len(self._under_way)
 
-    def expect(self, state: Sequence[float]) -> None:
-        """Make room for the gradients under way of a checkpoint of this `state`, which are loaded next."""
+    def state(self) -> dict[str, Any]:
+        """The factors of gradients under way, as JSON."""
+        return {"late_factors": [sums.factor for sums in self._under_way]}
+
+    def expect(self, state: Mapping[str, Any]) -> None:
+        """Make room for the gradients under way of a checkpoint of this `state`.
+
+        They are dropped unless they are as late now.
+        """
+        late = state["spec"].get("outer", {}).get("staleness", 0) == self.steps
         exact = self._states.formats.exact
         self._under_way = deque(
             _Sums([torch.zeros_like(u.stored, dtype=exact) for u in self._states.units], [DONE], factor)
-            for factor in state
+            for factor in (state.get("late_factors", []) if late else [])
         )
+
+
+def due_gradients(spec: RunSpec, states: DataParallel) -> DueGradients:
+    """The gradients that steps of this run apply."""
+    return StaleGradients(states, spec.outer.staleness) if spec.outer.staleness else DueGradients()

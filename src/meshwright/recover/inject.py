@@ -112,7 +112,7 @@ class Injection:
         if fault.kind != "nan-loss":
             with _spoiled(fault.number % 4, fault.number, value):
                 return compute(batch)
-        if self._run.trainer.stale is None:
+        if not self._run.trainer.due.steps:
             return compute(batch) * value
         with _spoiled(0, fault.number, value, _spoil_gradient):  # a late gradient is judged by itself
             return compute(batch) * value

@@ -137,6 +137,14 @@ class OuterSpec(FrozenModel):
             return tuple(every)
         return tuple(part for part in every if step % self.every == part * self.every // self.fragments)
 
+    def under_way(self, step: int) -> list[tuple[int, int]]:
+        """(fragment, the step after which its result is due) of the exchanges that a step finds under way.
+
+        The step is one of a run without an end, in the order in which exchanges were begun.
+        """
+        steps = range(max(1, step - self.delay), step)
+        return [(part, at + self.delay) for at in steps for part in self.begins(at, last=0)]
+
     def fragment_of(self, parameter: str, tied: bool) -> int:
         """The fragment of a parameter, by its name: blocks are dealt in turn, the embedding goes with the
         first fragment and the head with the last, or with the first where it is `tied`."""

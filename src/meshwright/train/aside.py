@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -22,11 +23,10 @@ def aside(trainer: Trainer) -> Iterator[None]:
     and the numbers that they follow from, the routers' counts, the loss scale, what is known of the next
     batch, and the state of torch's generators. Parameters, moments and averages change in an update only.
     """
-    scaling, balance = trainer.scaling, trainer.balance
-    parts = [trainer, trainer.loss_scale, trainer.states, balance]
-    parts += [] if scaling is None else [scaling, scaling.products]
-    attributes = [(part, dict(vars(part))) for part in parts]
-    tensors = [*balance.tensors(), *(() if scaling is None else scaling.tensors())]
+    changing = [part.of_gradients() for part in trainer.parts]
+    objects = [trainer, trainer.loss_scale, trainer.states, *chain.from_iterable(own for own, _ in changing)]
+    attributes = [(each, dict(vars(each))) for each in objects]
+    tensors = list(chain.from_iterable(own for _, own in changing))
     copies = [(tensor, tensor.clone()) for tensor in tensors]
     device = trainer.mesh.device
     try:
@@ -34,8 +34,8 @@ def aside(trainer: Trainer) -> Iterator[None]:
             yield
     finally:
         trainer.states.end_step()
-        for part, kept in attributes:
-            vars(part).update(kept)
+        for each, kept in attributes:
+            vars(each).update(kept)
         with torch.no_grad():
             for tensor, copy in copies:
                 tensor.copy_(copy)

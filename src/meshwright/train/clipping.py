@@ -8,13 +8,15 @@ Wire          the squares of the norms of all parameters, 8 bytes each, join the
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NotRequired
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.step_part import StepPart
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import parameters
 from meshwright.spec.records import NotNegative
@@ -103,8 +105,16 @@ class ParameterNorms:
         return math.hypot(*(norm * factor for norm, factor in zip(norms, factors, strict=True)))
 
 
-class Clipping:
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    zclip: NotRequired[ZClipState]
+
+
+class Clipping(StepPart):
     """The limits of a run: first that of each parameter, then the least of those of all gradients."""
+
+    Fields = _Fields
 
     def __init__(self, train: TrainSpec, states: DataParallel, model: ModelSpec) -> None:
         self.train, self.states = train, states
@@ -141,3 +151,12 @@ class Clipping:
         fixed = math.inf if self.train.clip is None else self.train.clip
         limit = min(fixed, math.inf if self.zclip is None else self.zclip.limit(norm))
         return min(1.0, limit / (norm + 1e-6))
+
+    def state(self) -> dict[str, Any]:
+        """The moving averages of ZClip, for a checkpoint."""
+        return {"zclip": self.zclip.state()} if self.zclip is not None else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`; an imported model has none."""
+        if self.zclip is not None and "zclip" in state:
+            self.zclip.restore(state["zclip"])

@@ -34,7 +34,7 @@ from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.process_groups import Groups, Row
 from meshwright.planner.memory.states import difference_bytes
 from meshwright.planner.rank_view import place_of
-from meshwright.planner.traffic.exchange import fullest_step, under_way
+from meshwright.planner.traffic.exchange import fullest_step
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
@@ -96,13 +96,11 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         with memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
-            if trainer.outer is not None:
-                trainer.outer.assume(under_way(spec, number))
+            for part in trainer.parts:
+                part.assume(number)
             if trainer.offload is not None:
                 trainer.offload.host = host
             _tell(memory, trainer)
-            if trainer.scaling is not None:
-                trainer.scaling.assume()  # steps after the first one are like each other
             first, second = _batch(spec), _batch(spec)
             trainer.expect(first)
             setup = _counts(mesh, groups, memory, started)
@@ -111,7 +109,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
             mesh.wire.clear()
             started = time.process_time()
             trainer.step(first, number, following=second)
-            _mark_exchanges(memory, trainer)
+            _mark_parts(memory, trainer)
             step = _counts(mesh, groups, memory, started)
     step |= {key: step[key] - setup[key] for key in _SUMS}
     blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
@@ -301,14 +299,7 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
             memory.mark(buffer.flat, OPTIMISER, _unit_of(buffer.unit.slots))
         elif len(buffer.flat):
             memory.elsewhere(buffer.flat)
-    if trainer.ema is not None:
-        for unit, average in zip(trainer.states.units, trainer.ema.flats, strict=True):
-            memory.mark(average, OPTIMISER, _unit_of(unit.slots))
-    _mark_exchanges(memory, trainer)
-    for tensor in trainer.balance.tensors():
-        memory.mark(tensor, BALANCE)
-    for tensor in trainer.scaling.tensors() if trainer.scaling else ():
-        memory.mark(tensor, SCALING)
+    _mark_parts(memory, trainer)
     memory.settle(0, OPTIMISER)  # Adam's step counts
     trainer.pipeline.watch = _Watch(memory)
     names = {module: name for name, module in decoder.named_modules()}
@@ -325,9 +316,11 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
             mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
 
 
-def _mark_exchanges(memory: FakeMemory, trainer: Trainer) -> None:
-    for unit, tensor in trainer.outer.held() if trainer.outer is not None else ():
-        memory.mark(tensor, OUTER, _unit_of(unit.slots) if unit is not None else "")
+def _mark_parts(memory: FakeMemory, trainer: Trainer) -> None:
+    """Mark what the parts of a step hold, among it exchanges of islands that the step has begun."""
+    for part in trainer.parts:
+        for unit, tensor in part.held():
+            memory.mark(tensor, part.component, _unit_of(unit.slots) if unit is not None else "")
 
 
 def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:

@@ -7,20 +7,27 @@ kept in the format of exact sums, also where weights are in bf16, whose gaps wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
+from meshwright.parallel.fsdp_unit import Unit
+from meshwright.parallel.step_part import StepEnd, StepPart
+from meshwright.spec import RunSpec
 
 _CHUNK = 2**22
 """Elements that are converted at a time where weights are in another format."""
 
 
-class Ema:
+class Ema(StepPart):
     """The moving average of the parameters that a rank stores, one flat buffer for each unit."""
+
+    component = "optimiser"
 
     def __init__(self, states: DataParallel, decay: float) -> None:
         self.states, self.decay = states, decay
@@ -34,16 +41,40 @@ class Ema:
             flat.copy_(unit.stored)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the weights; called after each update of these."""
+    def after_update(self, end: StepEnd) -> None:
+        """Move the average towards the weights, where these were updated."""
+        if not end.updated:
+            return
         for flat, unit in zip(self.flats, self.states.units, strict=True):
             for average, weights in zip(flat.split(_CHUNK), unit.stored.split(_CHUNK), strict=True):
                 average.lerp_(weights.to(average.dtype), 1 - self.decay)
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """(name, average) of each parameter, in this object's memory."""
+        """(`ema/name`, average) of each parameter, in this object's memory."""
+        for _, unit, flat in self.averages():
+            yield from ((f"ema/{name}", average) for name, average in unit.tensors(flat))
+
+    def missing(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Beginnings of names that a checkpoint of this state lacks: a run without an average has none."""
+        return () if has_average(state) else ("ema/",)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with the weights of a checkpoint that has no average."""
+        if not has_average(state):
+            self.begin()
+
+    def models(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+        """The average, which is evaluated beside the weights."""
+        yield "ema", self.in_place_of_weights()
+
+    def averages(self) -> Iterator[tuple[str, Unit, Tensor]]:
+        """("ema", unit, flat buffer) of all units."""
         for unit, flat in zip(self.states.units, self.flats, strict=True):
-            yield from unit.tensors(flat)
+            yield "ema", unit, flat
+
+    def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
+        """The buffers of all units."""
+        return ((unit, flat) for _, unit, flat in self.averages())
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
@@ -65,6 +96,12 @@ class Ema:
             unit.expire()
             unit.stored.copy_(flat)
 
-    def memory(self) -> int:
-        """Bytes of the average that this rank holds."""
-        return sum(flat.untyped_storage().nbytes() for flat in self.flats)
+
+def has_average(state: Mapping[str, Any]) -> bool:
+    """True if a checkpoint of this state has a moving average of the weights."""
+    return state["spec"]["train"].get("ema") is not None
+
+
+def ema_of(spec: RunSpec, states: DataParallel) -> list[Ema]:
+    """The average that a run keeps, if it keeps one."""
+    return [] if spec.train.ema is None else [Ema(states, spec.train.ema)]

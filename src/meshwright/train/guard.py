@@ -52,7 +52,7 @@ class Guard:
         self.rollbacks = 0
         self._spikes = SpikeDetector(self.recovery)
         self._vote = Vote(trainer)
-        self._vote_of_islands = None if trainer.outer is None else Vote(trainer, between_islands=True)
+        self._vote_of_islands = Vote(trainer, between_islands=True) if trainer.outer.prefix else None
         self._voted = -1
         self._batch: Batch | None = None
 
@@ -114,8 +114,8 @@ class Guard:
         return NumericalError(
             f"the gradient was not finite in {self.in_a_row} steps in a row, up to step {step}, more than "
             f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
-            f"which they left alone, is {'not ' if self._trainer.outer else ''}saved: resume from an earlier "
-            f"checkpoint, or train anew with a lower {scale}train.lr"
+            f"which they left alone, is {'not ' if self._trainer.outer.prefix else ''}saved: resume from an "
+            f"earlier checkpoint, or train anew with a lower {scale}train.lr"
         )
 
     def at_end(self, step: int) -> None:

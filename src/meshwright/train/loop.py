@@ -7,7 +7,6 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,7 +159,9 @@ class TrainingRun:
         merged, folder = self.control.on_first(newest)
         if merged > outer.merged:
             with torch.no_grad():
-                CheckpointStore(Path(folder), 1, self.mesh.background).load(None, dict(outer.tensors()))
+                CheckpointStore(Path(folder), 1, self.mesh.background).load(
+                    None, dict(outer.shared_tensors())
+                )
             outer.merged = merged
 
     def execute(self, resume: str | None) -> Row:
@@ -175,8 +176,8 @@ class TrainingRun:
         try:
             self._start(resume)
             self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
-            if self.arrivals is not None and isinstance(self.trainer.outer, QuorumOuter):
-                outer = self.trainer.outer
+            if self.arrivals is not None:
+                outer = self.trainer.part(QuorumOuter)
                 restore = partial(self._restore_anchors, outer)
                 self.arrivals.join(outer, self.done, self.spec.islands, restore)
             with stop_signals() as noted:
@@ -327,7 +328,8 @@ class TrainingRun:
         state.check_same_run(
             self.spec, kept, self.corpus.digest, self._name(kept), self.corpus.first_token_remark
         )
-        state.check_same_teacher(self.trainer, kept, self._name(kept))
+        for part in self.trainer.parts:
+            part.check(kept, self._name(kept))
 
     def _name(self, kept: Row) -> str:
         return f"the checkpoint of step {kept['step']} in {self.store.directory}"
@@ -394,7 +396,7 @@ class TrainingRun:
         self.skipped += not result.applied
         error = self.guard.after(self.done, result, self.batch)
         if error is not None:
-            if self.trainer.outer is None:  # a save takes all islands
+            if self.spec.islands == 1:  # a save takes all islands
                 self._save_last()
             raise error
 
@@ -427,23 +429,17 @@ class TrainingRun:
         if self.corpus.validation.target_tokens == 0:
             return
         self.heartbeat.phase("evaluate")
-        with self._model():
-            parts = self._likelihoods()
-        found = total(parts)
-        self.validation = {
-            "step": self.done,
-            "val_loss": found.loss,
-            "val_bits_per_byte": found.bits_per_byte,
-            **({"val_sources": self._by_source(parts)} if len(parts) > 1 else {}),
-        }
-        if self.trainer.ema is not None:
-            with self.trainer.ema.in_place_of_weights():
-                self.validation["val_loss_ema"] = total(self._likelihoods()).loss
+        self.validation = {"step": self.done}
+        for name, weights in self.trainer.models():
+            with weights:
+                parts = self._likelihoods()
+            found = total(parts)
+            if name:
+                self.validation[f"val_loss_{name}"] = found.loss
+                continue
+            self.validation |= {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
+            self.validation |= {"val_sources": self._by_source(parts)} if len(parts) > 1 else {}
         self.observers.on_eval(self.validation)
-
-    def _model(self) -> AbstractContextManager[None]:
-        """The run's model in place of the weights: with islands, what they last agreed on."""
-        return self.trainer.outer.in_place_of_weights() if self.trainer.outer else nullcontext()
 
     def _likelihoods(self) -> list[Likelihood]:
         max_tokens = self.spec.train.eval_tokens
@@ -522,14 +518,15 @@ class TrainingRun:
         self._validate()
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
-        with self._model():
+        losses = [f"val_loss_{name}" for name, _ in self.trainer.models()]
+        with self.trainer.outer.in_place_of_weights():
             digest = parameters_sha256(self.trainer)
         return {
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
             "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
             **({"val_sources": self.validation["val_sources"]} if "val_sources" in self.validation else {}),
-            **({"val_loss_ema": self.validation.get("val_loss_ema")} if self.trainer.ema else {}),
+            **{key: self.validation.get(key) for key in losses if key != "val_loss_"},
             **self.metrics.summary(),
             "parameters": self.spec.model.parameters,
             "parameters_sha256": digest,

@@ -70,7 +70,8 @@ class Metrics:
         own = {**self.trainer.states.memory(), **self.trainer.optimiser.memory()}
         if (offload := self.trainer.offload) is not None:
             own["offloaded activations"] = offload.host.most
-        own["optimiser"] += self.trainer.ema.memory() if self.trainer.ema else 0
+        averages = [flat for part in self.trainer.parts for _, _, flat in part.averages()]
+        own["optimiser"] += sum(flat.untyped_storage().nbytes() for flat in averages)
         control = self.mesh.control
         every = control.gather([own, peak_memory_bytes(self.mesh.device)])
         fullest = max((held for held, _ in every), key=lambda held: sum(held.values()), default=own)
@@ -86,8 +87,7 @@ class Metrics:
     def _mfu(self, tokens_per_second: float) -> float:
         """The share of `peak_flops` that the model takes, and a teacher that answers in the run."""
         flops_per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
-        if self.trainer.teacher is not None:
-            flops_per_token += self.trainer.teacher.flops_per_token
+        flops_per_token += sum(part.flops_per_token() for part in self.trainer.parts)
         return flops_per_token * tokens_per_second / self.peak_flops
 
 

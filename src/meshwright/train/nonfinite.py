@@ -42,9 +42,9 @@ def buffers(trainer: Trainer) -> Iterator[tuple[str, StateBuffer]]:
         yield "", StateBuffer("", unit, unit.stored, unit.slots)
     for buffer in trainer.optimiser.buffers():
         yield f"{buffer.kind} of ", buffer
-    if trainer.ema is not None:
-        for unit, flat in zip(trainer.states.units, trainer.ema.flats, strict=True):
-            yield "ema of ", StateBuffer("ema", unit, flat, unit.slots)
+    for part in trainer.parts:
+        for kind, unit, flat in part.averages():
+            yield f"{kind} of ", StateBuffer(kind, unit, flat, unit.slots)
 
 
 @torch.no_grad()

@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.weights import Weights, fill
 from meshwright.data.loader import Batch
-from meshwright.model.low_precision_linear import LowPrecision
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context_parallel import share
-from meshwright.parallel.delayed_scaling import DelayedScaling
+from meshwright.parallel.delayed_scaling import delayed_scaling_of
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.loss_normalization import (
     count_targets,
     power_and_rest,
-    share_of_a_sequence,
     weight_of_a_target,
 )
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.outer import Outer
-from meshwright.parallel.outer_quorum import Arrivals, QuorumOuter, ScriptedArrivals
+from meshwright.parallel.outer_quorum import Arrivals, islands_of
 from meshwright.parallel.parallelize import initialise, parallelize, round_stored
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
-from meshwright.parallel.stale_gradients import StaleGradients
+from meshwright.parallel.stale_gradients import due_gradients
+from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
-from meshwright.spec.precision import DELAYED
-from meshwright.train.adamw_8bit import AdamW8bit
 from meshwright.train.clipping import Clipping
-from meshwright.train.ema import Ema
+from meshwright.train.distillation import distillation_of
+from meshwright.train.ema import ema_of
 from meshwright.train.lr_schedule import learning_rate
-from meshwright.train.muon import Muon
 from meshwright.train.offload import MomentMemory
-from meshwright.train.optimiser import AdamW, Lion, Optimiser, Sgd
+from meshwright.train.optimisers import OPTIMISER_CLASSES
 from meshwright.train.own_tokens import microbatches, own_tokens
 from meshwright.train.teacher import Teaching
+
+P = TypeVar("P", bound=StepPart)
 
 
 @dataclass(frozen=True)
@@ -121,29 +120,30 @@ class Trainer:
         `teacher` is there if and only if the spec asks for distillation. `arrivals` is the order in which
         islands come that exchange by quorum, by default that of a script.
         """
-        assert (teacher is not None) == (spec.distil is not None)
         self.run_spec, self.run_mesh = spec, mesh
         if spec.islands > 1:
             spec, mesh = spec.of_island(), mesh.island or mesh
-        self.spec, self.mesh, self.teacher = spec, mesh, teacher
+        self.spec, self.mesh = spec, mesh
         """Those of the ranks that train together: the run's, or its island's."""
-        self.decoder, self.states, self.balance, self.pipeline, products, self.offload = parallelize(
-            spec, mesh, observer
-        )
-        self.scaling = None
-        if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
-            self.scaling = DelayedScaling(spec, mesh, self.states, products)
-        kinds: dict[str, type[Optimiser]] = {
-            "adamw": AdamW, "adamw8bit": AdamW8bit, "lion": Lion, "muon": Muon, "sgd": Sgd
-        }  # fmt: skip
-        self.optimiser = kinds[spec.train.optimiser](
-            self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
-        )
-        self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
-        self.outer = self._outer(arrivals)
-        self.stale = StaleGradients(self.states, spec.outer.staleness) if spec.outer.staleness else None
-        self._due_factor: float | None = None
+        built = parallelize(spec, mesh, observer)
+        self.decoder, self.states, self.pipeline = built.decoder, built.states, built.pipeline
+        self.balance, self.offload = built.balance, built.offload
+        memory = memory or MomentMemory(spec.train, mesh.device, mesh.control)
+        self.optimiser = OPTIMISER_CLASSES[spec.train.optimiser](self.states, spec, memory)
         self.clipping = Clipping(spec.train, self.states, spec.model)
+        self.due = due_gradients(spec, self.states)
+        self._due_factor: float | None = None
+        self.outer = islands_of(self.run_spec, self.run_mesh, self.states, self.balance, arrivals)
+        self.parts: list[StepPart] = [
+            *ema_of(spec, built.states),
+            self.balance,
+            *delayed_scaling_of(spec, mesh, built.states, built.products),
+            self.clipping,
+            *distillation_of(spec, teacher),
+            self.due,
+            self.outer,
+        ]
+        """In the order in which they act."""
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
@@ -154,17 +154,6 @@ class Trainer:
         self._ahead: tuple[Batch, Batch] | None = None
         """The batch that comes next, and this rank's tokens of it on the device."""
 
-    def _outer(self, arrivals: Arrivals | None) -> Outer | None:
-        """The exchanges of this rank's island; None without islands."""
-        spec, mesh = self.run_spec, self.run_mesh
-        if spec.islands == 1:
-            return None
-        if spec.outer.quorum is None:
-            return Outer(spec, mesh, self.states, self.balance)
-        number = mesh.replicate.rank if spec.outer.island is None else spec.outer.island
-        arrivals = arrivals or ScriptedArrivals(spec, mesh)
-        return QuorumOuter(spec, mesh, self.states, self.balance, number, arrivals)
-
     @property
     def gradient_factor(self) -> float:
         """Factor from what the last backward left to gradients: `rest` divided by the loss scale."""
@@ -173,7 +162,7 @@ class Trainer:
     @property
     def applied_factor(self) -> float:
         """Factor from what `sums` left to the gradients that `apply` takes; 0 where none is due yet."""
-        return self.gradient_factor if self.stale is None else self._due_factor or 0.0
+        return self._due_factor or 0.0
 
     def initialise(self, weights: Weights | None = None) -> None:
         """Draw the initial weights, or take those given, rounded to the master format. Local: sends nothing.
@@ -185,10 +174,21 @@ class Trainer:
         else:
             fill({**dict(self.states.parameters()), **self.balance.biases()}, weights)
             round_stored(self.states)
-        if self.ema is not None:
-            self.ema.begin()
-        if self.outer is not None:
-            self.outer.begin()
+        for part in self.parts:
+            part.begin()
+
+    def part(self, kind: type[P]) -> P:
+        """The part of a class. Raises StopIteration if the step has none."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
+    def models(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+        """(name, context that computes with it) of the weights that are evaluated, first the run's model.
+
+        That has no name; with islands it is what they last agreed on.
+        """
+        yield "", self.outer.in_place_of_weights()
+        for part in self.parts:
+            yield from part.models()
 
     def expect(self, batch: Batch) -> None:
         """Count the targets of a batch over all ranks, ahead of the step that takes it."""
@@ -221,15 +221,14 @@ class Trainer:
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
         ahead, self._ahead = self._ahead, None
         own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
-        if self.teacher is not None:
-            own = replace(own, taught=self.teacher(batch))
+        for part in self.parts:
+            own = part.with_answers(batch, own)
         micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
-        if self.scaling is not None:
-            self.scaling.begin_step()
         self.sequences = batch.tokens.shape[0] * self.spec.layout.data_ranks
-        sequence = share_of_a_sequence(self.sequences)
-        self.balance.begin_step(sequence * self.loss_scale.value / self.rest)
+        begin = StepBegin(self.sequences, self.loss_scale.value / self.rest)
+        for part in self.parts:
+            part.begin_step(begin)
         for stage in self.pipeline.stages.values():
             stage.target_weight = power * self.loss_scale.value
         losses = self.pipeline.run(micros)
@@ -248,8 +247,7 @@ class Trainer:
         are the targets of the `following` batch, the counts of the experts' balance, and the squares of each
         parameter's norm where that is clipped.
         """
-        if self.stale is not None:
-            self._due_factor = self.stale.exchange(self.gradient_factor)
+        self._due_factor = self.due.exchange(self.gradient_factor)
         targets = self._own_targets(following) if following is not None else 0
         found = torch.stack([self.states.squares(), loss])
         counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
@@ -301,7 +299,7 @@ class Trainer:
 
         Then the device need not wait for the host. One more number is 1 if the device updates parameters.
         """
-        if self.stale is not None or not (self.clipping.on_device and self.optimiser.takes_divisor):
+        if self.due.steps or not (self.clipping.on_device and self.optimiser.takes_divisor):
             return sums.start_read()
         squares, loss = sums.on_device[:2]
         divisor = self.clipping.divisor(squares, self.applied_factor)
@@ -322,25 +320,22 @@ class Trainer:
         self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.applied_factor
         # A late gradient is judged by itself: the loss is that of a later one.
-        finite = math.isfinite(norm) and (self.stale is not None or math.isfinite(totals.loss))
-        waiting = self.stale is not None and self._due_factor is None
+        finite = math.isfinite(norm) and (self.due.steps > 0 or math.isfinite(totals.loss))
+        waiting = self._due_factor is None
         if updated:
             self.optimiser.updates += 1
         elif finite and not waiting:
             self.optimiser.step(rate, self.clipping.clip(norm, self.applied_factor))
-        if finite and not waiting and self.ema is not None:
-            self.ema.update()
-        if finite and math.isfinite(totals.loss):  # of this step's tokens, which a late gradient is not of
-            self.balance.update()
-        if self.scaling is not None:
-            self.scaling.end_step(finite)
+        counted = finite and math.isfinite(totals.loss)
+        end = StepEnd(number, finite, finite and not waiting, counted, int(totals.stops))
+        for part in self.parts:
+            part.after_update(end)
         scale = self.loss_scale.value
         self.loss_scale.update(finite)
         self.states.end_step()
-        stops = int(totals.stops)
-        if self.outer is not None:
-            stops = self.outer.after(number, stops)
-        return Step(totals.loss, norm, rate, finite, waiting, int(totals.failures), stops, scale)
+        for part in self.parts:
+            part.after_step(end)
+        return Step(totals.loss, norm, rate, finite, waiting, int(totals.failures), end.stops, scale)
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""

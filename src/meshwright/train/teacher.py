@@ -59,8 +59,9 @@ class Teacher:
         self.student, self.spec, self.how = student, spec, student.distil
         self._mesh, self._own = mesh, mesh.teacher
         self.identity: Mapping[str, Any] = {}
-        decoder, self.states, self.balance, self._pipeline, *_ = parallelize(spec, self._own)
-        head = decoder.head
+        built = parallelize(spec, self._own)
+        self.states, self.balance, self._pipeline = built.states, built.balance, built.pipeline
+        head = built.decoder.head
         head.hooks = replace(head.hooks, predict=partial(answers, self.how, head.hooks.predict))
         self._exchanges = lru_cache(self._exchanges_of)
         self._places = coordinates(student.layout)

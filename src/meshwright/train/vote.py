@@ -158,7 +158,6 @@ def _all_copies(trainer: Trainer) -> Iterator[_Copies]:
 
 def _agreed_copies(trainer: Trainer) -> Iterator[_Copies]:
     """Anchors and outer momentum of this rank, which all islands of the world hold alike."""
-    assert trainer.outer is not None
     for prefix, part, flat in trainer.outer.agreed_parts():
         parts = [(prefix + part.name, flat)]
         if part.unit is not None:

@@ -20,7 +20,7 @@ def gather_state(trainer: Trainer) -> State:
     Moments in 8 bits are dequantised. What islands have by themselves is under `island.<number>/<name>`, and
     what their exchange has under the kinds `outer parameter`, `outer momentum` and `outer error`.
     """
-    averages = ("ema",) if trainer.ema is not None else ()
+    averages = [kind for part in trainer.parts for kind, _, _ in part.averages()]
     kinds = ("parameter", "router bias", *trainer.optimiser.moments, *averages)
     found: State = {kind: {} for kind in kinds}
     for key, tensor in gather_full(state.tensors(trainer).items(), trainer.run_mesh).items():
@@ -29,7 +29,7 @@ def gather_state(trainer: Trainer) -> State:
         if kind == "outer":
             kind, _, name = own.removeprefix("outer/").partition("/")
             kind = f"outer {kind}"
-        elif kind == "model" and trainer.outer is not None and not island:
+        elif kind == "model" and trainer.outer.prefix and not island:
             kind = "outer parameter"
         elif kind == "model":
             kind = "router bias" if name.endswith(".router.bias") else "parameter"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.steps import mean_loss
 
 AVERAGE = " of the moving average"
+OF = {"": "", "ema": AVERAGE}
+"""Name of `Trainer.models` -> words after "loss"."""
 
 
 def targets_of(spec: RunSpec) -> int:
@@ -34,13 +35,11 @@ def validation_losses(trainer: Trainer, reader: SplitReader, mesh: Mesh) -> dict
     if reader.split.target_tokens == 0:
         return {}
     mesh.heartbeat.phase("evaluate")
-    most, kinds = targets_of(trainer.run_spec), {}
-    with trainer.outer.in_place_of_weights() if trainer.outer else nullcontext():
-        kinds[""] = total(likelihoods(reader, trainer.nll, mesh, most)).loss
-    if trainer.ema is not None:
-        with trainer.ema.in_place_of_weights():
-            kinds[AVERAGE] = total(likelihoods(reader, trainer.nll, mesh, most)).loss
-    return {f"loss{of}": torch.tensor(loss, dtype=torch.float64) for of, loss in kinds.items()}
+    most, found = targets_of(trainer.run_spec), {}
+    for name, weights in trainer.models():
+        with weights:
+            found[f"loss{OF[name]}"] = total(likelihoods(reader, trainer.nll, mesh, most)).loss
+    return {name: torch.tensor(loss, dtype=torch.float64) for name, loss in found.items()}
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from meshwright.spec import RunSpec
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
-from meshwright.train import state
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.train.teacher import Teacher
@@ -139,7 +138,7 @@ def _layout_step(
     trainer: Trainer, batch: Batch, number: int
 ) -> tuple[ReferenceStep, list[tuple[list[int], list[Row]]]]:
     """Take a step; the first rank gets its whole tensors and numbers by kind, and all ranks' sums."""
-    mesh, states, island = trainer.run_mesh, trainer.states, state.island(trainer)
+    mesh, states, island = trainer.run_mesh, trainer.states, trainer.outer.prefix
     within = replace(batch, slots=batch.slots % trainer.spec.at_step(number).batch_sequences)
     with ModuleSums(trainer, within) as sums:
         loss = trainer.gradients(within)

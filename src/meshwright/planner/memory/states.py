@@ -149,7 +149,7 @@ def outer_bytes(view: RankView) -> int:
     if spec.islands == 1:
         return 0
     parts, sizes = exchange.fragments(view), difference_bytes(view)
-    held = exchange.under_way(spec, exchange.fullest_step(spec, sizes) + 1)
+    held = spec.outer.under_way(exchange.fullest_step(spec, sizes) + 1)
     biases = BIAS * sum(map(sum, (part.biases for part in parts)))
     units = sum(map(sum, (part.units for part in parts)))
     states = 2 + (spec.outer.kept_error > 0)

@@ -92,16 +92,6 @@ def ended(spec: RunSpec, step: int | None) -> dict[int, float]:
     return {**(found + Counter(outer.begins(step, last) if step == last else ()))}
 
 
-def under_way(spec: RunSpec, step: int) -> list[tuple[int, int]]:
-    """(fragment, the step after which its result is due) of the exchanges that a step finds under way.
-
-    The step is one of a run without an end, in the order in which exchanges were begun.
-    """
-    outer = spec.outer
-    steps = range(max(1, step - outer.delay), step)
-    return [(part, at + outer.delay) for at in steps for part in outer.begins(at, last=0)]
-
-
 def fullest_step(spec: RunSpec, sizes: list[int]) -> int:
     """The step of the second period that begins an exchange and after which most bytes are under way.
 
@@ -109,4 +99,4 @@ def fullest_step(spec: RunSpec, sizes: list[int]) -> int:
     """
     every = spec.outer.every
     steps = [at for at in range(every + 1, 2 * every + 1) if spec.outer.begins(at, last=0)]
-    return max(steps, key=lambda at: sum(sizes[part] for part, _ in under_way(spec, at + 1)))
+    return max(steps, key=lambda at: sum(sizes[part] for part, _ in spec.outer.under_way(at + 1)))
