@@ -24,7 +24,7 @@ from meshwright.report.run_page import write_report
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.spec.special_tokens import copy_side_files, side_files
-from meshwright.train.loop import ISLANDS
+from meshwright.train.island_world import ISLANDS
 
 Result = dict[str, Any]
 LOGS = "island.{}.log"

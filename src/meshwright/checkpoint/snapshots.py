@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.disk import rank_file
@@ -34,7 +34,7 @@ from meshwright.checkpoint.reader import Reading, match_tensors
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.slots import Head, Image, Images, Slot, SlotImage
 from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Axis, TrafficCounter
+from meshwright.parallel.mesh import Axis, Mesh, TrafficCounter
 from meshwright.units import gigabytes
 
 SHARE = 0.02
@@ -62,7 +62,34 @@ class _Agreed(NamedTuple):
     has_room: bool
 
 
-class Snapshots:
+class NoSnapshots:
+    """Snapshots where there is no memory for any: none is due, and none is found."""
+
+    def due(self, step: int) -> bool:
+        """Return True, on all ranks alike, if the state after `step` is to be kept."""
+        return False
+
+    def save(
+        self, step: int, tensors: Tensors, state: Callable[[], Mapping[str, Any]], form: str = ""
+    ) -> None:
+        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, equal on all ranks."""
+        raise AssertionError("no snapshot is due")
+
+    def clear(self) -> None:
+        """Drop what this rank has kept."""
+
+    def newest(self) -> int | None:
+        """Return the last step of which the ranks together have kept all parts, or None; collective."""
+        return None
+
+    def load(
+        self, step: int, tensors: Tensors, check: Callable[[dict[str, Any]], None], form: str = ""
+    ) -> dict[str, Any]:
+        """Fill `tensors` in place from the snapshot of `step`, and return its state."""
+        raise AssertionError("there is no snapshot")
+
+
+class Snapshots(NoSnapshots):
     """Snapshots of a run; `slots` has two descriptors for each rank of this host, equally many on all hosts.
 
     Two more, on hosts that may be lost, are for what a rank of another host sends over the axis `world`.
@@ -328,3 +355,18 @@ def _manifest(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:
     for pieces in inside.tensors.values():
         pieces[:] = {piece.rectangle: piece for piece in reversed(pieces)}.values()
     return Manifest(step, "", len(texts), 0, dict(texts[0]["state"]), tensors, spreads, [], inside)
+
+
+def snapshots_of(
+    every: int | Literal["auto"],
+    slots: Sequence[Sequence[int]],
+    mesh: Mesh,
+    free_memory: Callable[[], int],
+    warnings: list[str],
+) -> NoSnapshots:
+    """The snapshots of a run, by the key `recovery.snapshot_every`; none without slots."""
+    if not slots:
+        return NoSnapshots()
+    return Snapshots(
+        slots, mesh.control, None if every == "auto" else every, free_memory, warnings, mesh.world
+    )

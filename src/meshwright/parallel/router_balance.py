@@ -160,6 +160,10 @@ class RouterBalance(StepPart):
         sums[experts + 2] += losses[0]
         sums[experts + 3] += losses[1]
 
+    def counted(self) -> list[Tensor]:
+        """The counts of this rank, in float64, which become those of all ranks; nothing without experts."""
+        return [] if self.counts is None else [self.counts]
+
     # Step -------------------------------------------------------------------------------------------
 
     def begin_step(self, begin: StepBegin) -> None:

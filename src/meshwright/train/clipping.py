@@ -132,6 +132,15 @@ class Clipping(StepPart):
             norm = self.parameters.clip(self.train.clip_parameter, gradient_factor)
         return self.factor(norm) * gradient_factor
 
+    def own_squares(self) -> list[Tensor]:
+        """This rank's share of the squares of the parameters' norms, where these are clipped, or nothing."""
+        return [] if self.parameters is None else [self.parameters.own_squares()]
+
+    def take_squares(self, squares: list[float]) -> None:
+        """Take the squares of the parameters' norms, summed over all ranks."""
+        if self.parameters is not None:
+            self.parameters.squares = squares
+
     @property
     def on_device(self) -> bool:
         """True if `divisor` is all there is to clip, and nothing of it is kept on the host."""

@@ -7,7 +7,6 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,18 +17,14 @@ from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.reader import newest_state
-from meshwright.checkpoint.snapshots import Snapshots
+from meshwright.checkpoint.snapshots import snapshots_of
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
 from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Batch, Loader, SplitReader
+from meshwright.data.loader import Batch
 from meshwright.data.verification import Check
 from meshwright.parallel.flat_param import Stored
-from meshwright.parallel.island_log import IslandLog
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.outer_log import LoggedArrivals
-from meshwright.parallel.outer_quorum import QuorumOuter
 from meshwright.profile.machine import free_memory
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
@@ -39,6 +34,7 @@ from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard import Guard
 from meshwright.train.held_out import Likelihood, likelihoods, total
+from meshwright.train.island_world import world_of
 from meshwright.train.metrics import Metrics
 from meshwright.train.offload import MomentMemory, check_offload
 from meshwright.train.saves import Saves
@@ -47,8 +43,6 @@ from meshwright.train.step import Step, Trainer
 from meshwright.train.teacher import Teaching
 
 Row = dict[str, Any]
-ISLANDS = "islands"
-"""Folder of the log of islands that are worlds of their own, beside their folders."""
 MOST_NOTES = 100
 """Steps whose samples may be noted only; a restart from memory reads them again."""
 
@@ -85,14 +79,13 @@ class TrainingRun:
             {"the digest of data.corpus": self.corpus.digest},
             "give all hosts the same corpus, tokenizer and data.cache",
         )
-        self.loader = self._loader()
+        self.world = world_of(spec, mesh, out, host, observers.on_event)
+        self.loader = self.world.loader(self.corpus)
         if "host" in (spec.train.offload, spec.train.offload_activations):
             self.control.together(lambda: check_offload(spec, mesh.device, mesh.pipeline.rank))
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
-        self.arrivals = self._arrivals(host)
-        self.trainer = Trainer(
-            spec, mesh, memory=memory, teacher=teaching(self.corpus), arrivals=self.arrivals
-        )
+        teacher, arrivals = teaching(self.corpus), self.world.arrivals
+        self.trainer = Trainer(spec, mesh, memory=memory, teacher=teacher, arrivals=arrivals)
         self.samples = SampleRecord(mesh)
         folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(
@@ -106,18 +99,8 @@ class TrainingRun:
         )
         self.saves = Saves(spec, mesh.control, self.store, observers)
         self.store.claim()
-        every = spec.recovery.snapshot_every
-        self.snapshots = (
-            Snapshots(
-                slots,
-                mesh.control,
-                None if every == "auto" else every,
-                free_memory,
-                self.store.warnings,
-                mesh.world,
-            )
-            if slots
-            else None
+        self.snapshots = snapshots_of(
+            spec.recovery.snapshot_every, slots, mesh, free_memory, self.store.warnings
         )
         self.done = 0
         self.from_memory = False
@@ -127,42 +110,6 @@ class TrainingRun:
         self.loss = math.nan
         self.validation: Row = {}
         self.warned = 0
-
-    def _loader(self) -> Loader:
-        """The batches of this rank; an island that is a world of its own has its share of each."""
-        spec, mesh, island = self.spec, self.mesh, self.spec.outer.island
-        pin = mesh.device.type == "cuda"
-        if island is None:
-            return Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks, pin)
-        own = spec.of_island()
-        first = island * own.layout.data_ranks
-        loader = Loader(self.corpus, spec, first + mesh.data_rank, spec.layout.data_ranks, pin)
-        loader.validation = SplitReader(self.corpus.validation, own, mesh.data_rank, own.layout.data_ranks)
-        return loader
-
-    def _arrivals(self, host: str) -> LoggedArrivals | None:
-        """How an island that is a world of its own meets the others; None where it is not."""
-        island = self.spec.outer.island
-        if island is None:
-            return None
-        log = IslandLog(self.out.parent / ISLANDS)
-        return LoggedArrivals(log, island, self.spec.outer, self.control, host, self.observers.on_event)
-
-    def _restore_anchors(self, outer: QuorumOuter) -> None:
-        """Load the anchors of the island whose newest checkpoint has followed the most exchanges."""
-
-        def newest() -> tuple[int, str]:
-            every = (self.spec.checkpoint.folder(folder) for folder in self.out.parent.glob("island.*"))
-            states = {str(folder): newest_state(folder) or {} for folder in every}
-            return max((int(state.get("merged", 0)), folder) for folder, state in states.items())
-
-        merged, folder = self.control.on_first(newest)
-        if merged > outer.merged:
-            with torch.no_grad():
-                CheckpointStore(Path(folder), 1, self.mesh.background).load(
-                    None, dict(outer.shared_tensors())
-                )
-            outer.merged = merged
 
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
@@ -176,10 +123,7 @@ class TrainingRun:
         try:
             self._start(resume)
             self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
-            if self.arrivals is not None:
-                outer = self.trainer.part(QuorumOuter)
-                restore = partial(self._restore_anchors, outer)
-                self.arrivals.join(outer, self.done, self.spec.islands, restore)
+            self.world.join(self.trainer, self.done)
             with stop_signals() as noted:
                 with SteppedCollection() as garbage:
                     if self.done < self.spec.train.last_step:
@@ -195,12 +139,11 @@ class TrainingRun:
                 with stop_signals(self._interrupt):
                     return self._end(time.perf_counter() - started)
         except Stopped as stop:
-            if stop.signal is not None:
+            if stop.signal:
                 self.observers.on_event("stopped", {"step": self.done, "signal": stop.signal})
             raise
         except CorruptionError:
-            if self.snapshots is not None:  # they may be of the corrupted state
-                self.snapshots.clear()
+            self.snapshots.clear()  # they may be of the corrupted state
             raise
         finally:
             self.loader.close()
@@ -259,7 +202,7 @@ class TrainingRun:
         if resume != "auto" and not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         step, latest = None if resume == "auto" else int(resume), self.store.latest()
-        if self.snapshots is not None and self._resume_from_memory(resume, latest):
+        if self._resume_from_memory(resume, latest):
             return
         if resume == "auto" and latest is None:
             self.store.warnings.append(
@@ -285,7 +228,6 @@ class TrainingRun:
 
         Samples that its digest lacks are noted again. A damaged snapshot is reported, and not used.
         """
-        assert self.snapshots is not None
         step = self.snapshots.newest()
         if step is None or resume != "auto" or step < (latest or 0):
             self.snapshots.clear()
@@ -302,14 +244,8 @@ class TrainingRun:
         self.saves.start(step, saved=latest == step)
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
         for step in range(self.samples.steps, self.done):
-            self.samples.note(self._within_island(self.loader.step(step)))
+            self.samples.note(self.world.within(self.loader.step(step)))
         return True
-
-    def _within_island(self, batch: Batch) -> Batch:
-        """A batch whose slots are those of the batch of this world."""
-        if self.spec.outer.island is None:
-            return batch
-        return replace(batch, slots=batch.slots % (len(batch.slots) * self.spec.layout.dp))
 
     def _load(self, load: Callable[[dict[str, Stored], Callable[[Row], None]], Row]) -> Row:
         """Fill the run's tensors; which of them there are is known once the checkpoint's state is read."""
@@ -359,7 +295,7 @@ class TrainingRun:
         except Exception as error:  # raised below, on all ranks
             failure = error
         self._tell_saved()
-        self.samples.note(self._within_island(batch))
+        self.samples.note(self.world.within(batch))
         result = self.trainer.step(batch, self.done + 1, following, failure is not None, stop)
         self.done += 1
         if result.failures:
@@ -403,8 +339,8 @@ class TrainingRun:
     def _warn_of_late_stops(self, step_seconds: float) -> None:
         """Say once, when a step's time is known, if a stop would be over before it reaches all islands."""
         self.steps_timed += 1
-        every, grace = self.spec.outer.every, self.spec.recovery.grace_seconds
-        if self.steps_timed == 3 and self.arrivals is None and every * step_seconds > grace:
+        every, grace = self.world.steps_to_all, self.spec.recovery.grace_seconds
+        if self.steps_timed == 3 and every * step_seconds > grace:
             self.store.warnings.append(
                 f"recovery.grace_seconds: {grace:g} is less than the {every * step_seconds:.0f} s between "
                 f"exchanges of islands (outer.every = {every}), which a request to stop travels with; a run "
@@ -455,7 +391,7 @@ class TrainingRun:
 
     def _keep_snapshot(self) -> None:
         """Keep the state in memory, where that is due."""
-        if self.snapshots is None or not self.snapshots.due(self.done):
+        if not self.snapshots.due(self.done):
             return
         if self.done - self.samples.steps >= MOST_NOTES:
             self.samples.digest()
@@ -496,8 +432,7 @@ class TrainingRun:
 
     def _stop(self, number: int) -> None:
         self._save_last()
-        if self.arrivals is not None:
-            self.arrivals.leave("stopped")
+        self.world.leave("stopped")
         self._interrupt(number)
 
     def _interrupt(self, number: int) -> NoReturn:
@@ -513,8 +448,7 @@ class TrainingRun:
 
     def _end(self, seconds: float) -> Row:
         self.guard.at_end(self.done)
-        if self.arrivals is not None:
-            self.arrivals.leave("done")
+        self.world.leave("done")
         self._validate()
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
@@ -536,16 +470,8 @@ class TrainingRun:
             "skipped_last": self.guard.in_a_row,
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
-            **self._of_island(),
+            **self.world.result(self.trainer),
         }
-
-    def _of_island(self) -> Row:
-        """Fields of the result about an island: its number, exchanges, and how late its part of them came."""
-        outer = self.trainer.outer
-        if not isinstance(outer, QuorumOuter):
-            return {}
-        late = {str(exchanges): times for exchanges, times in sorted(outer.lateness.items())}
-        return {"island": outer.number, "exchanges": outer.merged, "lateness": late}
 
 
 def _raise(failure: Exception | None) -> None:

@@ -149,8 +149,8 @@ class Trainer:
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
         self.sequences = spec.batch_sequences
         """Samples of the last batch, over all ranks."""
-        self._targets: tuple[Batch, int] | None = None
-        """The batch that comes next, with the targets of all ranks in it."""
+        self._targets: tuple[Batch | None, int] = None, 0
+        """The batch that comes next, if it is known, with the targets of all ranks in it."""
         self._ahead: tuple[Batch, Batch] | None = None
         """The batch that comes next, and this rank's tokens of it on the device."""
 
@@ -215,9 +215,8 @@ class Trainer:
         Returns this rank's share of the global mean loss, a scalar in float64 on the device: the sum over all
         ranks is the loss. The number of the batch's targets is that of `expect`, or of the step before.
         """
-        if self._targets is None or self._targets[0] is not batch:
+        if self._targets[0] is not batch:
             self.expect(batch)
-        assert self._targets is not None
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
         ahead, self._ahead = self._ahead, None
         own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
@@ -252,12 +251,12 @@ class Trainer:
         found = torch.stack([self.states.squares(), loss])
         counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
-        counts, norms = self.balance.counts, self.clipping.parameters
-        own = numbers if norms is None else torch.cat([numbers, norms.own_squares()])
-        joined = own if counts is None else torch.cat([own, counts.flatten()])
+        squares, counts = self.clipping.own_squares(), self.balance.counted()
+        own = torch.cat([numbers, *squares]) if squares else numbers
+        joined = torch.cat([own, *(each.flatten() for each in counts)]) if counts else own
         start_all_reduce(joined, self.mesh.world, "scalars").wait()
-        if counts is not None:
-            counts.copy_(joined[len(own) :].view_as(counts))
+        for each in counts:
+            each.copy_(joined[len(own) :].view_as(each))
         if following is not None:
             self._ahead = following, own_tokens(following, self.mesh).to(self.mesh.device)
         return Sums(joined[: len(own)], following)
@@ -266,15 +265,14 @@ class Trainer:
         """The numbers of `sums` when they have come, and whether the device has updated the parameters."""
         with self.mesh.heartbeat.waits("the device"):
             on_host = read()
-        size, numbers, norms = len(sums.on_device), len(Totals._fields), self.clipping.parameters
+        size, numbers = len(sums.on_device), len(Totals._fields)
         found = Totals(*on_host[:numbers])
-        if norms is not None:
-            norms.squares = on_host[numbers:size]
+        self.clipping.take_squares(on_host[numbers:size])
         updated = on_host[size:] == [1.0]
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
             (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
             found = found._replace(squares=squares)
-        self._targets = (sums.following, int(found.targets)) if sums.following is not None else None
+        self._targets = sums.following, int(found.targets)
         return found, updated
 
     def step(
