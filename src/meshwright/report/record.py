@@ -272,8 +272,8 @@ class RunRecord:
             self.on_event("resumed", {"step": step, "lost_rows": lost})
         if odd:
             message = (
-                f"{self.out / METRICS}: {odd} row{'s' * (odd != 1)} of earlier steps stood there again or out "
-                f"of order; each step is there once now, as it was written last"
+                f"{self.out / METRICS}: {odd} row{'s' * (odd != 1)} of earlier steps stood there again or "
+                f"out of order; each step is there once now, as it was written last"
             )
             warnings.warn(message, stacklevel=2)
             self.on_event("warning", {"message": message})
