@@ -306,7 +306,7 @@ class RunRecord:
         before = earlier.get("starts", [])
         if not isinstance(before, list) or not all(isinstance(start, dict) for start in before):
             raise UserError(
-                f"{self.out / RUN}: starts is no list of objects; the file is damaged, move it away"
+                f"{self.out / RUN}: starts has something else than objects; the file is damaged, move it away"
             )
         rows = {"log_every": info.get("spec", {}).get("train", {}).get("log_every", 1)}
         own = {"step": step, "time": now(), **rows, "last_step": info.get("last_step")}
