@@ -126,6 +126,15 @@ class PublishedTokenizer:
                     "tokenizer's tokens as a string"
                 )
 
+    def check_end(self, vocab_size: int) -> None:
+        """Raise `UserError` for an end of documents that a model of so many embeddings has no row for."""
+        if self.tokens.end >= vocab_size:
+            raise UserError(
+                f"{self.key}: {self.backend.id_to_token(self.tokens.end)!r}, which ends documents by the "
+                f"files beside {self.file}, is number {self.tokens.end}, and model.vocab_size is {vocab_size}; "
+                "name another eos_token in its tokenizer_config.json"
+            )
+
     @cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return _put_around(self.tree["post_processor"], self.file, self.key)
