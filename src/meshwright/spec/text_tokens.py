@@ -131,8 +131,8 @@ class PublishedTokenizer:
         if self.tokens.end >= vocab_size:
             raise UserError(
                 f"{self.key}: {self.backend.id_to_token(self.tokens.end)!r}, which ends documents by the "
-                f"files beside {self.file}, is number {self.tokens.end}, and model.vocab_size is {vocab_size}; "
-                "name another eos_token in its tokenizer_config.json"
+                f"files beside {self.file}, is number {self.tokens.end}, and model.vocab_size is "
+                f"{vocab_size}; name another eos_token in its tokenizer_config.json"
             )
 
     @cached_property
