@@ -97,6 +97,7 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
         left_out = f" ({source.skipped.total()} left out: {reasons})" if reasons else ""
         raise UserError(f"data.corpus: {source.name} holds no text{left_out}; give another corpus")
+    warn_of_left_out(source)
     return Counts(
         documents=manifest.documents,
         tokens=manifest.tokens,
@@ -106,6 +107,18 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
         skipped=dict(source.skipped),
         split_literals=note_literals(folder, split),
     )
+
+
+def warn_of_left_out(source: TextSource) -> None:
+    """Warn of files and rows of a corpus that look like text, and are not read."""
+    remedies = {"compressed": "unpack them", "link": "put files there", "not UTF-8": "convert them"}
+    for reason, remedy in remedies.items():
+        if count := source.skipped[reason]:
+            warnings.warn(
+                f"data.corpus: of {source.name}, {count:,} {reason} {'was' if count == 1 else 'were'} left "
+                f"out; {remedy} if they are meant",
+                stacklevel=3,
+            )
 
 
 def note_literals(folder: Path, split: Counter[str]) -> int:
