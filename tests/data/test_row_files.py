@@ -135,6 +135,7 @@ def test_json_is_read_in_blocks_of_any_size(
     assert [row for _, row in row_files.rows_of(path)] == [*ROWS, *numbers]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 WRONG: dict[str, tuple[bytes, str]] = {
     "cut.json": (
         b'[{"text": "a"}, {"text": "b"',
@@ -156,11 +157,13 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "later.jsonl": (b'{"text": "a"}\n{"text": "b"} x\n', r"later\.jsonl is not JSON at row 3"),
     "semicolons.csv": (
         b"n;text\n1;a\n",
-        r"row 1 has no key 'text'; its fields are divided by ';': give it as",
+        r"row 1 has no key 'text'; its fields are divided by ';'",
     ),
     "tabs.csv": (b"text\tn\na\t1\n", r"row 1 has no key 'text'; its fields are divided by tabs"),
     "wide.txt": ("a".encode("utf-16"), r"wide\.txt is not UTF-8; give UTF-8 text"),
     "no.arrow": (b"ARROW1\0\0", r"no\.arrow cannot be read by datasets"),
+    "fetch.txt": (POINTER, r"fetch\.txt is a pointer of Git LFS; fetch the file: git lfs pull"),
+    "fetch.parquet": (POINTER, r"fetch\.parquet is a pointer of Git LFS"),
     "quote.csv": (b'text\n"a\n', r"quote\.csv is not CSV: row 1 opens a quote and"),
     "latin.csv": ("text\né\n".encode("latin-1"), r"latin\.csv is not UTF-8"),
     "rows.jsonl.gz": (b"\x1f\x8b\0\0", r"rows\.jsonl\.gz is binary; unpack it first"),
@@ -266,9 +269,7 @@ def test_a_data_set_that_was_saved_is_read_as_datasets_reads_it(shards: int, tmp
     both.save_to_disk(tmp_path / "two")
     assert read(tmp_path / "two" / "test") == ["2 é"]
     for folder in (tmp_path / "two", tmp_path):
-        with pytest.raises(
-            UserError, match=r"two is a data set with the splits test, train; give .*/two/test$"
-        ):
+        with pytest.raises(UserError, match=r"two is a data set with the splits test, train; .*/two/test$"):
             read(folder)
 
 
@@ -291,14 +292,15 @@ def test_a_cache_of_the_hub_is_read_and_other_links_are_not(tmp_path: Path) -> N
 
 def test_files_of_text_that_are_left_out_are_told(tmp_path: Path) -> None:
     files = {"a.jsonl": b'{"text": "a"}', "b.jsonl.gz": b"\x1f\x8b\0\0", "c.txt": b"\xe9", "d.png": b"\0"}
+    files |= {"e.jsonl": POINTER, "f.txt": POINTER}
     for name, content in files.items():
         (tmp_path / "corpus" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "corpus" / name).write_bytes(content)
     with pytest.warns(UserWarning) as told:
         counts = api.tokenize(str(tmp_path / "corpus"), "byte", tmp_path / "out", vocab_size=257)
-    assert counts.skipped == {"compressed": 1, "not UTF-8": 1, "binary": 1}
-    said = [str(each.message).split(", ", 1)[1] for each in told]
-    assert said == [
-        "1 compressed was left out; unpack them if they are meant",
-        "1 not UTF-8 was left out; convert them if they are meant",
+    assert counts.skipped == {"compressed": 1, "not UTF-8": 1, "binary": 1, "pointer of Git LFS": 2}
+    assert [str(each.message).rpartition(": ")[2] for each in told] == [
+        "left out 1 compressed files; unpack them if they are meant",
+        "left out 2 pointers of Git LFS; fetch the files (git lfs pull) if they are meant",
+        "left out 1 files or rows that are not UTF-8; convert them if they are meant",
     ]

@@ -29,7 +29,7 @@ from meshwright.data.row_files import (
     too_large,
 )
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.files import user_path
+from meshwright.spec.files import is_lfs_pointer, user_path
 from meshwright.spec.hf_json import read_json_object
 from meshwright.units import gigabytes
 
@@ -225,7 +225,13 @@ class FileSource(TextSource):
         if self._links:
             self.skipped["link"] = self._links
         for path in self._paths:
-            if self._has_rows(path):
+            if is_lfs_pointer(path):
+                if self._named:
+                    raise UserError(
+                        f"data.corpus: {path} is a pointer of Git LFS; fetch the file: git lfs pull"
+                    )
+                self.skipped["pointer of Git LFS"] += 1
+            elif self._has_rows(path):
                 texts = self._texts(self._counted(rows_of(path)))
                 yield from _unpacked(path, texts) if path.suffix.lower() in COMPRESSES else texts
             else:

@@ -47,12 +47,14 @@ def too_large(place: Path | str) -> UserError:
 
 
 def load_dataset(source: Path | str, path: str, **options: Any) -> Rows:
-    """Yield the rows that datasets reads of a parquet or Arrow file or a data set, which messages call `source`."""
+    """Yield the rows that datasets reads of a parquet or Arrow file, or of a data set, which messages call
+    `source`."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            "data.corpus: parquet, Arrow and hub data sets need the package datasets; pip install 'meshwright[hf]'"
+            "data.corpus: parquet, Arrow and hub data sets need the package datasets; pip install "
+            "'meshwright[hf]'"
         ) from error
     try:
         rows = datasets.load_dataset(path, split="train", streaming=True, **options)

@@ -111,13 +111,16 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
 
 def warn_of_left_out(source: TextSource) -> None:
     """Warn of files and rows of a corpus that look like text, and are not read."""
-    remedies = {"compressed": "unpack them", "link": "put files there", "not UTF-8": "convert them"}
-    for reason, remedy in remedies.items():
+    kinds = {
+        "compressed": "compressed files; unpack them",
+        "link": "links; put the files there",
+        "pointer of Git LFS": "pointers of Git LFS; fetch the files (git lfs pull)",
+        "not UTF-8": "files or rows that are not UTF-8; convert them",
+    }
+    for reason, what in kinds.items():
         if count := source.skipped[reason]:
             warnings.warn(
-                f"data.corpus: of {source.name}, {count:,} {reason} {'was' if count == 1 else 'were'} left "
-                f"out; {remedy} if they are meant",
-                stacklevel=3,
+                f"data.corpus: {source.name}: left out {count:,} {what} if they are meant", stacklevel=3
             )
 
 

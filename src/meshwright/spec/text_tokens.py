@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import is_lfs_pointer
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.records import show
 from meshwright.spec.tokenizer_classes import class_of, departs, keeps_around
@@ -154,6 +155,8 @@ def read_backend(file: Path, key: str) -> tuple[tokenizers.Tokenizer, dict[str, 
     """Return the library's tokenizer of a tokenizer.json alone, and its tree. Raises `UserError`."""
     import tokenizers
 
+    if is_lfs_pointer(file):
+        raise UserError(f"{key}: {file} is a pointer of Git LFS; fetch the file: git lfs pull")
     with library_errors(f"{key}: {file} is not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_file(str(file))
     return backend, read_tree(backend, f"{key}: {file}")
