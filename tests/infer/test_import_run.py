@@ -268,7 +268,8 @@ def test_settings_of_a_generation_that_are_not_applied_are_told(
     value = {
         "bad_words_ids": [plain[:1]], "begin_suppress_tokens": plain[:1], "forced_eos_token_id": 1,
         "no_repeat_ngram_size": 1, "num_beams": 4, "repetition_penalty": 9.0,
-        "sequence_bias": [[plain[:1], -99.0]], "stop_strings": [next(filter(str.isascii, map(tokenizer.decode, plain[:9])))],
+        "sequence_bias": [[plain[:1], -99.0]],
+        "stop_strings": [next(filter(str.isascii, map(tokenizer.decode, plain[:9])))],
         "suppress_tokens": plain[:1],
     }.get(name)  # fmt: skip
     if value is None:  # what acts for this prompt in other models, or near the end, alone
