@@ -308,6 +308,32 @@ def test_forms_of_a_tied_model_that_transformers_reads(case: str, form: str, tmp
         torch.testing.assert_close(ours, their_logits(tmp_path), rtol=0, atol=1e-5)
 
 
+SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all layers are full": ("mistral window", {"layer_types": ["full_attention"] * 3}),
+    "all layers slide": ("mistral window", {"layer_types": ["sliding_attention"] * 3}),
+    "kinds of layers are null": ("mistral window", {"layer_types": None}),
+    "kinds of layers of a llama": ("llama", {"layer_types": ["full_attention"] * 3}),
+    "swish": ("llama", {"hidden_act": "swish"}),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_of_a_config_are_read_as_transformers_does(name: str, tmp_path: Path) -> None:
+    case, changed = SPELLINGS[name]
+    save_theirs(tmp_path, *CASES[case])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), their_logits(tmp_path), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_beside_weights_is_told(tmp_path: Path) -> None:
+    save_theirs(tmp_path, *CASES["llama"])
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.warns(UserWarning, match="holds an adapter of PEFT beside the model's weights, which is not"):
+        import_hf(tmp_path)
+
+
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

@@ -34,9 +34,9 @@ def test_a_folder_is_walked_in_order_and_what_is_no_text_is_counted(tmp_path: Pa
     (tmp_path / "link.txt").symlink_to(tmp_path / "b.txt")
     source = open_source(str(tmp_path), "text")
     assert list(source.documents()) == ["ä\ufeff", "two\r\n", "three"]
-    assert source.skipped == {"empty": 1, "binary": 1, "not UTF-8": 1}
+    assert source.skipped == {"empty": 1, "binary": 1, "not UTF-8": 1, "link": 1}
     assert list(source.documents()) == ["ä\ufeff", "two\r\n", "three"]
-    assert source.skipped.total() == 3
+    assert source.skipped.total() == 4
 
 
 def test_one_text_file_and_its_separators(tmp_path: Path) -> None:

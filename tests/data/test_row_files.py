@@ -135,6 +135,7 @@ def test_json_is_read_in_blocks_of_any_size(
     assert [row for _, row in row_files.rows_of(path)] == [*ROWS, *numbers]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 WRONG: dict[str, tuple[bytes, str]] = {
     "cut.json": (
         b'[{"text": "a"}, {"text": "b"',
@@ -154,6 +155,15 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "wide.csv": (b"text\na,b\n", r"wide\.csv row 1 has 2 fields, and its header has 1; put fields with ','"),
     "cut.jsonl": (b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n', r"cut\.jsonl line 2 is not JSON"),
     "later.jsonl": (b'{"text": "a"}\n{"text": "b"} x\n', r"later\.jsonl is not JSON at row 3"),
+    "semicolons.csv": (
+        b"n;text\n1;a\n",
+        r"row 1 has no key 'text'; its fields are divided by ';'",
+    ),
+    "tabs.csv": (b"text\tn\na\t1\n", r"row 1 has no key 'text'; its fields are divided by tabs"),
+    "wide.txt": ("a".encode("utf-16"), r"wide\.txt is not UTF-8; give UTF-8 text"),
+    "no.arrow": (b"ARROW1\0\0", r"no\.arrow cannot be read by datasets"),
+    "fetch.txt": (POINTER, r"fetch\.txt is a pointer of Git LFS; fetch the file: git lfs pull"),
+    "fetch.parquet": (POINTER, r"fetch\.parquet is a pointer of Git LFS"),
     "quote.csv": (b'text\n"a\n', r"quote\.csv is not CSV: row 1 opens a quote and"),
     "latin.csv": ("text\né\n".encode("latin-1"), r"latin\.csv is not UTF-8"),
     "rows.jsonl.gz": (b"\x1f\x8b\0\0", r"rows\.jsonl\.gz is binary; unpack it first"),
@@ -228,11 +238,12 @@ def test_files_without_rows_are_left_out_and_counted(tmp_path: Path) -> None:
         ("d.jsonl", ""),
         ("e.csv", "text\n"),
         ("f.json", "[]"),
+        ("i.jsonl", " [ ]"),
         ("g.tsv", ""),
         ("h.json", ""),
     ):
         (tmp_path / name).write_text(content)
-    for name in ("b.parquet", "d.jsonl", "e.csv", "f.json", "g.tsv", "h.json"):
+    for name in ("b.parquet", "d.jsonl", "e.csv", "f.json", "g.tsv", "h.json", "i.jsonl"):
         with pytest.raises(UserError, match=r"holds no text \(1 left out: 1 empty\)"):
             api.tokenize(str(tmp_path / name), "byte", tmp_path / "out", vocab_size=257)
 
@@ -241,3 +252,55 @@ def test_a_pipe_that_is_called_json_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(UserError, match="neither a file nor a folder"):
         read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_data_set_that_was_saved_is_read_as_datasets_reads_it(shards: int, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": f"{number} é", "n": number} for number in range(6)])
+    rows.save_to_disk(tmp_path / "first", num_shards=shards)
+    datasets.load_from_disk(tmp_path / "first").map(
+        lambda row: {"text": "a cache"}, cache_file_name=str(tmp_path / "first" / "cache-1.arrow")
+    )
+    assert read(tmp_path / "first") == datasets.load_from_disk(tmp_path / "first")["text"][:]
+    file = next((tmp_path / "first").glob("data-*.arrow"))
+    assert read(file) == theirs(file, "arrow")
+    both = datasets.DatasetDict({"train": rows, "test": rows.select([2])})
+    both.save_to_disk(tmp_path / "two")
+    assert read(tmp_path / "two" / "test") == ["2 é"]
+    for folder in (tmp_path / "two", tmp_path):
+        with pytest.raises(UserError, match=r"two is a data set with the splits test, train; .*/two/test$"):
+            read(folder)
+
+
+def test_a_cache_of_the_hub_is_read_and_other_links_are_not(tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    (tmp_path / "outside.jsonl").write_text('{"text": "no"}')
+    repository = tmp_path / hub.file_download.repo_folder_name(repo_id="me/set", repo_type="dataset")
+    (blobs := repository / "blobs").mkdir(parents=True)
+    (snapshot := repository / "snapshots" / "abc" / "data").mkdir(parents=True)
+    (blobs / "1234").write_text('{"text": "yes"}')
+    (snapshot / "train.jsonl").symlink_to("../../../blobs/1234")
+    (snapshot / "b.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    (blobs / "5678").symlink_to(tmp_path / "outside.jsonl")
+    (snapshot / "c.jsonl").symlink_to("../../../blobs/5678")
+    for folder in (snapshot, snapshot.parent):
+        source = open_source(str(folder), "text")
+        assert list(source.documents()) == ["yes"]
+        assert source.skipped == {"link": 2}
+
+
+def test_files_of_text_that_are_left_out_are_told(tmp_path: Path) -> None:
+    files = {"a.jsonl": b'{"text": "a"}', "b.jsonl.gz": b"\x1f\x8b\0\0", "c.txt": b"\xe9", "d.png": b"\0"}
+    files |= {"e.jsonl": POINTER, "f.txt": POINTER}
+    for name, content in files.items():
+        (tmp_path / "corpus" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "corpus" / name).write_bytes(content)
+    with pytest.warns(UserWarning) as told:
+        counts = api.tokenize(str(tmp_path / "corpus"), "byte", tmp_path / "out", vocab_size=257)
+    assert counts.skipped == {"compressed": 1, "not UTF-8": 1, "binary": 1, "pointer of Git LFS": 2}
+    assert [str(each.message).rpartition(": ")[2] for each in told] == [
+        "left out 1 compressed files; unpack them if they are meant",
+        "left out 2 pointers of Git LFS; fetch the files (git lfs pull) if they are meant",
+        "left out 1 files or rows that are not UTF-8; convert them if they are meant",
+    ]

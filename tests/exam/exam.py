@@ -32,7 +32,8 @@ SOURCE = FOLDER.parents[1] / "src" / "meshwright"
 LIMIT_S = 60.0
 """A command that takes longer has no end: one takes seconds, and a lost collective is told after 30 s."""
 COMPILING_S = 240.0
-"""Seconds added to it where a mutation is of C++, which is compiled when it is first used."""
+"""Seconds added to it where a mutation is of C++, which is compiled when it is first used, or where a run
+compiles its blocks."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,10 @@ def _run(command: Iterable[str], mutation: Mutation | None) -> Ended:
             changed = source_of(mutation).replace(mutation.old, mutation.new)
             (folder / "meshwright" / mutation.file).write_text(changed, encoding="utf-8")
         began = time.monotonic()
-        limit = LIMIT_S + COMPILING_S * (mutation is not None and mutation.file.endswith(".cpp"))
-        code, out, error = warm.run([*command, "--json"], folder, limit)
+        words = [*command, "--json"]
+        compiles = (mutation is not None and mutation.file.endswith(".cpp")) or "--train.compile" in words
+        limit = LIMIT_S + COMPILING_S * compiles
+        code, out, error = warm.run(words, folder, limit)
         seconds = time.monotonic() - began
     finally:
         shutil.rmtree(folder)

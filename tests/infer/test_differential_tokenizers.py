@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from meshwright.checkpoint.gguf_tokenizer import read_tokenizer
+from meshwright.checkpoint.gguf_tokenizer import GgufTokenizer, read_tokenizer
 from meshwright.checkpoint.hf_tokenizer import write_tokenizer
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec.special_tokens import copy_side_files, keep_side_files, side_files
@@ -134,6 +134,22 @@ def exported(folder: Path, run: Path, out: Path) -> Path:
     return out
 
 
+def entries(found: GgufTokenizer) -> dict[int, tuple[str, Any]]:
+    """Tokens of a GGUF file by id, with their types."""
+    rows = enumerate(zip(found.tokens, map(gguf.TokenType, found.types), strict=True))
+    return {number: row for number, row in rows if row[1] != gguf.TokenType.UNUSED}
+
+
+def their_entries(theirs: Any) -> dict[int, tuple[str, Any]]:
+    """Tokens of a tokenizer of transformers, as llama.cpp's converter writes them."""
+    kinds = {
+        number: gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+        for number, token in theirs.added_tokens_decoder.items()
+    }
+    ids = theirs.get_vocab().items()
+    return {number: (token, kinds.get(number, gguf.TokenType.NORMAL)) for token, number in ids}
+
+
 def cases() -> Iterator[Any]:
     for number, (name, put) in enumerate((name, put) for name in CONFIGS for put in PUTS):
         for kind in dict.fromkeys((CLASSES[number % 4], CLASSES[number // 6 % 4])):
@@ -169,8 +185,10 @@ def test_texts_are_read_as_transformers_reads_them(
     split = [theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in TEXTS]
     assert [plain.encode(text) for text in TEXTS] == split
     special = gguf.SpecialVocab(folder, n_vocab=VOCAB)
-    written = read_tokenizer(folder / "tokenizer.json", VOCAB).special
+    file = read_tokenizer(folder / "tokenizer.json", VOCAB)
+    written = file.special
     assert written.special_token_ids == {**written.special_token_ids, **special.special_token_ids}
+    assert entries(file) == their_entries(theirs)
     added = {**written.add_special_token, **special.add_special_token}
     if "bos" not in special.special_token_ids:  # gguf does not know the token that is put first
         added["bos"] = put in ("bos", "both", "other")
@@ -230,6 +248,19 @@ def test_a_generation_ends_where_transformers_ends_it(
     assert read_tokenizer(tmp_path / "run" / "tokenizer.json", VOCAB).special.special_token_ids == {
         "eos": end, **special
     }  # fmt: skip
+
+
+def test_added_tokens_that_a_model_has_no_row_for_are_left_out_of_gguf(saved: Path, tmp_path: Path) -> None:
+    config = NAMED | {"pad_token": "[PAD]", "extra_special_tokens": ["<tool>"]}
+    folder = write(tmp_path / "hf", saved / "bos.json", config)
+    whole = their_entries(transformers.AutoTokenizer.from_pretrained(folder))
+    rows = len(whole) - 1
+    with pytest.warns(UserWarning, match=rf"the model has {rows} embeddings, and none for <tool> of"):
+        found = read_tokenizer(folder / "tokenizer.json", rows)
+    assert list(enumerate(found.tokens)) == [(number, whole[number][0]) for number in range(rows)]
+    folder = write(tmp_path / "end", saved / "bos.json", config | {"eos_token": "[EOS]"})
+    with pytest.raises(Exception, match=r"'\[EOS\]', which ends documents by .* is number"):
+        read_tokenizer(folder / "tokenizer.json", rows - 1)
 
 
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from meshwright import api
+from meshwright.api.generation import NOT_APPLIED
 from meshwright.data.corpus import open_sources
 from meshwright.data.packing import Samples
 from meshwright.spec import UserError, load
@@ -240,6 +241,44 @@ def test_special_tokens_of_a_prompt(theirs: Path, tmp_path: Path) -> None:
         api.generate(folder, "<bos>the cat", max_new_tokens=1)
     with pytest.raises(UserError, match=r"special_tokens: 'all' is not one of read, text, rendered"):
         api.Generation(special_tokens="all")
+
+
+@pytest.mark.parametrize("name", NOT_APPLIED)
+def test_settings_of_a_generation_that_are_not_applied_are_told(
+    name: str, theirs: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A setting is told if transformers continues the prompt otherwise with it, and only then."""
+    folder = dressed(theirs, tmp_path / "hf", NAMED)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+
+    def continued(**settings: Any) -> list[int]:
+        how = transformers.GenerationConfig(
+            max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=1, **settings
+        )
+        ids = model.generate(prompt, generation_config=how, tokenizer=tokenizer)[0, prompt.shape[1] :]
+        return [int(number) for number in ids]
+
+    plain = continued()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, name: NOT_APPLIED[name]}))
+    assert continued(**{name: NOT_APPLIED[name]}) == plain
+    api.generate(folder, PROMPT, max_new_tokens=1)
+    assert not [each for each in recwarn if "not applied" in str(each.message)]
+    value = {
+        "bad_words_ids": [plain[:1]], "begin_suppress_tokens": plain[:1], "forced_eos_token_id": 1,
+        "no_repeat_ngram_size": 1, "num_beams": 4, "repetition_penalty": 9.0,
+        "sequence_bias": [[plain[:1], -99.0]],
+        "stop_strings": [next(filter(str.isascii, map(tokenizer.decode, plain[:9])))],
+        "suppress_tokens": plain[:1],
+    }.get(name)  # fmt: skip
+    if value is None:  # what acts for this prompt in other models, or near the end, alone
+        value = {"exponential_decay_length_penalty": [1, 1.5], "encoder_repetition_penalty": 2.0}.get(name, 3)
+    else:
+        assert continued(**{name: value}) != plain
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, name: value}))
+    with pytest.warns(UserWarning, match=rf"asks for {name} .*, which is not applied"):
+        api.generate(folder, PROMPT, max_new_tokens=1)
 
 
 def test_a_generation_ends_at_each_token_of_the_list(theirs: Path, tmp_path: Path) -> None:

@@ -231,6 +231,13 @@ def test_models_of_one_vocabulary_merge_whatever_is_put_before_a_text(
         api.merge([models["one"], named], tmp_path / f"out{number}", method="linear")
     for name, value in weights(tmp_path / "out0").items():
         assert torch.equal(value, weights(tmp_path / "out1")[name])
+    (other / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]"}))  # of the free id 257
+    with pytest.warns(
+        UserWarning, match=r"only one of .*one and .*other has \[PAD\] \(id 257\); in the other"
+    ):
+        api.merge([models["one"], other], tmp_path / "out2", method="linear")
+    for name, value in weights(tmp_path / "out2").items():
+        assert torch.equal(value, weights(tmp_path / "out1")[name])
     vocab = tree["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(tree))

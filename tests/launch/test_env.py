@@ -73,6 +73,7 @@ def test_half_an_environment_is_a_sentence(given: dict[str, str], name: str) -> 
         ({"OMP_NUM_THREADS": "1"}, 1, 1),  # a machine that others use
         ({"OMP_NUM_THREADS": "6"}, 4, 6),
         ({"OMP_NUM_THREADS": "3,2"}, 1, 3),
+        ({"OMP_NUM_THREADS": "99999999"}, 1, env.MOST_THREADS),  # so many cannot be made
         ({"OMP_NUM_THREADS": ""}, 2, 4),
         ({"OMP_NUM_THREADS": "many"}, 2, 4),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 2, 4),  # torchrun's own
@@ -93,6 +94,32 @@ def test_torchrun_under_a_launcher_makes_ranks() -> None:
     given = {"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}
     assert worker(given) == Worker(1, 2, 1, 2, launched=False)
     refuse_several_tasks(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "tasks of Slurm .SLURM_STEP_NUM_TASKS: 2 tasks"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "GROUP_WORLD_SIZE: 1 is less than .* give each torchrun --nnodes 4"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK: this is task 1.* --nnodes 2 and one --rdzv-endpoint"),
+    ],
+)
+def test_a_torchrun_in_each_task_that_knows_no_other_is_a_sentence(given: dict[str, str], words: str) -> None:
+    alone = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
+    with pytest.raises(UserError, match=words):
+        worker({**alone, "GROUP_WORLD_SIZE": "1", **given})
+    together = {**alone, **given, "GROUP_WORLD_SIZE": "4"}
+    assert worker(together) == Worker(3, 8, 3, 8)
+    assert worker({**alone, **given}) == Worker(3, 8, 3, 8)  # ranks that a script has made of the tasks
+    by_nodes = {**together, "GROUP_WORLD_SIZE": "1", env.SUPERVISOR: "{}"}
+    assert worker(by_nodes) == Worker(3, 8, 3, 8, launched=True)
+
+
+def test_tasks_that_are_made_worlds_of_one_rank_are_a_sentence() -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    with pytest.raises(UserError, match="WORLD_SIZE: 1 is less than the tasks of Slurm"):
+        worker(given)
+    assert worker({**given, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}) == Worker(0, 1, 0, 1)
 
 
 def test_several_hosts_may_be_tasks_of_a_launcher_and_other_runs_may_not(

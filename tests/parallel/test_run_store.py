@@ -30,6 +30,7 @@ from meshwright.parallel.authentication import (
 )
 from meshwright.parallel.store import AuthenticatedStore
 from meshwright.parallel.store_server import StoreServer
+from meshwright.spec import UserError
 
 SECRET = new_secret()
 SHORT = timedelta(seconds=0.2)
@@ -295,6 +296,28 @@ def test_a_pipe_and_a_file_that_others_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").chmod(0o644)
     with pytest.raises(AuthenticationError, match="others may read it"):
         read_secret(tmp_path / "secret")
+
+
+@pytest.mark.parametrize("content", ["", "ab", "A" * 64])
+def test_a_damaged_secret_of_a_run_is_a_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "secret").write_text(content)
+    words = r"--out: .*secret, .* cannot be read or made \(it does not hold a secret .*remove the file"
+    with pytest.raises(UserError, match=words):
+        shared_secret(tmp_path / "secret")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="Too many levels of symbolic links"):
+        shared_secret(tmp_path / "link")
+
+
+def test_a_secret_of_a_run_that_others_could_read_is_told_and_closed(tmp_path: Path) -> None:
+    secret = shared_secret(tmp_path / "secret")
+    (tmp_path / "secret").chmod(0o644)  # as a copy of the folder has it
+    with pytest.warns(UserWarning, match=r"other users could read the secret of this run \(mode 0644\)"):
+        assert shared_secret(tmp_path / "secret") == secret
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shared_secret(tmp_path / "secret") == secret
 
 
 def test_a_bad_request_ends_its_connection_alone(server: StoreServer) -> None:

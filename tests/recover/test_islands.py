@@ -13,10 +13,11 @@ import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from meshwright.api.islands import _failure, _stopped
+from meshwright.api.islands import _failure, _stopped, train_islands
 from meshwright.parallel.island_log import Entry, IslandLog
 from meshwright.recover.islands import Island, IslandsSupervisor
 from meshwright.recover.processes import process_state
@@ -137,6 +138,28 @@ def _one_that_is_refused_is_named(out: Path) -> None:
     assert f"the model in {out} is of island 0 alone" in words
     rows = json.loads((out / "result.json").read_text())["islands"]
     assert {row["island"]: (row["code"], row["steps"]) for row in rows} == {0: (0, 24), 1: (2, None)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("islands/secret", r"--out: .*secret, .* cannot be read or made"),
+        ("run.json", r"run\.json: is not JSON .* damaged"),
+        ("no spec", r"run\.json: holds no spec of a run; the file is damaged"),
+    ],
+)
+def test_a_damaged_file_of_free_islands_is_a_sentence_before_any_starts(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    free = {"layout.replicate": 2, "layout.dp": 1, "outer.every": 2, "outer.quorum": 2}
+    spec = spec_of({"data.corpus": "synthetic", **free})
+    (tmp_path / "islands").mkdir()
+    (tmp_path / "run.json").write_text("{}" if name == "no spec" else json.dumps({"spec": spec.to_json()}))
+    if name != "no spec":
+        (tmp_path / name).write_text("{")
+    never = patch.object(IslandsSupervisor, "run", side_effect=AssertionError)
+    with never, pytest.raises(UserError, match=words):
+        train_islands(spec, tmp_path, "auto", quiet=True)
 
 
 def test_a_stop_that_would_come_too_late_is_told_in_time(corpus: Path, tmp_path: Path) -> None:

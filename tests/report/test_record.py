@@ -129,6 +129,40 @@ def test_rows_that_are_missing_before_the_checkpoint_are_told(
         record_steps(tmp_path, 11, 12)
 
 
+@pytest.mark.parametrize(
+    ("order", "count"),
+    [
+        ([1, 2, 3, 1, 2, 3], 3),  # such as of two copies of the file in one
+        ([3, 2, 1], 2),
+        ([1, 2, 2, 3], 1),
+    ],
+)
+def test_a_resume_leaves_each_step_once_and_in_order(tmp_path: Path, order: list[int], count: int) -> None:
+    record_steps(tmp_path, 0, 3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    validation = json.dumps({"step": 2, "val_loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*(lines[step - 1] for step in order), validation, ""]))
+    with pytest.warns(
+        UserWarning, match=rf"{count} rows? of earlier steps stood there again or out of order"
+    ):
+        record_steps(tmp_path, 3, 4)
+    assert [(row["step"], "val_loss" in row) for row in read_metrics(tmp_path)] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False)
+    ]  # fmt: skip
+    assert [row["kind"] for row in read_run(tmp_path).events] == ["resumed", "warning"]
+    record_steps(tmp_path, 4, 5)  # nothing is left to tell
+    assert [row["kind"] for row in read_run(tmp_path).events] == ["resumed", "warning", "resumed"]
+
+
+@pytest.mark.parametrize("starts", ["three", [3], {"step": 3}])
+def test_starts_that_are_no_objects_are_a_sentence(tmp_path: Path, starts: object) -> None:
+    record_steps(tmp_path, 0, 3)
+    info = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**info, "starts": starts}))
+    with pytest.raises(UserError, match=r"run\.json: starts has something else than objects; the file"):
+        record_steps(tmp_path, 3, 4)
+
+
 def test_a_record_that_is_gone_is_told(tmp_path: Path) -> None:
     record_steps(tmp_path, 0, 9)
     (tmp_path / "metrics.jsonl").unlink()

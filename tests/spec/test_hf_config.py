@@ -283,6 +283,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
+        (
+            LLAMA | {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types \[.*; with sliding_window 4096 computed are",
+        ),
+        (
+            LLAMA | {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"]},
+            "layer_types .*; with sliding_window null computed are",
+        ),
         ({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}, "hidden_size"),
         (GPT2 | {"activation_function": "relu"}, "relu"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

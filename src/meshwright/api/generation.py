@@ -16,8 +16,10 @@ from meshwright.api.models import existing, import_hf, load_hf, load_run
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
+from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.load import Overrides, from_tree
 from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.records import show
 
 if TYPE_CHECKING:
     from meshwright.data.tokenizer import Tokenizer
@@ -37,6 +39,15 @@ SPECIAL_TOKENS = ("read", "text", "rendered")
 """Ways to take special tokens that a prompt spells; with 'rendered' none are put around it, either."""
 WORKER = ("meshwright.infer.sharded",)
 """Modules that the ranks need."""
+
+NOT_APPLIED: dict[str, Any] = {
+    "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1,
+    "repetition_penalty": 1.0, "sequence_bias": None, "stop_strings": None, "suppress_tokens": None,
+}  # fmt: skip
+"""Keys of generation_config.json that change which tokens are likeliest, or where a text ends, and are not
+applied, with the value of each that changes nothing; so do null and an empty list."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +290,13 @@ def _remark(
 
     if not (run / "run.json").is_file():  # import has told those of a run
         tell_remarks(tokenizer)
+    if settings := _not_applied(run):
+        asked = ", ".join(f"{name} {show(value)}" for name, value in settings.items())
+        warnings.warn(
+            f"generate: {run / 'generation_config.json'} asks for {asked}, which is not applied; "
+            "transformers would choose other tokens",
+            stacklevel=3,
+        )
     before, after = tokenizer.tokens.before, tokenizer.tokens.after
     if tokenizer.end_id not in (stops := tokenizer.tokens.stop_ids):
         warnings.warn(
@@ -312,6 +330,17 @@ def _remark(
                 "transformers; --special-tokens rendered puts nothing there",
                 stacklevel=3,
             )
+
+
+def _not_applied(run: Path) -> dict[str, Any]:
+    """Return what of a generation_config.json would change a continuation."""
+    path = run / "generation_config.json"
+    given = read_json_object(path, "generate") if path.is_file() else {}
+    return {
+        name: given[name]
+        for name, neutral in NOT_APPLIED.items()
+        if given.get(name) not in (None, [], "", neutral)
+    }
 
 
 def run_tokenizer(run: Path, reads_special: bool = False) -> Tokenizer:

@@ -19,7 +19,15 @@ from meshwright.checkpoint.reader import newest_state
 from meshwright.launch.failure import KINDS, RanksFailed
 from meshwright.parallel.island_log import Entry, IslandLog
 from meshwright.recover.islands import Island, IslandsSupervisor, shares_of_cores
-from meshwright.report.record import EVENTS, RESULT, RUN, append_event, island_folder, write_atomically
+from meshwright.report.record import (
+    EVENTS,
+    RESULT,
+    RUN,
+    append_event,
+    island_folder,
+    read_object,
+    write_atomically,
+)
 from meshwright.report.run_page import write_report
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
@@ -46,8 +54,10 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
         )
     before = (out / RUN).read_text(encoding="utf-8") if resume and (out / RUN).is_file() else None
     if before is not None:
-        earlier = json.loads(before)["spec"]
-        if earlier.get("outer", {}).get("quorum") is None:
+        earlier = (read_object(out / RUN) or {}).get("spec")
+        if not isinstance(earlier, dict):
+            raise UserError(f"{out / RUN}: holds no spec of a run; the file is damaged, move it away")
+        if (earlier.get("outer") or {}).get("quorum") is None:
             _part(spec, out)
         else:
             _check_as_many(spec, earlier, out)
@@ -64,7 +74,9 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
         )
         for number in order
     ]
-    watch = LogWatch(IslandLog(out / ISLANDS), None if quiet else Console())
+    log = IslandLog(out / ISLANDS)
+    log.secret()  # an island that could not read it would be started again
+    watch = LogWatch(log, None if quiet else Console())
     tell = partial(append_event, out, alone=False)
     supervisor = IslandsSupervisor(islands, spec.recovery.max_restarts, watch.done, tell)
     signal = supervisor.run(resume)

@@ -73,26 +73,15 @@ class GgufTokenizer:
 def read_tokenizer(file: Path, vocab_size: int) -> GgufTokenizer:
     """Return the tokenizer of a `tokenizer.json` for a model of `vocab_size` embeddings.
 
-    Raises `UserError` for one that llama.cpp does not know.
+    Raises `UserError` for one that llama.cpp does not know, and for an end of documents beyond the model's
+    vocabulary.
     """
-    import gguf
-
     found = open_published(file, "export")
+    found.check_end(vocab_size)
     tree = found.tree
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tree["model"].get("merges", [])]
     pre = _name(tree, merges, file)
-    tokens = [f"[PAD{number}]" for number in range(vocab_size)]  # rows of the embedding without a token
-    types = [int(gguf.TokenType.UNUSED)] * vocab_size
-    for token, number in _vocabulary(tree).items():
-        if number >= vocab_size:
-            raise UserError(
-                f"export: {file} has a token of id {number}, and the model has {vocab_size} embeddings; put "
-                "the model's own tokenizer there"
-            )
-        tokens[number], types[number] = token, int(gguf.TokenType.NORMAL)
-    for added in tree["added_tokens"]:
-        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
-        types[added["id"]] = int(kind)
+    tokens, types = _entries(found, file, vocab_size)
     return GgufTokenizer(
         pre, tokens, types,
         merges or ["Ġ Ġ"],  # a list is needed; this merge gives no token, so its bytes stay
@@ -100,9 +89,37 @@ def read_tokenizer(file: Path, vocab_size: int) -> GgufTokenizer:
     )  # fmt: skip
 
 
-def _vocabulary(tree: dict[str, Any]) -> dict[str, int]:
-    """Return the ids of the tokens that a byte-level BPE's tokenizer.json has."""
-    return {**tree["model"]["vocab"], **{token["content"]: token["id"] for token in tree["added_tokens"]}}
+def _entries(found: PublishedTokenizer, file: Path, vocab_size: int) -> tuple[list[str], list[int]]:
+    """Return the token of each row of the embedding, and its type.
+
+    Tokens that the files beside tokenizer.json add are among them. Added ones that the model has no row for,
+    as a [PAD] that came later, are left out with a warning; raises `UserError` for others.
+    """
+    import gguf
+
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]  # rows of the embedding without a token
+    types = [int(gguf.TokenType.UNUSED)] * vocab_size
+    added, beyond = found.backend.get_added_tokens_decoder(), []
+    for token, number in sorted(found.backend.get_vocab(with_added_tokens=True).items()):
+        if number < vocab_size:
+            tokens[number], types[number] = token, int(gguf.TokenType.NORMAL)
+        elif number in added:
+            beyond.append(token)
+        else:
+            raise UserError(
+                f"export: {file} has a token of id {number}, and the model has {vocab_size} embeddings; put "
+                "the model's own tokenizer there"
+            )
+    if beyond:
+        warnings.warn(
+            f"export: the model has {vocab_size} embeddings, and none for {', '.join(beyond)} of {file} or "
+            "the files beside it; llama.cpp will read them as other text",
+            stacklevel=4,
+        )
+    for number in (number for number in added if number < vocab_size):
+        kind = gguf.TokenType.CONTROL if added[number].special else gguf.TokenType.USER_DEFINED
+        types[number] = int(kind)
+    return tokens, types
 
 
 def _special(found: PublishedTokenizer, file: Path, vocab_size: int) -> SpecialVocab:

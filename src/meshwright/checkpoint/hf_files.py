@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -41,7 +42,14 @@ class TensorFiles:
         expected = sum(1 for _ in islice(hf_tensors(spec), MOST_TENSORS))
         self._most = _TENSORS_FOR_ONE * expected + _EXTRA_TENSORS
         found: dict[str, Header] = {}
-        for path in self._paths():
+        paths = self._paths()
+        if self._has_adapter:
+            warnings.warn(
+                f"model.hf: {folder} holds an adapter of PEFT beside the model's weights, which is not "
+                "applied; merge it into its base model (merge_and_unload) first if its weights are meant",
+                stacklevel=2,
+            )
+        for path in paths:
             found |= self._read(path)
             if len(found) > self._most:
                 raise self._too_many(path)
@@ -76,10 +84,14 @@ class TensorFiles:
             check_within(self._folder / name, self._folder, "model.hf")
         return [self._folder / name for name in names]
 
+    @property
+    def _has_adapter(self) -> bool:
+        return (self._folder / "adapter_config.json").is_file() or any(self._folder.glob("adapter_model.*"))
+
     def _remedy(self) -> str:
         """Return what to do about a folder without safetensors, by what it has."""
         folder = self._folder
-        if (folder / "adapter_config.json").is_file() or list(folder.glob("adapter_model.*")):
+        if self._has_adapter:
             return (
                 "it holds an adapter of PEFT: merge it into its base model (merge_and_unload) and save that"
             )

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.text_tokens import model_ids, open_published, written_config
 
@@ -20,12 +19,7 @@ def write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int, vocab_
     (`spec/text_tokens.py`). Raises `UserError`, also for an end of documents beyond the model's vocabulary.
     """
     found = open_published(tokenizer_file, "export")
-    if found.tokens.end >= vocab_size:
-        raise UserError(
-            f"export: {found.backend.id_to_token(found.tokens.end)!r}, which ends documents by the files "
-            f"beside {tokenizer_file}, is number {found.tokens.end}, and model.vocab_size is {vocab_size}; "
-            "name another eos_token in its tokenizer_config.json"
-        )
+    found.check_end(vocab_size)
     shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
     given = tokenizer_file.with_name("tokenizer_config.json")
     target = folder / given.name

@@ -38,8 +38,9 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.weights import own_tokenizer
 
-READER = 2
-"""Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows."""
+READER = 3
+"""Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows, 3 Arrow, and caches of
+the hub."""
 XZ_BYTES = 8 * 10**6
 """Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
 

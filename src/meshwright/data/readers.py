@@ -29,7 +29,8 @@ from meshwright.data.row_files import (
     too_large,
 )
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.files import user_path
+from meshwright.spec.files import is_lfs_pointer, user_path
+from meshwright.spec.hf_json import read_json_object
 from meshwright.units import gigabytes
 
 HUB = "hf:"
@@ -40,6 +41,11 @@ PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 """Suffixes of compressed files, which are not read."""
 UNPACKED_FREELY, MOST_UNPACKED = 2**26, 1000
 """A parquet file may spell so many characters, or so many times its size: 479 bytes can spell a gigabyte."""
+
+COMPRESSES = (".parquet", ".arrow")
+"""Suffixes of files of rows that may be compressed inside."""
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte-order marks."""
 
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _NOT_STDLIB = _TEST_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
@@ -71,8 +77,7 @@ class TextSource(ABC):
         for place, row in rows:
             if not isinstance(row, dict) or key not in row:
                 keys = list(row) if isinstance(row, dict) else []
-                hint = did_you_mean(key, keys) or (f"; its keys are {', '.join(keys)}" if keys else "")
-                raise UserError(f"data.text_key: {place} has no key '{key}'{hint}")
+                raise UserError(f"data.text_key: {place} has no key '{key}'{_hint(key, keys)}")
             text = row[key]
             if text is None or text == "":
                 self.skipped["empty"] += 1
@@ -90,7 +95,7 @@ def open_source(corpus: str, text_key: str) -> TextSource:
     """Return the reader of 'stdlib', 'hf:NAME[:CONFIG]', a file, or a folder. Raises `UserError`."""
     if corpus == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in _walk(root, _NOT_STDLIB) if path.suffix == ".py"]
+        paths = [path for path in _walk(root, _NOT_STDLIB) if path.suffix == ".py" and not path.is_symlink()]
         return FileSource("stdlib", root, paths, text_key="", named=False)
     if corpus == SYNTHETIC:
         raise UserError(
@@ -106,9 +111,11 @@ def open_source(corpus: str, text_key: str) -> TextSource:
     if path.is_file():
         return FileSource(corpus, path.parent, [path], text_key, named=True)
     if path.is_dir():
-        paths = _walk(path)
+        found = _walk(path)
+        paths = _rows_of_data_sets([each for each in found if not _leads_out(each)])
         _refuse_tokens(path, paths)
-        return FileSource(corpus, path, paths, text_key, named=False)
+        links = sum(map(_leads_out, found))
+        return FileSource(corpus, path, paths, text_key, named=False, links=links)
     if path.exists():
         raise UserError(
             f"data.corpus: {corpus} is neither a file nor a folder but a pipe, a socket or a device, and "
@@ -122,13 +129,49 @@ def open_source(corpus: str, text_key: str) -> TextSource:
 
 
 def _walk(root: Path, without: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below `root`, sorted, without hidden ones, hidden folders and symbolic links."""
+    """Return the files below `root`, sorted, without hidden ones, hidden folders and links to folders."""
     paths: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         visible = [Path(folder, name) for name in files if not name.startswith(".")]
-        paths += [path for path in visible if path.is_file() and not path.is_symlink()]
+        paths += [path for path in visible if path.is_file()]
     return sorted(paths, key=lambda path: path.relative_to(root).parts)
+
+
+def _leads_out(path: Path) -> bool:
+    """Return True for a link, unless a cache of the hub has it from snapshots/REVISION/ into its blobs/."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    caches = [each.parent.parent for each in path.absolute().parents if each.parent.name == "snapshots"]
+    return not any(target.is_relative_to(cache.resolve() / "blobs") for cache in caches)
+
+
+def _rows_of_data_sets(paths: list[Path]) -> list[Path]:
+    """Return the files without those that describe data sets which the package datasets saved.
+
+    Of a folder that `Dataset.save_to_disk` made, the Arrow files that its state.json lists stay. Raises
+    `UserError` for one of `DatasetDict`, which holds several.
+    """
+    left_out: set[Path] = set()
+    arrow: dict[Path, list[Path]] = {path.parent: [] for path in paths if path.suffix.lower() == ".arrow"}
+    for path in paths:
+        if path.parent in arrow:
+            arrow[path.parent].append(path)
+    for path in paths:
+        if path.name == "dataset_dict.json" and any(path.parent in each.parents for each in arrow):
+            splits = sorted(each.name for each in arrow if each.parent == path.parent)
+            raise UserError(
+                f"data.corpus: {path.parent} is a data set with the splits {', '.join(splits)}; give the "
+                f"folder of one, such as {path.parent / splits[0]}"
+            )
+        if path.parent in arrow and path.name == "dataset_info.json":
+            left_out.add(path)
+        if path.parent in arrow and path.name == "state.json":
+            state = read_json_object(path, "data.corpus")
+            listed = [file.get("filename") for file in state.get("_data_files") or ()]
+            left_out |= {each for each in arrow[path.parent] if each.name not in listed}
+    return [path for path in paths if path not in left_out]
 
 
 def _refuse_tokens(root: Path, paths: list[Path]) -> None:
@@ -155,8 +198,11 @@ class FileSource(TextSource):
     the first one has the key of the text.
     """
 
-    def __init__(self, name: str, root: Path, paths: list[Path], text_key: str, *, named: bool) -> None:
+    def __init__(
+        self, name: str, root: Path, paths: list[Path], text_key: str, *, named: bool, links: int = 0
+    ) -> None:
         super().__init__(name, text_key)
+        self._links = links
         self._root = root
         self._paths = paths
         self._named = named
@@ -176,10 +222,18 @@ class FileSource(TextSource):
     def documents(self) -> Iterator[str]:
         """Yield each document's text, file by file."""
         self.skipped.clear()
+        if self._links:
+            self.skipped["link"] = self._links
         for path in self._paths:
-            if self._has_rows(path):
+            if is_lfs_pointer(path):
+                if self._named:
+                    raise UserError(
+                        f"data.corpus: {path} is a pointer of Git LFS; fetch the file: git lfs pull"
+                    )
+                self.skipped["pointer of Git LFS"] += 1
+            elif self._has_rows(path):
                 texts = self._texts(self._counted(rows_of(path)))
-                yield from _unpacked(path, texts) if path.suffix.lower() == ".parquet" else texts
+                yield from _unpacked(path, texts) if path.suffix.lower() in COMPRESSES else texts
             else:
                 yield from self._parts(path)
 
@@ -210,6 +264,9 @@ class FileSource(TextSource):
         with readable(f"data.corpus: {path}", READABLE), path.open("rb") as file:
             raw = file.read(8192)
             reason = "binary" if b"\0" in raw else ""
+            packed = path.suffix.lower() in PACKED
+            if reason and not packed and raw.startswith(_UTF16):
+                reason = "not UTF-8"
             is_txt = path.suffix.lower() == ".txt"
             if not reason and not is_txt and path.stat().st_size > LARGEST_DOCUMENT:
                 raise too_large(path)
@@ -219,11 +276,12 @@ class FileSource(TextSource):
         except UnicodeDecodeError:
             reason = reason or "not UTF-8"
         if reason and self._named:
-            packed = path.suffix.lower() in PACKED
-            remedy = "unpack it first" if packed else "give UTF-8 text, JSON, JSONL, CSV, TSV or parquet"
+            remedy = (
+                "unpack it first" if packed else "give UTF-8 text, JSON, JSONL, CSV, TSV, parquet or Arrow"
+            )
             raise UserError(f"data.corpus: {path} is {reason}; {remedy}")
         if reason:
-            self.skipped[reason] += 1
+            self.skipped["compressed" if packed else reason] += 1
             return
         parts = text.split(SEPARATOR) if is_txt else [text]
         if any(len(part) > LARGEST_DOCUMENT for part in parts):
@@ -232,6 +290,15 @@ class FileSource(TextSource):
         if not texts:
             self.skipped["empty"] += 1
         yield from texts
+
+
+def _hint(key: str, keys: list[str]) -> str:
+    """Return what to say of the keys of a row that lacks `key`."""
+    if len(keys) == 1:
+        for mark, name in ((";", "';'"), ("\t", "tabs"), ("|", "'|'")):
+            if key in (name.strip() for name in keys[0].split(mark)):
+                return f"; its fields are divided by {name}: give it as CSV with commas, or as TSV with tabs"
+    return did_you_mean(key, keys) or (f"; its keys are {', '.join(keys)}" if keys else "")
 
 
 class HubSource(TextSource):

@@ -1,4 +1,4 @@
-"""Rows of files that hold a table: JSON lines, JSON, CSV, TSV and parquet, each row with its place."""
+"""Rows of files that hold a table: JSON lines, JSON, CSV, TSV, parquet and Arrow, each row with its place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BLOCK = 2**20
 
 _NUMBER = frozenset("0123456789.eE+-")
 """Characters that a number may go on with."""
-_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\"]")
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\"\]]")
 _END_OF_TABLE = "\x1a end of the table \x1a"
 """A line after the last one of a table, which is a row of its own unless a quote is open there."""
 
@@ -47,12 +47,14 @@ def too_large(place: Path | str) -> UserError:
 
 
 def load_dataset(source: Path | str, path: str, **options: Any) -> Rows:
-    """Yield the rows that datasets reads of a parquet file or a data set, which messages call `source`."""
+    """Yield the rows that datasets reads of a parquet or Arrow file, or of a data set, which messages call
+    `source`."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            "data.corpus: parquet and hub data sets need the package datasets; pip install 'meshwright[hf]'"
+            "data.corpus: parquet, Arrow and hub data sets need the package datasets; pip install "
+            "'meshwright[hf]'"
         ) from error
     try:
         rows = datasets.load_dataset(path, split="train", streaming=True, **options)
@@ -66,6 +68,10 @@ def load_dataset(source: Path | str, path: str, **options: Any) -> Rows:
 def _parquet_rows(path: Path) -> Rows:
     if not _is_empty_parquet(path):  # which datasets refuses
         yield from load_dataset(path, "parquet", data_files=str(path))
+
+
+def _arrow_rows(path: Path) -> Rows:
+    yield from load_dataset(path, "arrow", data_files=str(path))
 
 
 def _is_empty_parquet(path: Path) -> bool:
@@ -242,6 +248,7 @@ ALWAYS_ROWS: dict[str, Callable[[Path], Rows]] = {
     ".jsonlines": _json_lines,
     ".ndjson": _json_lines,
     ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
 }
 """Readers of files that hold rows wherever they are, by suffix."""
 NAMED_ROWS: dict[str, Callable[[Path], Rows]] = {

@@ -97,6 +97,7 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
         left_out = f" ({source.skipped.total()} left out: {reasons})" if reasons else ""
         raise UserError(f"data.corpus: {source.name} holds no text{left_out}; give another corpus")
+    warn_of_left_out(source)
     return Counts(
         documents=manifest.documents,
         tokens=manifest.tokens,
@@ -106,6 +107,21 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
         skipped=dict(source.skipped),
         split_literals=note_literals(folder, split),
     )
+
+
+def warn_of_left_out(source: TextSource) -> None:
+    """Warn of files and rows of a corpus that look like text, and are not read."""
+    kinds = {
+        "compressed": "compressed files; unpack them",
+        "link": "links; put the files there",
+        "pointer of Git LFS": "pointers of Git LFS; fetch the files (git lfs pull)",
+        "not UTF-8": "files or rows that are not UTF-8; convert them",
+    }
+    for reason, what in kinds.items():
+        if count := source.skipped[reason]:
+            warnings.warn(
+                f"data.corpus: {source.name}: left out {count:,} {what} if they are meant", stacklevel=3
+            )
 
 
 def note_literals(folder: Path, split: Counter[str]) -> int:

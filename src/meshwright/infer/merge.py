@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,19 +103,35 @@ def _check_alike(first: SavedWeights, other: SavedWeights, name: str, others: st
 
 
 def _check_tokenizers(first: Tokenizer, other: Tokenizer, name: str, others: str) -> None:
-    """Raise `UserError` unless each token has one id in both, and texts become the same tokens.
+    """Raise `UserError` unless each id is of one token in both, and texts become the same tokens.
 
-    What is put around a text, and special tokens' options, may differ, as between a base and its chat model.
+    What is put around a text, and special tokens' options, may differ, as between a base and its chat model;
+    and one may have added tokens, such as a [PAD], whose ids are of none in the other, with a warning.
     """
     here, there = first.vocabulary, other.vocabulary
-    for token in sorted(here.keys() | there.keys(), key=lambda token: here.get(token, len(here))):
-        if here.get(token) != there.get(token):
-            own, its = ("no id" if ids.get(token) is None else f"id {ids[token]}" for ids in (here, there))
-            raise UserError(
-                f"{others}: has another tokenizer than {name}: {token!r} has {its} in it and {own} there, so "
-                "rows of their embeddings are of other tokens; merge models of one vocabulary"
-            )
+    taken = {*here.values()}, {*there.values()}
     one, two = (json.loads(each.json) for each in (first, other))
+    added = {token["content"] for tree in (one, two) for token in tree["added_tokens"]}
+    alone: list[str] = []
+    for token in sorted(here.keys() | there.keys(), key=lambda token: here.get(token, len(here))):
+        own, its = here.get(token), there.get(token)
+        if own == its:
+            continue
+        is_free = (own is None and its not in taken[0]) or (its is None and own not in taken[1])
+        if is_free and token in added:
+            alone.append(f"{token} (id {its if own is None else own})")
+            continue
+        said = ["no id" if number is None else f"id {number}" for number in (its, own)]
+        raise UserError(
+            f"{others}: has another tokenizer than {name}: {token!r} has {said[0]} in it and {said[1]} "
+            "there, so rows of their embeddings are of other tokens; merge models of one vocabulary"
+        )
+    if alone:
+        warnings.warn(
+            f"merge: only one of {name} and {others} has {', '.join(alone[:5])}{' ...' * (len(alone) > 5)}; "
+            f"in the other that row of the embedding is of no token. The tokenizer written is that of {name}",
+            stacklevel=4,
+        )
     for part in ("normalizer", "pre_tokenizer", "model"):
         if one[part] != two[part]:
             raise UserError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.launch.tasks import RANK_VARIABLES, refuse_several_tasks
+from meshwright.launch.tasks import RANK_VARIABLES, refuse_several_tasks, refuse_worlds_apart
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
 
@@ -19,6 +19,9 @@ AXES = ("dp", "replicate", "cp", "tp", "pp")
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The interface that a world on one machine keeps to."""
+
+MOST_THREADS = 1024
+"""More threads than any processor has cores, of which a system may not be able to make more."""
 
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4  # <malloc.h>
 
@@ -74,7 +77,8 @@ class Worker:
 def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
     """The place that torchrun gave this process; None in a process that it did not start.
 
-    Raises `UserError` for an environment that says only half of it, and as `refuse_several_tasks` does.
+    Raises `UserError` for an environment that says only half of it, and as `refuse_several_tasks`
+    and `refuse_worlds_apart` do.
     """
     given = os.environ if environment is None else environment
     world = [name for name in RANK_VARIABLES if name in given]
@@ -89,6 +93,8 @@ def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
     rank, world_size = _whole(given, "RANK"), _whole(given, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise UserError(f"RANK: {rank} is not below WORLD_SIZE {world_size}; start the ranks with torchrun")
+    if SUPERVISOR not in given:  # hosts of `--nodes` may be tasks, of which some have not come
+        refuse_worlds_apart(given)
     return Worker(
         rank=rank,
         world_size=world_size,
@@ -194,7 +200,7 @@ def limit_threads(local_world_size: int, environment: Mapping[str, str] | None =
     asked = given.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number for each level
     by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in given  # its default, for ranks of GPUs
     own = int(asked) if asked.isdecimal() and not by_torchrun else 0
-    threads = own or max(1, cores() // local_world_size)
+    threads = min(own, MOST_THREADS) or max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

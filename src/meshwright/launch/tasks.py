@@ -77,13 +77,37 @@ def refuse_several_tasks(environment: Mapping[str, str] | None = None) -> None:
     if any(name in given for name in RANK_VARIABLES):
         return
     for launcher in LAUNCHERS:
-        told = [f"{name}: {given[name]} tasks" for name in launcher.sizes if _number(given, name) > 1]
-        told += [f"{name}: this is task {given[name]}" for name in launcher.ranks if _number(given, name)]
-        if told:
+        if told := _told(launcher, given):
             raise UserError(
                 f"{told[0]} of {launcher.name} and RANK is not set, so each would run alone; "
                 f"{launcher.remedy}"
             )
+
+
+def refuse_worlds_apart(given: Mapping[str, str]) -> None:
+    """Raise `UserError` in a world of ranks which has fewer members than its launcher has tasks.
+
+    A torchrun that was not told of the other hosts makes a world of its own in each task. Its members are
+    torchruns (GROUP_WORLD_SIZE), or ranks where something else has made it.
+    """
+    name = "GROUP_WORLD_SIZE" if "GROUP_WORLD_SIZE" in given else "WORLD_SIZE"
+    members = _number(given, name)
+    for launcher in LAUNCHERS:
+        tasks = [_number(given, size) for size in launcher.sizes]
+        tasks += [1 + number for rank in launcher.ranks if (number := _number(given, rank))]
+        if 0 < members < max(tasks):
+            told = _told(launcher, given)[0]
+            raise UserError(
+                f"{name}: {members} is less than the tasks of {launcher.name} ({told}), so each would run "
+                f"alone, in a world of its own; give each torchrun --nnodes {max(tasks)} and one "
+                f"--rdzv-endpoint, or unset the variable if it is not of these tasks"
+            )
+
+
+def _told(launcher: Launcher, given: Mapping[str, str]) -> list[str]:
+    """Return what says that this process is one of several tasks of a launcher."""
+    told = [f"{name}: {given[name]} tasks" for name in launcher.sizes if _number(given, name) > 1]
+    return told + [f"{name}: this is task {given[name]}" for name in launcher.ranks if _number(given, name)]
 
 
 def _number(given: Mapping[str, str], name: str) -> int:

@@ -18,9 +18,12 @@ import secrets
 import socket
 import stat
 import struct
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from meshwright.spec import UserError
 
 SECRET_BYTES = 32
 NONCE_BYTES = 16
@@ -79,11 +82,29 @@ def read_secret(file: Path, *, trusted: bool = False) -> bytes:
 def shared_secret(file: Path) -> bytes:
     """The secret in `file`, in a folder of the run's processes, the first of which makes it.
 
-    Raises `OSError`.
+    One that others could read, as in a folder that was copied, is closed to them, with a warning. Raises
+    `UserError` where it cannot be read or made.
     """
-    with suppress(FileExistsError):
-        write_secret(file, new_secret())
-    return read_secret(file, trusted=True)
+    try:
+        with suppress(FileExistsError):
+            write_secret(file, new_secret())
+        secret = read_secret(file, trusted=True)
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if mode & 0o077:
+            with suppress(OSError):  # a file system without modes, or another user's
+                file.chmod(0o600)
+            warnings.warn(
+                f"{file}: other users could read the secret of this run (mode {mode:04o}), and with it "
+                f"change what its processes tell each other; stop them, and remove the file for a new one",
+                stacklevel=2,
+            )
+        return secret
+    except (OSError, AuthenticationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"--out: {file}, the secret that the run's processes share, cannot be read or made ({reason}); "
+            f"let all of them run as one user, and remove the file if it is damaged"
+        ) from error
 
 
 def pack(parts: Sequence[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.launch.failure import Outcome
 from meshwright.launch.scratch import scratch_folder
-from meshwright.parallel.authentication import AuthenticationError, shared_secret
+from meshwright.parallel.authentication import shared_secret
 from meshwright.parallel.store_server import StoreServer, endpoint_of
 from meshwright.recover.generation import End, Generation, Job, Place, Tell, stopped_by
 from meshwright.recover.membership import LOST_S, NOBODY, Decision, Host, Membership, State, World, decide
@@ -25,7 +25,6 @@ from meshwright.recover.restarts import RestartPolicy
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.supervisor import stop_requests
 from meshwright.recover.zygote import Zygote, ZygoteLostError
-from meshwright.spec import UserError
 
 SECRET_FILE = "secret"
 """File of the common folder with the secret of the run's stores, for this user alone."""
@@ -65,7 +64,7 @@ class HostSupervisor:
         self.members = Membership(job.folder, host.name)
         self._policy = RestartPolicy(job.of(True, job.sizes[-1]).recovery.max_restarts)
         self.members.folder.mkdir(parents=True, exist_ok=True)
-        self._secret = _secret(self.members.folder / SECRET_FILE)
+        self._secret = shared_secret(self.members.folder / SECRET_FILE)
         self._store = StoreServer(host.address, self._secret)
         """The store of the next generation, if this host is the first of it."""
         self._first = 0
@@ -279,15 +278,3 @@ class HostSupervisor:
             warnings.warn(f"{found.sentence}; the ranks are started again", stacklevel=2)
         self._not_before = time.monotonic() + (self._policy.pause if end is None else 0.0)
         return end
-
-
-def _secret(file: Path) -> bytes:
-    """The secret of the run's stores. Raises `UserError` where it cannot be read or made."""
-    try:
-        return shared_secret(file)
-    except (OSError, AuthenticationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"--out: {file}, the secret that the run's hosts share, cannot be read or made ({reason}); let "
-            f"all hosts run as one user, and remove the file if it is damaged"
-        ) from error

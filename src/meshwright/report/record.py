@@ -93,20 +93,45 @@ def _read_lines(path: Path) -> list[Row]:
     return rows
 
 
-def _cut(path: Path, last_step: int | None = None) -> int:
-    """Rewrite a JSON-lines file without a torn last line, and without rows after `last_step`.
+def _cut(path: Path, last_step: int | None = None) -> tuple[int, int]:
+    """Rewrite a JSON-lines file without a torn last line; with a `last_step` also without rows after it, and
+    with each of the others once, the last one that was written, in order of steps.
 
-    Returns the number of whole rows removed.
+    Returns how many rows were after `last_step`, and how many others, of steps, were there again or out of
+    place.
     """
     if not path.is_file():
-        return 0
+        return 0, 0
     rows = kept = _read_lines(path)
+    lost = odd = 0
     if last_step is not None:
-        if odd := [row["step"] for row in rows if not isinstance(row.get("step", 0), int)]:
-            raise UserError(f"{path}: a row has the step {odd[0]!r}; the file is damaged, move it away")
-        kept = [row for row in rows if row.get("step", 0) <= last_step]
+        if wrong := [row["step"] for row in rows if not isinstance(row.get("step", 0), int)]:
+            raise UserError(f"{path}: a row has the step {wrong[0]!r}; the file is damaged, move it away")
+        before = [row for row in rows if row.get("step", 0) <= last_step]
+        kept = _in_order(before)
+        lost, odd = len(rows) - len(before), _misplaced(before)
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-    return len(rows) - len(kept)
+    return lost, odd
+
+
+def _place(row: Row) -> tuple[int, bool]:
+    """Where a row of metrics stands: by its step, a validation after the step itself."""
+    return row.get("step", 0), "val_loss" in row
+
+
+def _in_order(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of metrics in order of steps, each once: the last one of those of a place."""
+    each = {_place(row): row for row in rows}
+    return [each[place] for place in sorted(each)]
+
+
+def _misplaced(rows: Sequence[Row]) -> int:
+    """Return how many rows of steps do not stand after those of all steps before them."""
+    found, last = 0, -1
+    for step in (row.get("step", 0) for row in rows if "val_loss" not in row):
+        found += step <= last
+        last = max(last, step)
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -189,7 +214,11 @@ def missing_steps(info: dict[str, Any], rows: Sequence[Row], step: int) -> list[
             due.pop()
         every, last = start.get("log_every"), start.get("last_step")
         if type(every) is int and every > 0:
-            due += [each for each in range(start["step"] + 1, end + 1) if each % every == 0 or each == last]
+            due += [
+                each
+                for each in range(start["step"] + 1, min(end, step) + 1)
+                if each % every == 0 or each == last
+            ]
     written = {row.get("step") for row in rows if "val_loss" not in row}
     parts = groupby((each for each in due if each <= step), lambda each: each in written)
     return [list(part) for there, part in parts if not there]
@@ -232,7 +261,7 @@ class RunRecord:
         except OSError as error:
             raise _unwritable(self.out, error) from error
         with self._fenced(self.out / RUN):
-            lost = _cut(self.out / METRICS, step)
+            lost, odd = _cut(self.out / METRICS, step)
             _cut(self.out / EVENTS)
             described = self._write_run(info, step)
         rows = read_metrics(self.out)
@@ -241,6 +270,13 @@ class RunRecord:
         self._lines = {name: _Lines(self.out / name) for name in (METRICS, EVENTS)}
         if step or lost:
             self.on_event("resumed", {"step": step, "lost_rows": lost})
+        if odd:
+            message = (
+                f"{self.out / METRICS}: {odd} row{'s' * (odd != 1)} of earlier steps stood there again or "
+                f"out of order; each step is there once now, as it was written last"
+            )
+            warnings.warn(message, stacklevel=2)
+            self.on_event("warning", {"message": message})
         self._tell_missing(missing_steps(described, rows, step), step)
 
     def _tell_missing(self, parts: Sequence[Sequence[int]], step: int) -> None:
@@ -267,9 +303,14 @@ class RunRecord:
         A resumed run keeps the time of its first start and lists the later ones.
         """
         earlier = (read_object(self.out / RUN) or {}) if step else {}
+        before = earlier.get("starts", [])
+        if not isinstance(before, list) or not all(isinstance(start, dict) for start in before):
+            raise UserError(
+                f"{self.out / RUN}: starts has something else than objects; the file is damaged, move it away"
+            )
         rows = {"log_every": info.get("spec", {}).get("train", {}).get("log_every", 1)}
         own = {"step": step, "time": now(), **rows, "last_step": info.get("last_step")}
-        starts = [*earlier.get("starts", []), own]
+        starts = [*before, own]
         described = {
             **{key: value for key, value in info.items() if key != "step"},
             "version": __version__,

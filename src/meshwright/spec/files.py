@@ -15,6 +15,7 @@ MAX_JSON = 64 << 20
 """Largest size in bytes of a JSON file that is read whole; its values may take 30 times as much memory."""
 MAX_TOML = 1 << 20
 """Largest size in bytes of a TOML file."""
+_LFS = b"version https://git-lfs.github.com/spec/v1\n"
 _TOML_PARTS = 10**7
 """Most parts of the keys of a TOML file, squared and added up: `tomllib` keeps every prefix of a key."""
 
@@ -39,6 +40,15 @@ def user_path(name: str | Path, key: str) -> Path:
 def shortened(text: str) -> str:
     """Return at most 200 characters of a text, with its middle left out."""
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return True for a file that Git LFS has not fetched: in its place is a text that names it."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS)) == _LFS
+    except OSError:
+        return False
 
 
 def read_text(path: Path, most: int) -> str:

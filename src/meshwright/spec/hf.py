@@ -9,6 +9,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.hf_json import FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
+from meshwright.spec.records import show
 from meshwright.spec.special_tokens import check_within
 
 # Defaults of transformers for keys that are absent, by family.
@@ -72,7 +73,7 @@ def _llama_like(config: Config, family: str) -> dict[str, Any]:
         "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
     if family in _WINDOWS:
-        fields["sliding_window"] = config.read("sliding_window", SIZE, _WINDOWS[family], nullable=True)
+        fields["sliding_window"] = _window(config, family, fields["layers"])
     if family == "deepseek_v3":
         fields |= _latents(config, heads)
     else:
@@ -86,7 +87,8 @@ def _llama_like(config: Config, family: str) -> dict[str, Any]:
 
 def _check_computed(config: Config, family: str) -> None:
     """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
-    config.check("hidden_act", "silu")
+    if config.values.get("hidden_act") != "swish":  # another name of it
+        config.check("hidden_act", "silu")
     if family in ("qwen3", "qwen3_moe") and config.read("use_sliding_window", FLAG, False):
         raise config.wrong("use_sliding_window", f"it is not computed for {family}; set it to false")
     for place in (_rope(config), config):
@@ -100,6 +102,23 @@ def _rope(config: Config) -> Config:
     """
     older, newer = config.section("rope_scaling"), config.section("rope_parameters")
     return older if older.values else newer
+
+
+def _window(config: Config, family: str, layers: int) -> int | None:
+    """Return the window of all layers. transformers reads a Mistral with `layer_types` by those."""
+    window: int | None = config.read("sliding_window", SIZE, _WINDOWS[family], nullable=True)
+    kinds = config.values.get("layer_types") if family == "mistral" else None
+    if kinds is None:
+        return window
+    if kinds == ["full_attention"] * layers:
+        return None
+    if window is None or kinds != ["sliding_attention"] * layers:
+        raise config.wrong(
+            "layer_types",
+            f"with sliding_window {show(window)} computed are sliding_attention in all {layers} layers, or "
+            "full_attention in all of them",
+        )
+    return window
 
 
 def _kv_heads(config: Config, family: str, heads: int) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import is_lfs_pointer
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.records import show
 from meshwright.spec.tokenizer_classes import class_of, departs, keeps_around
@@ -126,6 +127,15 @@ class PublishedTokenizer:
                     "tokenizer's tokens as a string"
                 )
 
+    def check_end(self, vocab_size: int) -> None:
+        """Raise `UserError` for an end of documents that a model of so many embeddings has no row for."""
+        if self.tokens.end >= vocab_size:
+            raise UserError(
+                f"{self.key}: {self.backend.id_to_token(self.tokens.end)!r}, which ends documents by the "
+                f"files beside {self.file}, is number {self.tokens.end}, and model.vocab_size is "
+                f"{vocab_size}; name another eos_token in its tokenizer_config.json"
+            )
+
     @cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return _put_around(self.tree["post_processor"], self.file, self.key)
@@ -145,6 +155,8 @@ def read_backend(file: Path, key: str) -> tuple[tokenizers.Tokenizer, dict[str, 
     """Return the library's tokenizer of a tokenizer.json alone, and its tree. Raises `UserError`."""
     import tokenizers
 
+    if is_lfs_pointer(file):
+        raise UserError(f"{key}: {file} is a pointer of Git LFS; fetch the file: git lfs pull")
     with library_errors(f"{key}: {file} is not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_file(str(file))
     return backend, read_tree(backend, f"{key}: {file}")
