@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -175,6 +176,19 @@ def test_a_run_that_has_saved_nothing_yet_starts_from_the_weights_again(theirs: 
     exported_equals(theirs, tmp_path / "run", tmp_path / "out")
 
 
+@pytest.mark.parametrize("given", ["other", "random", "run"])
+def test_a_resume_takes_no_other_weights(given: str, theirs: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", shutil.copytree(theirs, tmp_path / "other")
+    tokenizer_of(other, words=["zz"])
+    trained(theirs, run, model__hf=theirs, train__steps=2, train__stop_at=1)
+    before = (run / "run.json").read_bytes()
+    weights = {"other": str(other), "run": str(run)}.get(given, given)
+    with pytest.raises(UserError, match=f"^model.weights: {weights} is not read by --resume"):
+        trained(theirs, run, run, "auto", model__weights=weights)
+    assert (run / "run.json").read_bytes() == before
+    trained(theirs, run, run, "auto", model__weights=theirs.parent / "." / ".." / theirs.parent.name / "hf")
+
+
 def told(theirs: Path, path: Path | None = None, **more: object) -> str:
     """Return the line about the weights of a run with these flags, or ''."""
     given = flags(theirs, **{key.replace("__", "."): value for key, value in more.items()})
@@ -296,6 +310,43 @@ def test_another_tokenizer_than_the_weights_is_said(theirs: Path, tmp_path: Path
     trained(theirs, tmp_path / "run", **how)
     kept = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
     assert kept != json.loads((theirs / "tokenizer.json").read_text())
+
+
+def test_the_tokenizer_of_the_weights_by_another_path_is_not_another(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.import_hf(theirs, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    line = told(theirs, Path("run"), model__weights="run")
+    assert "those of run " in line and "not by" not in line
+
+
+def test_ids_that_are_other_tokens_in_the_tokenizer_are_its_own(theirs: Path, tmp_path: Path) -> None:
+    """A generation ends as documents do, and both exports say so."""
+    folder, other = Path(shutil.copytree(theirs, tmp_path / "hf")), tmp_path / "tokenizer"
+    other.mkdir()
+    tokenizer_of(other)
+    tree = json.loads((other / "tokenizer.json").read_text())
+    entries = tree["model"]["vocab"]
+    entries["</s>"], entries["!"] = entries["!"], entries["</s>"]
+    tree["added_tokens"][1]["id"] = entries["</s>"]
+    (other / "tokenizer.json").write_text(json.dumps(tree))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "temperature": 0.5}))
+    run, how = tmp_path / "run", {"data__tokenizer": other, "data__cache": tmp_path / "cache"}
+    with pytest.warns(UserWarning, match="has other tokens than .* at .*, ids that the configs"):
+        trained(theirs, run, model__hf=folder, **how)
+    api.export(run, tmp_path / "out")
+    api.export(run, tmp_path / "out.gguf")
+    end = entries["</s>"]
+    assert Tokenizers.open(run).tokens.stop_ids == (end,) and end != 1
+    config, generation = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    )
+    assert config["eos_token_id"] == end and generation.get("eos_token_id", end) == end
+    assert generation["temperature"] == 0.5
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert int(reader.fields["tokenizer.ggml.eos_token_id"].parts[-1][0]) == end
 
 
 IDS = {"bos_token_id": 3, "eos_token_id": [5, 1], "pad_token_id": 4}

@@ -9,7 +9,7 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
 from meshwright.spec.hf import has_weights
 from meshwright.spec.load import load
-from meshwright.spec.weights import check_fits, hf_model, own_tokenizer, weight_source
+from meshwright.spec.weights import FIRST_STEP, check_fits, hf_model, own_tokenizer, weight_source
 from meshwright.units import short
 
 
@@ -22,13 +22,39 @@ def check_weights(spec: RunSpec) -> None:
     if source is None:
         return
     theirs = hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
-    check_fits(spec.model, theirs, source.folder)
+    check_fits(spec.model, theirs, source)
     if spec.data.tokenizer == "bpe" and any(map(_is_text, spec.data.mixture or [spec.data.corpus])):
         own = own_tokenizer(spec.model.weights) or "the tokenizer.json that they were trained with"
         raise UserError(
             f"data.tokenizer: 'bpe' trains a new tokenizer, in which an id is another token than the weights "
             f"in {source.folder} know; give {own}"
         )
+
+
+def check_resumed_weights(spec: RunSpec, out: Path) -> None:
+    """Raise `UserError` if a run that goes on in `out` is given other weights than it started from.
+
+    They would not be read, and the record would name them.
+    """
+    from meshwright.report.record import RUN, read_object
+
+    earlier = (read_object(out / RUN) or {}).get("spec")
+    model = earlier.get("model") if isinstance(earlier, dict) else None
+    if not isinstance(model, dict):
+        return
+    before, now = model.get("weights", RANDOM), spec.model.weights
+    kept = out / FIRST_STEP  # what was imported into this folder: its record tells of no other weights
+    if before == now or (now != RANDOM and _same_path(now, str(kept) if before == RANDOM else before)):
+        return
+    raise UserError(
+        f"model.weights: {now} is not read by --resume, which goes on with the weights of {out} (that run "
+        f"started from {before}); leave the key out, or give another --out without --resume to start from "
+        f"{now}"
+    )
+
+
+def _same_path(one: str, other: str) -> bool:
+    return user_path(one, "model.weights").resolve() == user_path(other, "model.weights").resolve()
 
 
 def _is_text(corpus: str) -> bool:
@@ -41,13 +67,14 @@ def _is_text(corpus: str) -> bool:
 def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
     """Return in one line which weights a run starts from; None where nobody expects others than random ones.
 
-    `run` is the folder of the earlier run whose settings it has.
+    `run` is the folder of the earlier run whose settings it has. Raises `UserError` as `check_weights` does.
     """
+    check_weights(spec)
     model, tokenizer = spec.model, spec.data.tokenizer
     if model.weights != RANDOM:
         own = own_tokenizer(model.weights)
         text = f"text by {tokenizer}"
-        if own is not None and Path(tokenizer) != own:
+        if own is not None and not _is_copy(tokenizer, own):
             text += f", not by {own} of these weights, so a token may have another's id"
         return (
             f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimizer and "
@@ -67,3 +94,10 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
             f"--model.weights {run}, to go on with it --resume auto without another --out"
         )
     return None
+
+
+def _is_copy(tokenizer: str, own: Path) -> bool:
+    """Return True if `data.tokenizer` names `own`, its folder, or a file with the same content."""
+    path = user_path(tokenizer, "data.tokenizer")
+    path = path / own.name if path.is_dir() else path
+    return path.is_file() and (path.samefile(own) or path.read_bytes() == own.read_bytes())

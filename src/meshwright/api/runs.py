@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.folders import folder_of, make_folder
-from meshwright.api.initial_weights import check_weights
+from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
 from meshwright.launch.tasks import refuse_several_tasks
@@ -107,6 +107,8 @@ def _train_here(
     address: str | None,
 ) -> Result:
     """Train on this host alone; see `train`."""
+    if resume is not None:
+        check_resumed_weights(spec, out)
     if spec.outer.quorum is not None and spec.outer.island is None:
         from meshwright.api.islands import train_islands
 
@@ -211,6 +213,8 @@ def train_worker(
                 if resume is None:
                     check_weights(spec)
                     open_weights(spec.model)
+                else:
+                    check_resumed_weights(spec, out)
 
         def start() -> Observers:
             check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 from meshwright.data.tokenize import bpe_size
@@ -19,7 +20,7 @@ from meshwright.spec.special_tokens import (
     keep_side_files,
     side_files,
 )
-from meshwright.spec.text_tokens import open_published
+from meshwright.spec.text_tokens import ID_KEYS, MODEL_IDS, model_ids, open_published
 from meshwright.spec.weights import own_tokenizer, weights_folder
 
 
@@ -37,6 +38,7 @@ def keep_tokenizer(spec: RunSpec, tokenizer: Tokenizer | None, out: Path) -> Non
             _keep_weights_files(spec, own is not None and file == own, out)
         if file is not None and file != own:
             _copy_published(file, out)
+            _drop_others_ids(own, file, out)
     except OSError as error:
         raise UserError(f"{out}: the tokenizer cannot be written there ({error.strerror})") from error
     if tokenizer is not None and file is None:
@@ -65,6 +67,33 @@ def _copy_published(file: Path, out: Path) -> None:
     beside = tuple(pattern for pattern in TOKENIZER_FILES if pattern != TOKENIZER)
     copy_side_files(side_files(file.parent, "data.tokenizer", beside), file.parent, out)
     shutil.copyfile(file, out / TOKENIZER)
+
+
+def _drop_others_ids(own: Path | None, file: Path, out: Path) -> None:
+    """Drop the ids of the weights' configs from the run's folder where they are other tokens in `file`.
+
+    `own` is the tokenizer.json of the weights. Generations then end with the token that ends documents.
+    """
+    if own is None:
+        return
+    ids = [*model_ids(out, "model.weights").values()]
+    generation = out / "generation_config.json"
+    settings = read_json_object(generation, "model.weights") if generation.is_file() else {}
+    ids += [settings[name] for name in ID_KEYS if settings.get(name) is not None]
+    numbers = {each for value in ids for each in (value if isinstance(value, list) else [value])} - {None}
+    before, now = (open_published(each, "data.tokenizer").backend for each in (own, file))
+    others = sorted(each for each in numbers if before.id_to_token(each) != now.id_to_token(each))
+    if not others:
+        return
+    warnings.warn(
+        f"data.tokenizer: {file} has other tokens than {own} at {', '.join(map(str, others))}, ids that the "
+        f"configs of these weights name; this run keeps those that its tokenizer names",
+        stacklevel=2,
+    )
+    (out / MODEL_IDS).unlink(missing_ok=True)
+    kept = {name: value for name, value in settings.items() if name not in ID_KEYS}
+    if settings:
+        generation.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 def _name_end(tokenizer: Tokenizer, out: Path) -> None:

@@ -22,12 +22,12 @@ def open_weights(model: ModelSpec) -> Weights | None:
         return None
     if not source.is_hf:
         saved = SavedWeights(source.folder, source.step)
-        check_fits(model, saved.spec.model, source.folder)
+        check_fits(model, saved.spec.model, source)
         return saved
     check_within(source.folder / "config.json", source.folder, "model.weights")
     side_files(source.folder, "model.weights")  # they are copied into the run's folder
     theirs = hf_model(source.folder, "model.weights")
-    check_fits(model, theirs, source.folder)
+    check_fits(model, theirs, source)
     weights = HfWeights(source.folder, theirs)
     check_trainable(weights, source.folder, "model.weights")
     return weights

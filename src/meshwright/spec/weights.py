@@ -79,14 +79,16 @@ def own_tokenizer(weights: Any) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def check_fits(model: ModelSpec, theirs: ModelSpec, where: Path) -> None:
-    """Raise `UserError` for a key of `model` that contradicts the model whose weights `where` holds."""
+def check_fits(model: ModelSpec, theirs: ModelSpec, source: WeightSource) -> None:
+    """Raise `UserError` for a key of `model` that contradicts the model whose weights `source` holds."""
+    where = source.folder
+    remedy = f"give model.hf = {where}" if source.is_hf else f"begin with that run: meshwright train {where}"
     one, other = (each.model_dump(mode="json") for each in (model, theirs))
     for key, (own, its) in differences(one, other).items():
         if key not in UNUSED:
             raise UserError(
                 f"model.{key}: {as_in_file(own)} contradicts {where}, whose weights are of a model with "
-                f"{as_in_file(its)}; remove it, or give model.weights = {RANDOM} for a new model"
+                f"{as_in_file(its)}; remove it and {remedy}, or give model.weights = {RANDOM} for a new model"
             )
 
 
