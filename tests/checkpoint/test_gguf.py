@@ -376,3 +376,13 @@ def test_a_run_is_exported_by_the_name_of_the_file(
         api.export(tmp_path / "run", tmp_path / "x.gguf", "q4")
     with pytest.raises(UserError, match="cannot be written"):
         api.export(tmp_path / "run", tmp_path / "nowhere" / "x.gguf")
+
+
+def test_a_suffix_in_capitals_is_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, "Llama", LLAMA | {"num_hidden_layers": 1})
+    api.import_hf(tmp_path / "hf", tmp_path / "run")
+    shutil.copyfile(tmp_path / "tokenizer.json", tmp_path / "run" / "tokenizer.json")
+    target = tmp_path / "m.GGUF"
+    assert main(["export", str(tmp_path / "run"), str(target), "--json"]) == 0
+    assert target.read_bytes()[:4] == b"GGUF"
+    assert json.loads(capsys.readouterr().out) == {"file": str(target)}
