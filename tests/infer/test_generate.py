@@ -165,7 +165,9 @@ def test_a_token_without_a_row_is_spelled_with_the_way_out(
     backend.save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    export_hf(tmp_path / "hf", decoder.spec, decoder.tensors(), tmp_path / "tokenizer.json", side_files=tmp_path)
+    export_hf(
+        tmp_path / "hf", decoder.spec, decoder.tensors(), tmp_path / "tokenizer.json", side_files=tmp_path
+    )
     with pytest.raises(UserError, match=f"the prompt has {sentence}"):
         api.generate(tmp_path / "hf", prompt, special_tokens=how)
     if "<|new|>" in prompt:

@@ -372,7 +372,10 @@ def _lacking(tokenizer: Tokenizer, given: Sequence[int], how: Generation, token:
         return text, "it is put around the prompt: --special-tokens rendered puts nothing there"
     if how.special_tokens != "text" and tokenizer.literals.of(text) == [text]:
         return text, "--special-tokens text reads it as characters, or leave it out of the prompt"
-    return text, "leave it out of the prompt, or give the model's folder the tokenizer.json it was trained with"
+    return (
+        text,
+        "leave it out of the prompt, or give the model's folder the tokenizer.json it was trained with",
+    )
 
 
 def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: int) -> list[int]:
@@ -399,7 +402,9 @@ def read_prompts(file: Path) -> list[Row]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise UserError(f"--prompts: line {number} of {file} is not JSON ({error})") from None
+            raise UserError(
+                f"--prompts: line {number} of {file} is not JSON ({error}); mend or remove it"
+            ) from None
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise UserError(
                 f'--prompts: line {number} of {file} has no text "prompt"; write objects such as '
