@@ -88,6 +88,7 @@ def train(
     if nodes is not None:
         if out is None:
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
+        _check_packages(spec)
         return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     ranks = spec.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
@@ -116,11 +117,13 @@ def _train_here(
         _check_folder(spec, out, resume)
         if resume is None:
             check_weights(spec)
+        _check_packages(spec)
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
         from meshwright.report.record import island_folder
 
+        _check_packages(spec)
         out = island_folder(out, spec.outer.island)
         make_folder(out)
     if resume is None:  # else the ranks do it, since to read checkpoints takes torch
@@ -209,6 +212,7 @@ def train_worker(
 
         def check() -> None:
             if first:
+                _check_packages(spec)
                 _check_folder(spec, out, resume)
                 if resume is None:
                     check_weights(spec)
@@ -298,10 +302,19 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     from meshwright.launch.auto_layout import check_room
 
     check_distillation(spec)
+    _check_packages(spec)
     check_room(spec)
     _check_folder(spec, out, resume)
     if resume is None:
         check_weights(spec)
+
+
+def _check_packages(spec: RunSpec) -> None:
+    """Raise `UserError` if a package of `train.trackers` is not installed, before there is a folder."""
+    if spec.train.trackers:
+        from meshwright.report.trackers import check_trackers
+
+        check_trackers(spec.train.trackers)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
