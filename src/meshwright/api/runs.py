@@ -85,10 +85,10 @@ def train(
     from meshwright.launch.auto_layout import check_room
 
     resume = str(resume) if resume is not None else None
+    _check_packages(spec)
     if nodes is not None:
         if out is None:
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
-        _check_packages(spec)
         return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     ranks = spec.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
@@ -117,13 +117,11 @@ def _train_here(
         _check_folder(spec, out, resume)
         if resume is None:
             check_weights(spec)
-        _check_packages(spec)
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
         from meshwright.report.record import island_folder
 
-        _check_packages(spec)
         out = island_folder(out, spec.outer.island)
         make_folder(out)
     if resume is None:  # else the ranks do it, since to read checkpoints takes torch
@@ -212,13 +210,9 @@ def train_worker(
 
         def check() -> None:
             if first:
-                _check_packages(spec)
-                _check_folder(spec, out, resume)
+                _check_here(spec, out, resume)
                 if resume is None:
-                    check_weights(spec)
                     open_weights(spec.model)
-                else:
-                    check_resumed_weights(spec, out)
 
         def start() -> Observers:
             check()
@@ -302,11 +296,18 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     from meshwright.launch.auto_layout import check_room
 
     check_distillation(spec)
-    _check_packages(spec)
     check_room(spec)
+    _check_here(spec, out, resume)
+
+
+def _check_here(spec: RunSpec, out: Path, resume: str | None) -> None:
+    """Refuse a start by what is installed, and by what `out` and the folder of the weights hold."""
+    _check_packages(spec)
     _check_folder(spec, out, resume)
     if resume is None:
         check_weights(spec)
+    else:
+        check_resumed_weights(spec, out)
 
 
 def _check_packages(spec: RunSpec) -> None:
