@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_models import CASES, DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, YARN, save_theirs
 from meshwright import api
@@ -376,3 +377,35 @@ def test_a_run_is_exported_by_the_name_of_the_file(
         api.export(tmp_path / "run", tmp_path / "x.gguf", "q4")
     with pytest.raises(UserError, match="cannot be written"):
         api.export(tmp_path / "run", tmp_path / "nowhere" / "x.gguf")
+
+
+def test_a_suffix_in_capitals_is_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, "Llama", LLAMA | {"num_hidden_layers": 1})
+    api.import_hf(tmp_path / "hf", tmp_path / "run")
+    shutil.copyfile(tmp_path / "tokenizer.json", tmp_path / "run" / "tokenizer.json")
+    target = tmp_path / "m.GGUF"
+    assert main(["export", str(tmp_path / "run"), str(target), "--json"]) == 0
+    assert target.read_bytes()[:4] == b"GGUF"
+    assert json.loads(capsys.readouterr().out) == {"file": str(target)}
+
+
+def test_templates_for_two_texts_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+    def logged(named: str) -> list[str]:
+        backend = Tokenizer.from_file(str(tokenizer_file(tmp_path, byte_level)))
+        backend.add_special_tokens(["<a>"])
+        backend.post_processor = processors.TemplateProcessing(
+            "<a> $A", "<a> $A <a> $B:1", special_tokens=[("<a>", backend.token_to_id("<a>"))]
+        )
+        backend.save(str(tmp_path / "tokenizer.json"))
+        names = {"bos_token": named, "eos_token": "</s>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+        caplog.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read_tokenizer(tmp_path / "tokenizer.json", 290)
+        return [record.getMessage() for record in caplog.records]
+
+    assert logged("<a>") == []
+    assert logged("</s>") == ["Unknown leading special token '<a>' in TemplateProcessing<single>"]

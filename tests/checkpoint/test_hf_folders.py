@@ -267,7 +267,7 @@ def test_unreadable_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has neither"):
         load_hf(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")
-    with pytest.raises(UserError, match="not a readable safetensors"):
+    with pytest.raises(UserError, match=r"not a readable safetensors file .*; copy the file again$"):
         load_hf(tmp_path)
     with pytest.raises(UserError, match="there is no file"):
         load_hf(tmp_path / "nowhere")

@@ -208,3 +208,18 @@ def test_help_names_every_verb_and_every_key(capsys: pytest.CaptureFixture[str])
     for key in known_keys().values():
         head = f"  {key.name.split('.', 1)[1]} "
         assert any(line.startswith(head) and key.text in line for line in lines), key.name
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["tokenize", "--out", "x", "--special-tokens", "read"], "--data.special_tokens"),
+        (["train", "--special-tokens", "read"], "--data.special_tokens"),
+        (["train", "--batch-tokens=512"], "--train.batch_tokens"),
+        (["generate", "x", "--prompt", "a", "--data.special_tokens", "read"], "--special-tokens"),
+        (["evaluate", "x", "--data.special_tokens=read"], "--special-tokens"),
+        (["import", "x", "--model.out", "y"], "--out"),
+    ],
+)
+def test_a_flag_of_another_verb_points_at_the_key_and_back(words: list[str], meant: str) -> None:
+    assert mistake(*words).endswith(f"; did you mean '{meant}'?")

@@ -120,7 +120,7 @@ def test_the_end_of_a_loaded_tokenizer(tmp_path: Path) -> None:
         ("bpe:100", r"a BPE of 100 entries cannot hold the 256 bytes"),
         ("bpe:many", r"'many' in 'bpe:many' is not a number"),
         ("bpe:", r"'bpe:' lacks its number"),
-        ("nowhere.json", r"there is no file nowhere\.json"),
+        ("nowhere.json", r"there is no file nowhere\.json; give .* or a folder with one$"),
     ],
 )
 def test_settings_that_cannot_be(setting: str, sentence: str) -> None:
@@ -133,6 +133,10 @@ def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
         Tokenizer.open(path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text("{}")
+    with pytest.raises(UserError, match=rf"beside a tokenizer\.json; give that, or the folder {tmp_path}$"):
+        Tokenizer.open(config)
     save_words(tmp_path, "a", "b")
     with pytest.raises(UserError, match=r"no end-of-document token any of"):
         Tokenizer.open(path)

@@ -304,3 +304,35 @@ def test_files_of_text_that_are_left_out_are_told(tmp_path: Path) -> None:
         "left out 2 pointers of Git LFS; fetch the files (git lfs pull) if they are meant",
         "left out 1 files or rows that are not UTF-8; convert them if they are meant",
     ]
+
+
+WANTED = r"give an array of objects with a text each, as in \[.*\]$"
+REMEDIES: dict[str, tuple[str, str]] = {
+    "inside.json": (
+        '{"data": [{"text": "a"}]}',
+        rf"keys are data; if its rows are in 'data', .* alone: {WANTED}",
+    ),
+    "chat.jsonl": (
+        '{"messages": [{"role": "user", "content": "a"}]}\n',
+        r"keys are messages; .* apply_chat_template",
+    ),
+    "one.jsonl": ('{"body": "a", "n": 1}\n', r"its keys are body, n; give data\.text_key = 'body'$"),
+    "alpaca.json": (
+        '[{"instruction": "a", "output": "b"}]',
+        r"instruction, output; give data\.text_key = one of them",
+    ),
+    "numbers.jsonl": ('{"a": 1}\n', r"its keys are a; none of them is text"),
+    "list.json": ('{"text": ["a", "b"]}', rf"'text' in .* row 1 is a list, not text; {WANTED}"),
+    "number.json": ("5", rf"row 1 has no key 'text'; it is no object: {WANTED}"),
+    "empty.json": ("{}", rf"it has no keys: {WANTED}"),
+    "cut.jsonl": ('{"text": "a"}\n{"text": "b\n', r"line 2 is not JSON \(.*\); mend or remove that line$"),
+    "quote.csv": ('text\n"a\n', r"opens a quote and does not close it; mend or remove that line$"),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_row_without_its_text_says_what_to_do(name: str, tmp_path: Path) -> None:
+    content, sentence = REMEDIES[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        read(tmp_path / name)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import json
+from pathlib import Path
 
+import pytest
+import tokenizers
+import torch
+from tokenizers import processors
+
+from meshwright import api
+from meshwright.checkpoint.hf import export_hf
+from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.infer import generate
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
@@ -134,3 +142,34 @@ def test_mistakes_are_named(arguments: dict, message: str) -> None:
         options = {"tokens": PROMPT, "max_new_tokens": 3} | arguments
         of_prompt = {name: options.pop(name) for name in ("tokens", "max_new_tokens")}
         generate(make("gpt"), **of_prompt, sampling=Sampling(**options))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "how", "sentence"),
+    [
+        ("a<|new|>", "read", r"token 258 \('<\|new\|>'\), .*; --special-tokens text reads it as characters"),
+        ("a[plain]", "read", r"token 259 \('\[plain\]'\), .*; leave it out of the prompt"),
+        ("a[plain]", "text", r"token 259 \('\[plain\]'\), .*; leave it out of the prompt"),
+        ("a", "read", r"token 257 \('<s>'\), .*; it is put around the prompt: --special-tokens rendered"),
+    ],
+)
+def test_a_token_without_a_row_is_spelled_with_the_way_out(
+    tmp_path: Path, prompt: str, how: str, sentence: str
+) -> None:
+    decoder = init_whole_(Decoder(ModelSpec.model_validate(SMALL | {"vocab_size": 257})), seed=1)
+    backend = tokenizers.Tokenizer.from_str(byte_tokenizer().json)
+    backend.add_special_tokens(["<s>", "<|new|>"])
+    backend.add_tokens(["[plain]"])
+    if prompt == "a":
+        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 257)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    export_hf(
+        tmp_path / "hf", decoder.spec, decoder.tensors(), tmp_path / "tokenizer.json", side_files=tmp_path
+    )
+    with pytest.raises(UserError, match=f"the prompt has {sentence}"):
+        api.generate(tmp_path / "hf", prompt, special_tokens=how)
+    if "<|new|>" in prompt:
+        with pytest.warns(UserWarning, match="read as plain characters"):
+            api.generate(tmp_path / "hf", prompt, special_tokens="text", max_new_tokens=1)

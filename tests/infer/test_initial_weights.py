@@ -187,6 +187,10 @@ def test_a_resume_takes_no_other_weights(given: str, theirs: Path, tmp_path: Pat
         trained(theirs, run, run, "auto", model__weights=weights)
     assert (run / "run.json").read_bytes() == before
     trained(theirs, run, run, "auto", model__weights=theirs.parent / "." / ".." / theirs.parent.name / "hf")
+    record = json.loads(before)
+    del record["spec"]["model"]["weights"]  # as runs from before the key have it
+    (run / "run.json").write_text(json.dumps(record))
+    trained(theirs, run, run, "auto", model__weights=weights)
 
 
 def told(theirs: Path, path: Path | None = None, **more: object) -> str:
@@ -331,7 +335,8 @@ def test_ids_that_are_other_tokens_in_the_tokenizer_are_its_own(theirs: Path, tm
     entries["</s>"], entries["!"] = entries["!"], entries["</s>"]
     tree["added_tokens"][1]["id"] = entries["</s>"]
     (other / "tokenizer.json").write_text(json.dumps(tree))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "temperature": 0.5}))
+    settings = {"eos_token_id": [1], "pad_token_id": -1, "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     run, how = tmp_path / "run", {"data__tokenizer": other, "data__cache": tmp_path / "cache"}
     with pytest.warns(UserWarning, match="has other tokens than .* at .*, ids that the configs"):
         trained(theirs, run, model__hf=folder, **how)

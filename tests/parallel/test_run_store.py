@@ -72,11 +72,11 @@ def outcome(operation: Callable[..., Any], store: Any, *given: Any) -> Any:
 
 def test_operations_are_those_of_torchs_store(server: StoreServer) -> None:
     """A few hundred drawn operations, on it and on torch's server, as it is and under a prefix."""
-    limit, draw = timedelta(seconds=0.01), random.Random(0)
+    limit, draw = timedelta(seconds=0.1), random.Random(0)  # both answer in time on a busy machine
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     ours = client(server, limit)
     pairs: list[tuple[Any, Any]] = [(ours, theirs), (PrefixStore("p", ours), PrefixStore("p", theirs))]
-    for _ in range(400):
+    for _ in range(200):
         mine, other = draw.choice(pairs)
         operation = draw.choice(OPERATIONS)
         given = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshwright import api
 from meshwright.api.runs import _observers
 from meshwright.checkpoint import Lease
 from meshwright.report.record import island_folder
@@ -30,16 +31,34 @@ def drive(name: str, out: Path, first: int, last: int, end: bool) -> None:
             observer.on_end({"final_loss": 1.0, "layout": "dp=2"})
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
-)
+PACKAGES = [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")]
+
+
+@pytest.mark.parametrize(("name", "module"), PACKAGES)
 def test_a_missing_package_is_named(
     name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"train\.trackers: '{name}' .*pip install 'meshwright\[trackers\]'"):
         make_trackers([name], tmp_path, "trial", {})
+
+
+ISLANDS = {
+    "outer.every": "2", "outer.quorum": "1", "outer.momentum": "0", "layout.replicate": "2", "layout.dp": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("islands", [{}, ISLANDS, ISLANDS | {"outer.island": "0"}])
+@pytest.mark.parametrize(("name", "module"), PACKAGES)
+def test_a_missing_package_leaves_no_folder(
+    name: str, module: str, islands: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    keys = {"data.corpus": "synthetic", "data.tokenizer": "byte", "train.trackers": name, **islands}
+    spec = load(None, [("model.preset", "tiny"), ("train.steps", "1"), *keys.items()])
+    with pytest.raises(UserError, match=rf"train\.trackers: '{name}' cannot be imported"):
+        api.train(spec, out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -203,7 +204,8 @@ def generate_worker(
         _remark(run, tokenizer, rows, given, how)
     with _decoder(run, how, layout) as (decoder, part):
         for request in requests:
-            check_request(decoder.spec, request, _name(request.number, len(rows)))
+            lacking = partial(_lacking, tokenizer, given[request.number], how)
+            check_request(decoder.spec, request, _name(request.number, len(rows)), lacking)
         mesh = part.mesh if part is not None else None
         share = (mesh.data_rank, mesh.layout.data_ranks) if mesh is not None else (0, 1)
         own = requests[share[0] :: share[1]]
@@ -363,6 +365,19 @@ def _name(number: int, count: int) -> str:
     return "the prompt" if count == 1 else f"prompt {number + 1} of {count}"
 
 
+def _lacking(tokenizer: Tokenizer, given: Sequence[int], how: Generation, token: int) -> tuple[str, str]:
+    """Return the text of a token of the prompt `given` that the model lacks, and what to do about it."""
+    text = tokenizer.decode([token])
+    if token not in given:
+        return text, "it is put around the prompt: --special-tokens rendered puts nothing there"
+    if how.special_tokens != "text" and tokenizer.literals.of(text) == [text]:
+        return text, "--special-tokens text reads it as characters, or leave it out of the prompt"
+    return (
+        text,
+        "leave it out of the prompt, or give the model's folder the tokenizer.json it was trained with",
+    )
+
+
 def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: int) -> list[int]:
     try:
         row["prompt"].encode()
@@ -387,7 +402,9 @@ def read_prompts(file: Path) -> list[Row]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise UserError(f"--prompts: line {number} of {file} is not JSON ({error})") from None
+            raise UserError(
+                f"--prompts: line {number} of {file} is not JSON ({error}); mend or remove it"
+            ) from None
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise UserError(
                 f'--prompts: line {number} of {file} has no text "prompt"; write objects such as '

@@ -40,9 +40,9 @@ def check_resumed_weights(spec: RunSpec, out: Path) -> None:
 
     earlier = (read_object(out / RUN) or {}).get("spec")
     model = earlier.get("model") if isinstance(earlier, dict) else None
-    if not isinstance(model, dict):
+    if not isinstance(model, dict) or "weights" not in model:  # a run from before there was the key
         return
-    before, now = model.get("weights", RANDOM), spec.model.weights
+    before, now = str(model["weights"]), spec.model.weights
     kept = out / FIRST_STEP  # what was imported into this folder: its record tells of no other weights
     if before == now or (now != RANDOM and _same_path(now, str(kept) if before == RANDOM else before)):
         return

@@ -90,7 +90,7 @@ def export(
     checkpoint, by default the newest.
     """
     run, folder = existing(run, "the folder of a run"), Path(folder)
-    if folder.suffix == ".gguf":
+    if folder.suffix.lower() == ".gguf":
         _export_gguf(run, folder, dtype or "float32", weights, step)
         return
     import torch

@@ -85,6 +85,7 @@ def train(
     from meshwright.launch.auto_layout import check_room
 
     resume = str(resume) if resume is not None else None
+    _check_packages(spec)
     if nodes is not None:
         if out is None:
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
@@ -209,12 +210,9 @@ def train_worker(
 
         def check() -> None:
             if first:
-                _check_folder(spec, out, resume)
+                _check_here(spec, out, resume)
                 if resume is None:
-                    check_weights(spec)
                     open_weights(spec.model)
-                else:
-                    check_resumed_weights(spec, out)
 
         def start() -> Observers:
             check()
@@ -299,9 +297,25 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
 
     check_distillation(spec)
     check_room(spec)
+    _check_here(spec, out, resume)
+
+
+def _check_here(spec: RunSpec, out: Path, resume: str | None) -> None:
+    """Refuse a start by what is installed, and by what `out` and the folder of the weights hold."""
+    _check_packages(spec)
     _check_folder(spec, out, resume)
     if resume is None:
         check_weights(spec)
+    else:
+        check_resumed_weights(spec, out)
+
+
+def _check_packages(spec: RunSpec) -> None:
+    """Raise `UserError` if a package of `train.trackers` is not installed, before there is a folder."""
+    if spec.train.trackers:
+        from meshwright.report.trackers import check_trackers
+
+        check_trackers(spec.train.trackers)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:

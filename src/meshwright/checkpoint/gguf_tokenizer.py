@@ -8,7 +8,10 @@ match. Here it is found by the pre-tokenizer itself.
 from __future__ import annotations
 
 import json
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,7 +136,8 @@ def _special(found: PublishedTokenizer, file: Path, vocab_size: int) -> SpecialV
         folder = Path(name)
         copy_side_files(side_files(file.parent, "export"), file.parent, folder)
         (folder / "config.json").write_text(json.dumps(model_ids(file.parent, "export")), encoding="utf-8")
-        special = gguf.SpecialVocab(folder, n_vocab=vocab_size)
+        with _without_pairs():
+            special = gguf.SpecialVocab(folder, n_vocab=vocab_size)
     tokens, ids, added = found.tokens, special.special_token_ids, special.add_special_token
     first, end = tokens.named
     ids.setdefault("eos", end)
@@ -149,6 +153,21 @@ def _special(found: PublishedTokenizer, file: Path, vocab_size: int) -> SpecialV
             stacklevel=4,
         )
     return special
+
+
+@contextmanager
+def _without_pairs() -> Iterator[None]:
+    """Drop what gguf's reader logs of templates for two texts, which no model of text is given."""
+    logger = logging.getLogger("gguf.vocab")
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "in TemplateProcessing<pair>" not in record.getMessage()
+
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
 
 
 def _name(tree: dict[str, Any], merges: list[str], file: Path) -> str:

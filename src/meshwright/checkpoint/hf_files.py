@@ -122,7 +122,9 @@ class TensorFiles:
                     pass
                 listed = parse_json(file.read(size))
         except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"model.hf: {path} is not a readable safetensors file ({error})") from error
+            raise UserError(
+                f"model.hf: {path} is not a readable safetensors file ({error}); copy the file again"
+            ) from error
         listed.pop("__metadata__", None)
         return {name: (path, tuple(each["shape"]), each["dtype"]) for name, each in listed.items()}
 

@@ -127,7 +127,7 @@ def export(call: Call) -> None:
 
     run, target = map(Path, call.words)
     api.export(run, target, **call.flags)
-    kind = "file" if target.suffix == ".gguf" else "folder"
+    kind = "file" if target.suffix.lower() == ".gguf" else "folder"
     show.result(call, {kind: str(target)}, lambda _: print(f"wrote {target}"))
 
 

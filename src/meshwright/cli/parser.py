@@ -258,8 +258,14 @@ def _flag_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> An
 
 def _key_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> str:
     """Return the text of a dotted flag; a switch without a value is 'true'."""
+    own = name.rpartition(".")[2].replace("_", "-")
+    hint = f"; did you mean '--{own}'?" if any(flag.name == own for flag in verb.flags) else ""
     if not verb.keys:
-        raise UserError(f"--{name}: 'meshwright {verb.name}' takes no keys of a run; see its --help")
+        sentence = f"'meshwright {verb.name}' takes no keys of a run"
+        raise UserError(f"--{name}: {sentence}{hint or '; see its --help'}")
+    listed = [key for argument in verb.arguments for key in argument.listed]
+    if hint and listed and name not in listed and name in known_keys():
+        raise UserError(f"--{name}: of the keys of a run, {verb.name} takes those of its --help only{hint}")
     if text is not None:
         return text
     key = known_keys().get(name)
@@ -282,6 +288,6 @@ def _unknown(verb: Verb, name: str) -> UserError:
         first = next(key for key in known_keys() if key.startswith(f"{name}."))
         hint = f"; it is a table of keys: give one, as in --{first} VALUE"
     elif verb.keys and not hint:
-        same = [key for key in known_keys() if key.endswith(f".{name}")]
+        same = [key for key in known_keys() if key.endswith(f".{name.replace('-', '_')}")]
         hint = f"; did you mean '--{same[0]}'?" if same else ""
     return UserError(f"--{name}: unknown flag{hint or f'; see meshwright {verb.name} --help'}")

@@ -80,9 +80,10 @@ def _drop_others_ids(own: Path | None, file: Path, out: Path) -> None:
     generation = out / "generation_config.json"
     settings = read_json_object(generation, "model.weights") if generation.is_file() else {}
     ids += [settings[name] for name in ID_KEYS if settings.get(name) is not None]
-    numbers = {each for value in ids for each in (value if isinstance(value, list) else [value])} - {None}
+    listed = {each for value in ids for each in (value if isinstance(value, list) else [value])}
+    numbers = sorted(each for each in listed if isinstance(each, int) and each >= 0)  # -1 stands for none
     before, now = (open_published(each, "data.tokenizer").backend for each in (own, file))
-    others = sorted(each for each in numbers if before.id_to_token(each) != now.id_to_token(each))
+    others = [each for each in numbers if before.id_to_token(each) != now.id_to_token(each)]
     if not others:
         return
     warnings.warn(

@@ -47,6 +47,10 @@ COMPRESSES = (".parquet", ".arrow")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 """Byte-order marks."""
 
+ROWS_WANTED = 'give an array of objects with a text each, as in [{"text": "Once"}, {"text": "Twice"}]'
+CHATS = ("messages", "conversations", "conversation")
+"""Keys under which data sets have chats."""
+
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _NOT_STDLIB = _TEST_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
 
@@ -76,13 +80,15 @@ class TextSource(ABC):
         key = self._text_key
         for place, row in rows:
             if not isinstance(row, dict) or key not in row:
-                keys = list(row) if isinstance(row, dict) else []
-                raise UserError(f"data.text_key: {place} has no key '{key}'{_hint(key, keys)}")
+                raise UserError(f"data.text_key: {place} has no key '{key}'{_hint(key, row)}")
             text = row[key]
             if text is None or text == "":
                 self.skipped["empty"] += 1
             elif not isinstance(text, str):
-                raise UserError(f"data.text_key: '{key}' in {place} is a {type(text).__name__}, not text")
+                remedy = ROWS_WANTED if isinstance(text, list) else "give text, or another data.text_key"
+                raise UserError(
+                    f"data.text_key: '{key}' in {place} is a {type(text).__name__}, not text; {remedy}"
+                )
             elif not _is_utf8(text):
                 self.skipped["not UTF-8"] += 1
             elif len(text) > LARGEST_DOCUMENT:
@@ -292,13 +298,37 @@ class FileSource(TextSource):
         yield from texts
 
 
-def _hint(key: str, keys: list[str]) -> str:
-    """Return what to say of the keys of a row that lacks `key`."""
+def _hint(key: str, row: Any) -> str:
+    """Return what to say of a row that lacks `key`: its keys, and what to do."""
+    if not isinstance(row, dict):
+        return f"; it is no object: {ROWS_WANTED}"
+    keys = [name for name in row if isinstance(name, str)]
     if len(keys) == 1:
         for mark, name in ((";", "';'"), ("\t", "tabs"), ("|", "'|'")):
             if key in (name.strip() for name in keys[0].split(mark)):
                 return f"; its fields are divided by {name}: give it as CSV with commas, or as TSV with tabs"
-    return did_you_mean(key, keys) or (f"; its keys are {', '.join(keys)}" if keys else "")
+    if meant := did_you_mean(key, keys):
+        return meant
+    if not keys:
+        return f"; it has no keys: {ROWS_WANTED}"
+    return f"; its keys are {', '.join(keys)}; {_instead(row)}"
+
+
+def _instead(row: dict[str, Any]) -> str:
+    """Return what to do about a row whose keys are others."""
+    if chats := [name for name in CHATS if isinstance(row.get(name), list)]:
+        return (
+            f"{chats[0]} are a chat, which is not rendered as text yet: render it first, with the "
+            "tokenizer's apply_chat_template, and give the texts"
+        )
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if len(texts) == 1:
+        return f"give data.text_key = '{texts[0]}'"
+    if texts:
+        return "give data.text_key = one of them, or write what belongs together as one text first"
+    if tables := [name for name, value in row.items() if isinstance(value, list)]:
+        return f"if its rows are in '{tables[0]}', give that array alone: {ROWS_WANTED}"
+    return "none of them is text; give data.text_key = one that is text in all rows, or write the text first"
 
 
 class HubSource(TextSource):

@@ -19,6 +19,7 @@ from meshwright.units import gigabytes
 LARGEST_DOCUMENT = 2**28
 """Most characters of one document, or bytes of the line that it is in: tokenizing it takes ten times that."""
 READABLE = "give text that this user may read"
+MEND = "mend or remove that line"
 
 _BLOCK = 2**20
 """Characters of a JSON file that are read at once at least."""
@@ -117,7 +118,7 @@ def _one_value(line: bytes, place: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"data.corpus: {place} is not JSON ({error})") from error
+        raise UserError(f"data.corpus: {place} is not JSON ({error}); {MEND}") from error
 
 
 def _values_from(path: Path, start: int, rows: int, error: UserError) -> Rows:
@@ -215,7 +216,7 @@ def _table_rows(path: Path, delimiter: str) -> Rows:
                 if row[-1].endswith(_END_OF_TABLE):
                     place = f"row {number}" if number else "the header"
                     raise UserError(
-                        f"data.corpus: {path} is not CSV: {place} opens a quote and does not close it"
+                        f"data.corpus: {path} is not CSV: {place} opens a quote and does not close it; {MEND}"
                     )
                 if names is None:
                     names = _columns(row)
@@ -229,7 +230,9 @@ def _table_rows(path: Path, delimiter: str) -> Rows:
         except csv.Error as error:
             if "field limit" in str(error):
                 raise too_large(f"{path} line {table.line_num}") from error
-            raise UserError(f"data.corpus: {path} line {table.line_num} is not CSV ({error})") from error
+            raise UserError(
+                f"data.corpus: {path} line {table.line_num} is not CSV ({error}); {MEND}"
+            ) from error
         except UnicodeDecodeError as error:
             raise UserError(f"data.corpus: {path} is not UTF-8; convert it first") from error
 

@@ -280,7 +280,13 @@ def tokenizer_file(path: Path) -> Path:
     if not path.is_dir():
         if not path.is_file():
             raise UserError(
-                f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte' or a tokenizer.json"
+                f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte', a tokenizer.json or "
+                "a folder with one"
+            )
+        if path.name == TOKENIZER_FILES[1]:
+            raise UserError(
+                f"data.tokenizer: {path} is only a file beside a tokenizer.json; give that, or the folder "
+                f"{path.parent}"
             )
         return path
     if not (path / TOKENIZER_FILES[0]).is_file():

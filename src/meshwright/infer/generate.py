@@ -103,17 +103,27 @@ def _pages(requests: Sequence[Request], most_rows: int, cache_tokens: int | None
     return min(pages, cache_tokens // PAGE_TOKENS)
 
 
-def check_request(spec: ModelSpec, request: Request, name: str = "the prompt") -> None:
+def check_request(
+    spec: ModelSpec,
+    request: Request,
+    name: str = "the prompt",
+    text_and_remedy: Callable[[int], tuple[str, str]] | None = None,
+) -> None:
     """Raise `UserError` for a prompt, called `name`, that the model cannot continue by `request.most`
-    tokens."""
+    tokens.
+
+    `text_and_remedy` returns the text of a token that the model lacks, and what to do about it.
+    """
     prompt, most = request.prompt, request.most
     if not prompt:
         raise UserError(f"generate: {name} has no tokens; give at least one (the document's END will do)")
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < spec.vocab_size:
+            text, remedy = text_and_remedy(token) if text_and_remedy else ("", "give ids below that")
+            spelled = f" ({text!r})" if text else ""
             raise UserError(
-                f"generate: {name} has token {token}, which is outside of the model's vocabulary of "
-                f"{spec.vocab_size}"
+                f"generate: {name} has token {token}{spelled}, which is outside of the model's vocabulary "
+                f"of {spec.vocab_size}; {remedy}"
             )
     if most < 0:
         raise UserError(f"generate: max_new_tokens {most} is negative; give 0 or more")

@@ -120,9 +120,12 @@ def _place(row: Row) -> tuple[int, bool]:
 
 
 def _in_order(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of metrics in order of steps, each once: the last one of those of a place."""
-    each = {_place(row): row for row in rows}
-    return [each[place] for place in sorted(each)]
+    """Return rows of metrics in order of steps, each once: the last one of those of a place.
+
+    Rows of no step come first, as they are.
+    """
+    each = {_place(row): row for row in rows if "step" in row}
+    return [row for row in rows if "step" not in row] + [each[place] for place in sorted(each)]
 
 
 def _misplaced(rows: Sequence[Row]) -> int:

@@ -35,16 +35,21 @@ class _Tracker(ABC):
     """Module of the package."""
 
     def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
-        try:
-            self._package: Any = importlib.import_module(self.module)
-        except ImportError as error:
-            raise UserError(
-                f"train.trackers: '{self.name}' cannot be imported ({error}); "
-                "run pip install 'meshwright[trackers]', or remove it"
-            ) from error
+        self._package = self.package()
         self.out, self.run_name, self.spec_json = out, run_name, spec_json
         self.step = 0
         self._run: Any = None
+
+    @classmethod
+    def package(cls) -> Any:
+        """Import the package. Raises `UserError` if that fails."""
+        try:
+            return importlib.import_module(cls.module)
+        except ImportError as error:
+            raise UserError(
+                f"train.trackers: '{cls.name}' cannot be imported ({error}); "
+                "run pip install 'meshwright[trackers]', or remove it"
+            ) from error
 
     @abstractmethod
     def start(self) -> Any:
@@ -184,14 +189,18 @@ class TrackioTracker(_Tracker):
 _KINDS = {kind.name: kind for kind in (TensorBoardTracker, WandbTracker, TrackioTracker)}
 
 
-def make_trackers(
-    names: Sequence[str], out: Path, run_name: str, spec_json: dict[str, Any]
-) -> list[Observer]:
-    """Return the trackers of `train.trackers`, not started.
-
-    Raises `UserError` for an unknown name, or a package that is not installed.
-    """
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `UserError` for an unknown name, or a package that is not installed."""
     unknown = [name for name in names if name not in _KINDS]
     if unknown:
         raise UserError(f"train.trackers: {unknown[0]!r} is unknown; known are {', '.join(_KINDS)}")
+    for name in names:
+        _KINDS[name].package()
+
+
+def make_trackers(
+    names: Sequence[str], out: Path, run_name: str, spec_json: dict[str, Any]
+) -> list[Observer]:
+    """Return the trackers of `train.trackers`, not started. Raises `UserError` as `check_trackers` does."""
+    check_trackers(names)
     return [_KINDS[name](out, run_name, spec_json) for name in names]
