@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from allocations import measure
-from meshwright.parallel.mesh import build_mesh
+from meshwright.comm.mesh import build_mesh
 from meshwright.planner.activations import activations
 from meshwright.spec import RunSpec, load
 

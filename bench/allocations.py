@@ -11,12 +11,12 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.model import attention_cpu_kernel, elementwise_cpu
-from meshwright.parallel.mesh import Mesh
+from meshwright.kernels import attention_cpu_kernel, elementwise_cpu
+from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.spec import RunSpec
-from meshwright.train.own_tokens import microbatches, own_tokens
 from meshwright.train.step import Trainer
 
 _FORWARD = "the forward of a microbatch"

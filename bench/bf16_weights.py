@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from meshwright import api
-from meshwright.launch.world import mesh_of
+from meshwright.optim import optimiser
+from meshwright.rank.world import mesh_of
 from meshwright.spec import RunSpec, load
-from meshwright.train import optimiser
 from meshwright.train.step import Trainer
 
 KINDS = {"fp32": "fp32", "stochastic": "bf16", "nearest": "bf16"}

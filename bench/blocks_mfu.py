@@ -34,13 +34,13 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.hardware.catalogue import cluster_of_gpu
-from meshwright.launch.process_group import process_group
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
-from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul
+from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec, load
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer

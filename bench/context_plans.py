@@ -19,8 +19,8 @@ from collections import deque
 
 import torch
 
-from meshwright.model.attention_flash import FLASH
-from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
+from meshwright.kernels.attention_flash import FLASH
+from meshwright.kernels.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.ring_attention import KeyParts
 

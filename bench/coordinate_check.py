@@ -25,12 +25,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.gather_full import gather_full
+from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
-from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import RunSpec, load
-from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from world import join
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from allocations import by_operators
-from meshwright.launch.env import keep_freed_memory
-from meshwright.model.attention_cpu import blocked_attention
+from meshwright.kernels.attention_cpu import blocked_attention
+from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.model.chunked_cross_entropy import _loss
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import rotate
-from meshwright.parallel.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
+from meshwright.rank.env import keep_freed_memory
 
 BATCH, TOKENS, HEADS, KEY_HEADS, DIM, HIDDEN, FFN, VOCABULARY = 8, 512, 8, 4, 64, 512, 1408, 8192
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from meshwright.parallel.mesh import build_mesh
+from meshwright.comm.mesh import build_mesh
 from meshwright.spec import load
 from meshwright.train.digest import parameters_sha256
 from meshwright.train.step import Trainer

@@ -28,7 +28,7 @@ from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.infer.teacher import teaching
-from meshwright.launch.world import mesh_of
+from meshwright.rank.world import mesh_of
 from meshwright.spec import RunSpec, load
 from meshwright.train.step import Trainer
 

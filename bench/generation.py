@@ -32,16 +32,16 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshwright.checkpoint.gguf_file import export_gguf
-from meshwright.checkpoint.hf import export_hf, load_hf
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
+from meshwright.exchange.gguf_file import export_gguf
+from meshwright.exchange.hf import export_hf, load_hf
 from meshwright.infer import generate
 from meshwright.infer.forward import StageForward
-from meshwright.infer.load import load_run
 from meshwright.infer.packed_linears import pack_linears
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, load
+from meshwright.weights.load import load_run
 
 
 def seconds(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, float]:

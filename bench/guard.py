@@ -21,14 +21,14 @@ import torch.multiprocessing as mp
 
 from meshwright.checkpoint.save_plan import SavePlan, describe
 from meshwright.checkpoint.staging import HostImage
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.parallel.mesh import build_mesh
 from meshwright.spec import load
 from meshwright.train import state
-from meshwright.train.nonfinite import bad_state
+from meshwright.train.guard.nonfinite import bad_state
+from meshwright.train.guard.vote import Vote
 from meshwright.train.step import Trainer
-from meshwright.train.vote import Vote
 from world import join
 
 

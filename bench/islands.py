@@ -75,10 +75,10 @@ def work(jobs: Path, out: Path) -> None:
     """Train every run of the jobs, round after round, as one rank of the world."""
     import torch
 
-    from meshwright.launch.env import keep_freed_memory, limit_threads, worker
-    from meshwright.launch.process_group import process_group
+    from meshwright.comm.process_groups import Groups
     from meshwright.parallel.precision import use_fast_fp32_matmul
-    from meshwright.parallel.process_groups import Groups
+    from meshwright.rank.env import keep_freed_memory, limit_threads, worker
+    from meshwright.rank.process_group import process_group
 
     given = json.loads(jobs.read_text(encoding="utf-8"))
     place = worker()
@@ -101,9 +101,9 @@ def round_of(spec: RunSpec, groups: Any, steps: int) -> float:
     """Mean seconds of `steps` steps, after two others, the last of which begins an exchange of islands."""
     import torch
 
+    from meshwright.comm.mesh import build_mesh
     from meshwright.data.corpus import open_corpus
     from meshwright.data.loader import Loader
-    from meshwright.parallel.mesh import build_mesh
     from meshwright.train.step import Trainer
 
     heads, cpu = spec.model.kv_heads, torch.device("cpu")

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.launch.env import keep_freed_memory
 from meshwright.parallel.precision import use_fast_fp32_matmul
+from meshwright.rank.env import keep_freed_memory
 from throughput import SEQUENCES, small_run
 from token_files import write
 from world import join, trainer_of

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from meshwright import api, report
 from meshwright.report.chart import Chart, Series, moving_mean
-from meshwright.report.record import read_run, write_atomically
+from meshwright.runs.record import read_run, write_atomically
 from meshwright.spec import load
 
 RECIPES = "bf16,fp8,fp8-rowwise,fp8-blockwise,mxfp8,nvfp4"

@@ -31,11 +31,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.parallel.mesh import build_mesh
 from meshwright.spec import load
 from meshwright.train.step import Trainer
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.report.chart import Scale, fit, moving_mean, path, tick_labels
-from meshwright.report.record import Row, read_metrics
+from meshwright.runs.record import Row, read_metrics
 
 SHARED = (
     "--layout.dp 2 --precision.compute bf16 --train.steps 300 --train.batch_tokens 4096 --data.seq_len 256 "

@@ -26,11 +26,11 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.parallel.collectives import start_all_gather
+from meshwright.comm.collectives import start_all_gather
+from meshwright.comm.mesh import build_mesh
+from meshwright.optim.muon import RMS, STEPS, Muon, matrices_of, orthogonalised
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.parallel.mesh import build_mesh
 from meshwright.spec import RunSpec
-from meshwright.train.muon import RMS, STEPS, Muon, matrices_of, orthogonalised
 from meshwright.train.step import Trainer
 
 

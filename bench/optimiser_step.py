@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.mesh import build_mesh
+from meshwright.comm.mesh import build_mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 

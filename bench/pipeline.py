@@ -47,10 +47,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
-from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.stage import DecoderStage
 from meshwright.schedule import Link, StageCost, make, simulate
 from meshwright.spec import Layout, RunSpec

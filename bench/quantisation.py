@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshwright import api
-from meshwright.checkpoint.hf import load_hf
 from meshwright.data.corpus import open_corpus
+from meshwright.exchange.hf import load_hf
 from meshwright.infer import generate
 from meshwright.infer.quantisation_table import HeldOut
 from meshwright.spec import load

@@ -25,7 +25,7 @@ from meshwright import api
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.launch.world import mesh_of
+from meshwright.rank.world import mesh_of
 from meshwright.spec import load
 from meshwright.train.step import Trainer
 

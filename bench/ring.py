@@ -27,9 +27,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from meshwright.model.attention_intervals import attention_intervals
+from meshwright.comm.mesh import Mesh, build_mesh
+from meshwright.kernels.attention_intervals import attention_intervals
 from meshwright.parallel.context_parallel import zigzag
-from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ring_attention import KeyParts, RingAttention

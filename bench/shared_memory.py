@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.parallel import collectives
-from meshwright.parallel.mesh import Axis, build_mesh
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Axis, build_mesh
 from meshwright.spec import Layout
 from world import join
 

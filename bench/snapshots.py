@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 
 from meshwright.checkpoint.snapshots import Snapshots
-from meshwright.parallel.control import Control
-from meshwright.recover.shared_memory import new_file, new_memory
+from meshwright.comm.control import Control
+from meshwright.rank.shared_memory import new_file, new_memory
 
 PIECE = 1 << 20
 """Elements of each tensor, in fp32."""

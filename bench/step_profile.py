@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.launch.env import keep_freed_memory
-from meshwright.parallel.half_precision_products import products_in_fp32
-from meshwright.parallel.mesh import build_mesh
+from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
+from meshwright.rank.env import keep_freed_memory
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 from throughput import SEQ_LEN, SEQUENCES, small_run

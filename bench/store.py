@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.parallel.store import AuthenticatedStore
-from meshwright.parallel.store_server import StoreServer
+from meshwright.comm.store import AuthenticatedStore
+from meshwright.comm.store_server import StoreServer
 
 SERVERS = ("torch's TCPStore", "the run's, TCP", "the run's, Unix socket")
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
 from meshwright.spec import RunSpec, load
 from meshwright.train.matmul_peak import matmul_flops_per_second

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
 from meshwright.parallel.deferred_wgrad import WeightGradStore
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.schedule import Action, Kind, Link, Schedule, StageCost, make
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.mesh import build_mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.parallel.mesh import build_mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 

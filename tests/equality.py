@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Sums, Trainer

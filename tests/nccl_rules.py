@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from meshwright.parallel.process_groups import Groups, Row
+from meshwright.comm.process_groups import Groups, Row
 
 BACKEND = "in_order"
 LIMIT = timedelta(seconds=30)

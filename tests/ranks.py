@@ -28,9 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
-from meshwright.launch.child import tie_to_parent
-from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.profile import links
+from meshwright.rank.child import tie_to_parent
 from meshwright.schedule import schedule_of
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.teacher import teacher_of

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.data_parallel import DataParallel
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
 from meshwright.train import matmul_peak as peak
 from meshwright.train import metrics

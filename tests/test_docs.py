@@ -14,9 +14,9 @@ import pytest
 from meshwright import api
 from meshwright.cli.main import VERBS, main
 from meshwright.cli.parser import Call, Verb, parse
-from meshwright.launch.env import resized, resolve
-from meshwright.launch.failure import KINDS
-from meshwright.recover.restarts import CRASH_LOOP
+from meshwright.launch.restarts import CRASH_LOOP
+from meshwright.rank.env import resized, resolve
+from meshwright.rank.failure import KINDS
 from meshwright.spec import load
 from meshwright.spec.errors import REQUEUE
 from meshwright.spec.load import from_tree, read_tree

@@ -23,16 +23,16 @@ import torch
 import small
 from hf_models import read_whole
 from meshwright.checkpoint import CheckpointStore, Lease
-from meshwright.checkpoint.hf import export_hf
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import tokenize
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
+from meshwright.exchange.hf import export_hf
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
-from meshwright.report.record import read_run
+from meshwright.runs.record import read_run
 from meshwright.spec import UserError, load
-from meshwright.spec.special_tokens import side_files
+from meshwright.spec.hf.special_tokens import side_files
 from meshwright.spec.toml import to_toml
 
 ALWAYS = {

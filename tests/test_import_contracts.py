@@ -19,7 +19,7 @@ def test_no_file_of_the_reference_may_import_what_it_checks(tmp_path: Path) -> N
     files = sorted((tmp_path / "src" / "meshwright" / "verify" / "reference").glob("*.py"))
     for file in files:
         with file.open("a") as text:
-            text.write("\nimport meshwright.parallel.outer\n")
+            text.write("\nimport meshwright.islands.outer\n")
     lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
     found = subprocess.run(
         [lint, "--no-cache"],
@@ -33,6 +33,6 @@ def test_no_file_of_the_reference_may_import_what_it_checks(tmp_path: Path) -> N
     names = {"" if file.stem == "__init__" else f".{file.stem}" for file in files}
     unseen = [
         name for name in names
-        if f"meshwright.verify.reference{name} -> meshwright.parallel.outer" not in found.stdout
+        if f"meshwright.verify.reference{name} -> meshwright.islands.outer" not in found.stdout
     ]  # fmt: skip
     assert not unseen

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model.attention_intervals import AttentionIntervals
-from meshwright.model.partial_attention import (
+from meshwright.kernels.attention_intervals import AttentionIntervals
+from meshwright.kernels.partial_attention import (
     PartOperators,
     by_key_head,
     by_query_head,

@@ -216,7 +216,7 @@ def matmul_rate(case: Case) -> float:
     """FLOP/s of matrix products, of all processes of a case at once."""
     program = (
         "import sys, torch; from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul;"
-        "from meshwright.parallel.half_precision_products import products_in_fp32;"
+        "from meshwright.kernels.half_precision_products import products_in_fp32;"
         "from meshwright.train.matmul_peak import matmul_flops_per_second as rate;"
         "cpu = torch.device('cpu'); torch.set_num_threads(int(sys.argv[2])); use_fast_fp32_matmul(cpu);"
         "dtype = DTYPES[sys.argv[1]]\n"

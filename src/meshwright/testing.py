@@ -29,7 +29,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
-from meshwright.launch.env import LOOPBACK
+from meshwright.rank.env import LOOPBACK
 from meshwright.spec import UserError
 from meshwright.verify.compare import TOLERANCE, Comparison, Difference
 

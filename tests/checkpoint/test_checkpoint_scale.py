@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from faults import same, tensors, zeros_like
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from checkpoint_scale import Faked
+from faults import same, tensors, zeros_like
 from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.replicas import deal
-from meshwright.parallel.mesh import Mesh, TrafficCounter
+from meshwright.comm.mesh import Mesh, TrafficCounter
 from meshwright.spec import Layout
 from meshwright.spec.tiling import Tiling, tiled
 from ranks import RANKS, Ranks, RanksFailedError

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from faults import leftovers
 
+from faults import leftovers
 from meshwright.checkpoint import CheckpointError, CheckpointStore
 from meshwright.checkpoint import claim as claim_module
 from meshwright.checkpoint.disk import Disk
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 
 
 def on_each(directories: list[Path], work: Callable[[CheckpointStore], Any], disk: Disk) -> list[Any]:

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import same, tensors, write_root, zeros_like
 
+from faults import same, tensors, write_root, zeros_like
 from meshwright.checkpoint import CheckpointStore, manifest
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 from meshwright.spec import UserError
 
 FILES = ("manifest.json", "part-00000.json", "rank-00000.bin", "rank-00001.bin")

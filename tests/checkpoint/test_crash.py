@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from faults import (
     Died,
     FailingDisk,
@@ -27,7 +28,6 @@ from faults import (
     tensors,
     zeros_like,
 )
-
 from meshwright.checkpoint import CheckpointError, CheckpointStore
 from meshwright.checkpoint.disk import Disk
 from meshwright.spec.errors import StorageError

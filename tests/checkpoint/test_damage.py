@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import as_version_1, same, tensors, write_root, zeros_like
 
+from faults import as_version_1, same, tensors, write_root, zeros_like
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.spec import UserError

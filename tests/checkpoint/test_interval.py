@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.checkpoint.interval import FIRST_STEPS, AutoInterval
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 from meshwright.reliability.goodput import Faults, shares
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS
 from meshwright.spec import UserError

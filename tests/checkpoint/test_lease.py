@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from faults import Gate, bury, leftovers, same, steps, tensors, zeros_like
 
+from faults import Gate, bury, leftovers, same, steps, tensors, zeros_like
 from meshwright.checkpoint import CheckpointError, CheckpointStore, Lease
 from meshwright.checkpoint import lease as lease_module
 from meshwright.checkpoint.errors import LostLeaseError

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from meshwright.checkpoint import BadCheckpointError, peer_snapshots
 from meshwright.checkpoint.slots import HEAD_BYTES
 from meshwright.checkpoint.snapshots import Snapshots
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import Layout
 from ranks import Ranks
 

@@ -13,21 +13,21 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from faults import FailingWrites, SlowDisk, leftovers, steps
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from faults import FailingWrites, SlowDisk, leftovers, steps
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, Lease
 from meshwright.checkpoint import store as store_module
 from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.checkpoint.manifest import Part, PartFile
 from meshwright.checkpoint.save_plan import local_chunks
-from meshwright.parallel.control import Connections, Control, new_scope
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.control import Connections, Control, new_scope
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import Layout
 from meshwright.spec.tiling import Tiling, tiled
 from ranks import RANKS, WAIT, Ranks

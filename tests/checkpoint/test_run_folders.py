@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from faults import write_root
 
 import small
+from faults import write_root
 from meshwright import api
 from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import DTYPES
 from meshwright.checkpoint.reader import parse_manifest, read_manifest_text
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.infer.load import import_run
 from meshwright.spec import UserError, load
+from meshwright.weights.load import import_run
 
 STEP = Path("checkpoints") / "step-00000002"
 

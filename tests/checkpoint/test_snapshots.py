@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard
 from meshwright.checkpoint import BadCheckpointError, snapshots
 from meshwright.checkpoint.slots import HEAD_BYTES, Slot
 from meshwright.checkpoint.snapshots import Snapshots
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Mesh
-from meshwright.recover import shared_memory
-from meshwright.recover.shared_memory import SharedMemory, new_file
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import Mesh
+from meshwright.rank import shared_memory
+from meshwright.rank.shared_memory import SharedMemory, new_file
 from meshwright.spec import Layout
 from meshwright.spec.errors import UserError
 from ranks import RANKS, Ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import FailingWrites, HeldDisk, as_version_1, leftovers, same, steps, tensors, zeros_like
 
+from faults import FailingWrites, HeldDisk, as_version_1, leftovers, same, steps, tensors, zeros_like
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, errors
 from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import same, write_root, zeros_like
 
+from faults import same, write_root, zeros_like
 from meshwright.checkpoint import BadCheckpointError, CheckpointStore
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import VERSION

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.launch.env import SUPERVISOR
+from meshwright.rank.env import SUPERVISOR
 
 
 class Recorder:

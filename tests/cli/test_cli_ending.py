@@ -11,7 +11,7 @@ from stand_ins import be_rank, last_json, stand_in
 
 from meshwright import api
 from meshwright.cli.main import main
-from meshwright.launch.failure import RanksFailed
+from meshwright.rank.failure import RanksFailed
 from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE, Stopped, StorageError
 

@@ -184,7 +184,7 @@ def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
 
 def test_leaving_finishes_threads_exit_functions_and_output() -> None:
     program = (
-        "import atexit, threading, time, torch.distributed\nfrom meshwright.launch.child import leave\n"
+        "import atexit, threading, time, torch.distributed\nfrom meshwright.rank.child import leave\n"
         "atexit.register(print, 'exit function')\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
         "print('main')\nleave(3)\n"

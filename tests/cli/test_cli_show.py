@@ -15,7 +15,7 @@ from meshwright.cli.main import main
 from meshwright.hardware.cluster import Collective, Matmul, Measured
 from meshwright.hardware.find import cluster
 from meshwright.hardware.hardware_file import write
-from meshwright.launch import auto_layout as choose
+from meshwright.rank import auto_layout as choose
 from meshwright.spec import RunSpec, UserError
 
 MOE = [

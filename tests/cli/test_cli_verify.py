@@ -11,7 +11,7 @@ from stand_ins import be_rank, last_json, stand_in
 
 from meshwright import api
 from meshwright.cli.main import main
-from meshwright.launch.failure import RanksFailed, exit_code
+from meshwright.rank.failure import RanksFailed, exit_code
 from meshwright.spec import UserError
 from meshwright.spec.errors import CollectiveError, NumericalError, StorageError
 

@@ -21,7 +21,7 @@ from meshwright.data.tokenizer import (
 )
 from meshwright.data.vocabulary import check_end
 from meshwright.spec import UserError
-from meshwright.spec.text_tokens import TextTokens
+from meshwright.spec.hf.text_tokens import TextTokens
 
 TRICKY = ["", " ", "a", "\n\n\t x", "naïve ☃ 漢字 👩‍👩‍👧", f"a{END}b", "\x01\x7f\u00a0\u00ad", "é" * 50]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from meshwright.checkpoint.hf_tokenizer import write_tokenizer
 from meshwright.data import tokenizer as ours
+from meshwright.exchange.hf_tokenizer import write_tokenizer
 from meshwright.spec import UserError
 
 END = "<|endoftext|>"

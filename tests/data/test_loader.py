@@ -13,8 +13,8 @@ import torch
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import ON_DEVICE, TENSORS, Batch, Loader
 from meshwright.data.packing import IGNORE
+from meshwright.parallel.microbatches import own_tokens
 from meshwright.spec import RunSpec
-from meshwright.train.own_tokens import own_tokens
 
 MakeSpec = Callable[..., RunSpec]
 

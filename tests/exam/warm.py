@@ -90,7 +90,7 @@ def _become_command(argv: Sequence[str], folder: Path, texts: Sequence[Path]) ->
         os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    zygote = importlib.import_module("meshwright.recover.zygote")
+    zygote = importlib.import_module("meshwright.launch.zygote")
     assert zygote.__file__ is not None and Path(zygote.__file__).is_relative_to(folder)
     zygote.__dict__["subprocess"] = SimpleNamespace(Popen=_popen)
     sys.argv = ["meshwright", *argv]

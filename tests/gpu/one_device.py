@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.env import worker
-from meshwright.launch.process_group import process_group
-from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.process_groups import Groups
-from meshwright.recover.supervisor import run_ranks
+from meshwright.comm.mesh import build_mesh
+from meshwright.comm.process_groups import Groups
+from meshwright.launch.supervisor import run_ranks
+from meshwright.rank.env import worker
+from meshwright.rank.process_group import process_group
 from meshwright.verify.verify import verify
 from small import spec_of
 

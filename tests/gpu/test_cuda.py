@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.process_group import process_group
-from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.comm.mesh import Mesh, build_mesh
+from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec, load
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun

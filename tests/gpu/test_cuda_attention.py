@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.kernels.attention_flash import FLASH, Packed, part_operators
+from meshwright.kernels.attention_intervals import attention_intervals
+from meshwright.kernels.flash_implementation import flash_implementation
+from meshwright.kernels.partial_attention import TILES
 from meshwright.model.attention import attend, attention_mask
-from meshwright.model.attention_flash import FLASH, Packed, part_operators
-from meshwright.model.attention_intervals import attention_intervals
 from meshwright.model.decoder import Decoder
-from meshwright.model.flash_implementation import flash_implementation
 from meshwright.model.init import init_whole_
-from meshwright.model.partial_attention import TILES
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec import UserError, load

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.attention_flash import Packed
 from meshwright.model.attention import attend, attention_mask
-from meshwright.model.attention_flash import Packed
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
 from meshwright.model.experts import grouped_mm, grouped_outer

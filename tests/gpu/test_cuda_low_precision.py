@@ -12,13 +12,13 @@ import torch.distributed as dist
 from test_cuda import mesh_of, spec_of, world
 from torch import Tensor, nn
 
-from meshwright.model.low_precision import E4M3, E5M2, round_nvfp4, round_tensor, round_tiles
+from meshwright.kernels.low_precision import E4M3, E5M2, round_nvfp4, round_tensor, round_tiles
 from meshwright.model.low_precision_linear import CAPABILITY, KernelProducts, LowPrecision, Scaling, rotate
+from meshwright.optim.stochastic_rounding import round_
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
-from meshwright.train.stochastic_rounding import round_
 from meshwright.verify.precision import verify_in_own_precision
 
 __all__ = ["world"]  # the fixture of this name

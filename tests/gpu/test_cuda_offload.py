@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.process_group import process_group
-from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.comm.mesh import Mesh, build_mesh
+from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec, load
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.callbacks import Observers
+from meshwright.train.guard.nonfinite import bad_state
+from meshwright.train.guard.vote import Vote
 from meshwright.train.loop import TrainingRun
-from meshwright.train.nonfinite import bad_state
-from meshwright.train.vote import Vote
 
 pytestmark = [
     pytest.mark.gpu,

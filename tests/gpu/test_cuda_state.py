@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.launch.process_group import process_group
+from meshwright.comm.mesh import Mesh, build_mesh
+from meshwright.kernels.splitmix64 import mix64_, stream
 from meshwright.model.init import fill_
-from meshwright.model.splitmix64 import mix64_, stream
-from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.optim.lr_schedule import learning_rate
+from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec, load
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import parameters_sha256
 from meshwright.train.loop import TrainingRun
-from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
 from meshwright.verify.reference.optimisers import update
 

@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from meshwright.checkpoint.gguf_tokenizer import GgufTokenizer, read_tokenizer
-from meshwright.checkpoint.hf_tokenizer import write_tokenizer
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.spec.special_tokens import copy_side_files, keep_side_files, side_files
-from meshwright.spec.text_tokens import MODEL_IDS, model_ids
-from meshwright.spec.tokenizer_classes import class_of
+from meshwright.exchange.gguf_tokenizer import GgufTokenizer, read_tokenizer
+from meshwright.exchange.hf_tokenizer import write_tokenizer
+from meshwright.spec.hf.special_tokens import copy_side_files, keep_side_files, side_files
+from meshwright.spec.hf.text_tokens import MODEL_IDS, model_ids
+from meshwright.spec.hf.tokenizer_classes import class_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")

@@ -15,14 +15,14 @@ import torch
 from hf_models import CASES, save_theirs
 from meshwright import api
 from meshwright.cli.main import main
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_sources
 from meshwright.data.loader import SplitReader
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.infer.forward import no_token_dropped
 from meshwright.infer.scores import Row, Score, scores
 from meshwright.infer.sharded import ShardedDecoder, spec_to_evaluate
-from meshwright.parallel.mesh import Mesh
-from meshwright.report.record import read_metrics
+from meshwright.runs.record import read_metrics
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import from_tree
 from meshwright.train.held_out import Likelihood, likelihoods

@@ -11,8 +11,8 @@ import torch
 from tokenizers import processors
 
 from meshwright import api
-from meshwright.checkpoint.hf import export_hf
 from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.exchange.hf import export_hf
 from meshwright.infer import generate
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder

@@ -13,9 +13,9 @@ import torch
 from hf_models import CASES, save_theirs
 from meshwright import api
 from meshwright.cli.main import main
+from meshwright.comm.mesh import Mesh
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.infer.sharded import ShardedDecoder, spec_to_evaluate
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError, load
 from ranks import Ranks
 

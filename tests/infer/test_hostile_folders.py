@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_models import read_whole
 from meshwright import api
-from meshwright.checkpoint.hf import export_hf
 from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.exchange.hf import export_hf
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError, load

@@ -14,11 +14,11 @@ import torch
 
 from hf_models import CASES, save_theirs
 from meshwright import api
+from meshwright.comm.mesh import Mesh
 from meshwright.infer.batching import Request
 from meshwright.infer.generate import continue_requests
 from meshwright.infer.sampling import Sampling
 from meshwright.infer.sharded import load_sharded, spec_to_generate
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
 from ranks import Ranks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.hardware.find import cluster
-from meshwright.launch.auto_layout import check_room, planned, present
 from meshwright.planner.plan import Plans
 from meshwright.planner.search.request import PlanRequest
+from meshwright.rank.auto_layout import check_room, planned, present
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
@@ -67,8 +67,8 @@ def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.Mo
         planned_for.append(request.gpus)
         raise UserError("none fits")
 
-    monkeypatch.setattr("meshwright.launch.auto_layout.plan", seen)
-    monkeypatch.setattr("meshwright.launch.auto_layout.count_devices", lambda: 12)
+    monkeypatch.setattr("meshwright.rank.auto_layout.plan", seen)
+    monkeypatch.setattr("meshwright.rank.auto_layout.count_devices", lambda: 12)
     with pytest.raises(UserError, match="none fits"):
         planned(TREE)
     assert planned_for == [1, 2, 4, 8, 12]

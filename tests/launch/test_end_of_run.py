@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import small
 from meshwright.api.runs import train_worker
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from ranks import Ranks
 
@@ -40,7 +40,7 @@ def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
     def mesh_of(_: RunSpec) -> Iterator[Mesh]:
         yield dataclasses.replace(mesh, control=control)
 
-    with patch("meshwright.launch.world.mesh_of", mesh_of), patch.object(lzma, "compress", slowly):
+    with patch("meshwright.rank.world.mesh_of", mesh_of), patch.object(lzma, "compress", slowly):
         return train_worker(spec, out=out, quiet=True)
 
 

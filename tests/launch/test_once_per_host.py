@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.launch.env import worker
-from meshwright.launch.process_group import process_group
-from meshwright.launch.world import once_per_host
-from meshwright.parallel.control import Connections, Control, MissingRanksError
+from meshwright.comm.control import Connections, Control, MissingRanksError
+from meshwright.rank.env import worker
+from meshwright.rank.process_group import process_group
+from meshwright.rank.world import once_per_host
 from meshwright.spec import UserError
 from ranks import forks
 

@@ -123,7 +123,7 @@ CLIENT = """
 import encodings.idna, os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from meshwright.parallel.store import AuthenticatedStore
+from meshwright.comm.store import AuthenticatedStore
 if os.geteuid() == 0:  # another user, who cannot read what is imported above
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.kernels.attention_cpu import blocked_attention
 from meshwright.model.attention import attend, attention_mask, sdpa
-from meshwright.model.attention_cpu import blocked_attention
 
 
 def draw(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from meshwright.infer.paged_cache import PagedCache, places
+from meshwright.kernels.attention_cpu import blocked_attention
+from meshwright.kernels.attention_flash import pack
 from meshwright.model.attention import attend, attention_mask, with_wide_values
-from meshwright.model.attention_cpu import blocked_attention
-from meshwright.model.attention_flash import pack
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.hooks import AttentionHooks
 from meshwright.model.rope import rope_table

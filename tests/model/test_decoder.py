@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.model import elementwise_cpu
+from meshwright.kernels import elementwise_cpu
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.model.norm import LayerNorm, RmsNorm

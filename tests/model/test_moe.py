@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.decoder import Decoder
 from meshwright.model.experts import grouped_mm, grouped_outer
 from meshwright.model.init import init_whole_
 from meshwright.model.moe import Moe
 from meshwright.model.router import Router, within_capacity
-from meshwright.model.running_sum import RunningSum
 from meshwright.model.token_dispatcher import ALIGN, RowGroups, TokenDispatcher
 from meshwright.spec import ModelSpec, MoeSpec
 

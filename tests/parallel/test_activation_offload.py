@@ -13,14 +13,14 @@ from torch import Tensor
 
 import small
 from equality import equal_to_one_device
+from meshwright.comm.mesh import Mesh
+from meshwright.optim import offload
+from meshwright.optim.offload import check_offload
 from meshwright.parallel.activation_offload import HostMemory
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.tiling import tiled, tiling
-from meshwright.train import offload
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
-from meshwright.train.offload import check_offload
 from meshwright.train.step import Trainer
 from ranks import Ranks
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from allocations import measure, measure_as_run
 from covering import marked
+from meshwright.comm.mesh import Mesh
 from meshwright.model.router import Router
 from meshwright.parallel.activation_offload import HostMemory
-from meshwright.parallel.mesh import Mesh
 from meshwright.planner.activations import Activations, activations
 from meshwright.spec import RunSpec
 from meshwright.spec.tiling import Tiling, tiled

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from meshwright.comm.mesh import Mesh
 from meshwright.parallel import tensor_linears as tensor
-from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.model import attention_cpu_kernel
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels import attention_cpu_kernel
+from meshwright.kernels.attention_cpu import blocked_attention
+from meshwright.kernels.attention_flash import FLASH
+from meshwright.kernels.attention_intervals import attention_intervals
+from meshwright.kernels.partial_attention import TILES, make_part
 from meshwright.model.attention import attention_mask
-from meshwright.model.attention_cpu import blocked_attention
-from meshwright.model.attention_flash import FLASH
-from meshwright.model.attention_intervals import attention_intervals
-from meshwright.model.partial_attention import TILES, make_part
 from meshwright.parallel import ring_attention as ring
 from meshwright.parallel.context_parallel import ContextAttention, share, zigzag
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import ContextMode, ulysses_ranks

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.model.running_sum import no_sum
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.gradient_accumulation_fusion import no_sum
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.grad_norm import norms
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks

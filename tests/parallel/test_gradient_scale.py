@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embedding
 from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.parallel.loss_normalization import power_and_rest, weight_of_a_target
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks

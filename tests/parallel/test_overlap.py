@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from meshwright.parallel import mesh as meshes
+from meshwright.comm import mesh as meshes
+from meshwright.comm.mesh import Pending, TrafficCounter
+from meshwright.dryrun.memory_tracker import FakeMemory
+from meshwright.dryrun.rank_step import rehearse
 from meshwright.parallel.data_parallel import DataParallel, _finish_first
-from meshwright.parallel.mesh import Pending, TrafficCounter
 from meshwright.spec import RunSpec
-from meshwright.train.dryrun import rehearse
-from meshwright.train.memory_tracker import FakeMemory
 from small import spec_of
 
 COMPUTE = ("mm", "addmm", "bmm", "embedding", "linalg_vector_norm", "_grouped_mm")

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 import waiting
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.schedule import NAMES, Kind, Link, StageCost, check, make, simulate
 from meshwright.spec import Layout
 from ranks import Ranks

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.attention_flash import Packed, pack
+from meshwright.kernels.attention_flash import Packed, pack
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_whole_

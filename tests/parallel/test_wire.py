@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from covering import covered, marked
+from meshwright.comm.mesh import Mesh
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
-from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import Copies, messages, traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.host import control_groups
-from meshwright.launch.auto_layout import check_room
 from meshwright.profile import cgroup, machine
 from meshwright.profile.cgroup import memory_limit, oom_kills
+from meshwright.rank.auto_layout import check_room
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 

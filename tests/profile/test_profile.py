@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright import api
+from meshwright.comm.mesh import Mesh
 from meshwright.hardware.cluster import Cluster, Collective
 from meshwright.hardware.find import cluster
 from meshwright.hardware.measurements import attention_seconds, collective_seconds, matmul_seconds
-from meshwright.parallel.mesh import Mesh
 from meshwright.profile import clock, links
 from meshwright.profile.clock import Clock
 from meshwright.profile.links import collective_times, never_less, placements

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.report.record import RunRecord, island_folder
 from meshwright.report.run_page import write_report
+from meshwright.runs.record import RunRecord, island_folder
 from meshwright.spec import UserError, load
 from meshwright.train.callbacks import Observers
 

@@ -16,9 +16,9 @@ from meshwright.data.readers import open_source
 from meshwright.data.tokenize import build_tokenizer
 from meshwright.data.verified import cache_folder
 from meshwright.hardware import hardware_file
-from meshwright.report.record import last_checkpoint, read_metrics, read_run
+from meshwright.runs.record import last_checkpoint, read_metrics, read_run
 from meshwright.spec import UserError, load
-from meshwright.spec.hf import read_hf_config
+from meshwright.spec.hf.config_read import read_hf_config
 from meshwright.spec.load import from_tree, read_tree
 
 DEEP = "[" * 60_000

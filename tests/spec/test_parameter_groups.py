@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.exchange.hf_config import write_hf_config
 from meshwright.model.init import init_value
 from meshwright.spec import RunSpec
-from meshwright.spec.hf_write import write_hf_config
 from meshwright.spec.parameter_groups import Group, group_of
 
 

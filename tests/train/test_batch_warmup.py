@@ -11,9 +11,9 @@ import torch
 from test_run import Notes, spec_of, start
 from test_spikes import FLAGS, never_seen, rollbacks, run_spiked
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun

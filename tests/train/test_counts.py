@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.dryrun.rank_step import rehearse
 from meshwright.spec import RunSpec, load
-from meshwright.train.dryrun import rehearse
 
 RECORDED = tomllib.loads((Path(__file__).parent / "counts.toml").read_text())
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.dryrun.rank_step import rehearse
 from meshwright.spec import load
-from meshwright.train.dryrun import rehearse
 
 LAYERS, MICROBATCHES, SEQ_LEN = 3, 2, 64
 MOE: dict[str, object] = {

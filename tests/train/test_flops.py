@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.comm.mesh import Mesh
+from meshwright.distil.stored_answers import StoredAnswers
+from meshwright.distil.teacher import Teacher
+from meshwright.dryrun.rank_step import rehearse
 from meshwright.model.attention import attention_mask
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import ModelSpec, RunSpec, load
 from meshwright.spec.architecture import Architecture
 from meshwright.spec.teacher import teacher_of
-from meshwright.train.dryrun import rehearse
 from meshwright.train.metrics import Metrics
 from meshwright.train.step import Step, Trainer
-from meshwright.train.stored_answers import StoredAnswers
-from meshwright.train.teacher import Teacher
 from ranks import Ranks
 
 LENGTH = 32

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from test_run import Notes
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun

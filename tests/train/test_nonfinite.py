@@ -14,16 +14,16 @@ import torch
 from test_run import EXPERTS, Notes, spec_of, start
 
 from meshwright.checkpoint.directory import latest_step
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.parallel.delayed_scaling import DelayedScaling
-from meshwright.parallel.mesh import Mesh
 from meshwright.report.progress import summary
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import NumericalError
 from meshwright.train.callbacks import Observers
-from meshwright.train.guard import Guard
+from meshwright.train.guard.guard import Guard
+from meshwright.train.guard.nonfinite import bad_state
 from meshwright.train.loop import TrainingRun
-from meshwright.train.nonfinite import bad_state
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 from small import first_batches

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import small
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.train import state

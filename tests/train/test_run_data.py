@@ -9,7 +9,7 @@ import pytest
 from test_run import Notes
 
 import small
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import DataError
 from meshwright.train.callbacks import Observers

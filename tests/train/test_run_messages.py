@@ -11,8 +11,8 @@ from typing import Any
 
 from test_run import Notes
 
-from meshwright.parallel.heartbeat import Beat
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.heartbeat import Beat
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun

@@ -13,7 +13,7 @@ from test_run import EXPERTS, HALF, STEPS, spec_of, start
 from covering import marked
 from meshwright import api
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train import state
 from meshwright.train.callbacks import Observers

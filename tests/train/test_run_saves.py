@@ -16,7 +16,7 @@ from test_run import STEPS, Notes, spec_of, start
 from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import StorageError, UserError
 from meshwright.train import saves

@@ -14,7 +14,7 @@ from test_run import HALF, Notes, run_and_watch, spec_of, start
 from meshwright.checkpoint.directory import latest_step, published
 from meshwright.checkpoint.errors import CheckpointError
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train.callbacks import Observers

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_run import Notes
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun

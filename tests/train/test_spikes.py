@@ -13,15 +13,15 @@ import pytest
 from test_run import Notes, spec_of
 
 from meshwright.checkpoint.directory import latest_step
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import NumericalError
 from meshwright.spec.sections import RecoverySpec
 from meshwright.train.callbacks import Observers
+from meshwright.train.guard.spikes import SpikeDetector
 from meshwright.train.loop import TrainingRun
-from meshwright.train.spikes import SpikeDetector
 from ranks import Ranks
 
 Range = tuple[int, int]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_run import EXPERTS, HALF, STEPS, poisoned, spec_of, start
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Step, Trainer

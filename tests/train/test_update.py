@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.comm.mesh import Mesh
+from meshwright.dryrun.memory_tracker import FakeMemory
+from meshwright.dryrun.rank_step import rehearse
+from meshwright.optim.optimiser import AdamW
 from meshwright.parallel.grad_norm import norms, sum_of_squares
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.microbatches import microbatches
 from meshwright.spec import RunSpec
 from meshwright.train import garbage_collection
 from meshwright.train.callbacks import Observers
-from meshwright.train.dryrun import rehearse
 from meshwright.train.loop import TrainingRun
-from meshwright.train.memory_tracker import FakeMemory
-from meshwright.train.optimiser import AdamW
-from meshwright.train.own_tokens import microbatches
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches, spec_of, sums_of_infinite_gradients

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import small
+from meshwright.comm.collectives import sum_scalars
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.infer import sample
 from meshwright.infer.sample import held_out_sample
-from meshwright.parallel.collectives import sum_scalars
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun

@@ -15,16 +15,16 @@ from test_run import EXPERTS, Notes, spec_of
 import small
 from covering import marked
 from meshwright.checkpoint.directory import latest_step
-from meshwright.parallel.checksum import checksum
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.checksum import checksum
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import CorruptionError
 from meshwright.train.callbacks import Observers
+from meshwright.train.guard.nonfinite import bad_state, buffers, locate
+from meshwright.train.guard.replay import replay, replicas
+from meshwright.train.guard.vote import Divergence, Vote
 from meshwright.train.loop import TrainingRun
-from meshwright.train.nonfinite import bad_state, buffers, locate
-from meshwright.train.replay import replay, replicas
 from meshwright.train.step import Step, Trainer
-from meshwright.train.vote import Divergence, Vote
 from ranks import Ranks
 
 

@@ -19,6 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright import api, atomic
+from meshwright.checkpoint import gather_full
+from meshwright.comm.call_check import Call, SameCalls
+from meshwright.comm.heartbeat import Heartbeat
 from meshwright.parallel import (
     call_check,
     collectives,
@@ -27,11 +30,8 @@ from meshwright.parallel import (
     pipeline_parallel,
     ring_attention,
 )
-from meshwright.parallel.call_check import Call, SameCalls
-from meshwright.parallel.heartbeat import Heartbeat
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import CollectiveError
-from meshwright.train import gather_full
 from meshwright.train.step import Trainer
 from meshwright.verify import verify as subject
 from ranks import IMPORTED

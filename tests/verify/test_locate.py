@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Sums
 from meshwright.verify import verify as subject

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import layouts
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.model.attention_intervals import attention_intervals
-from meshwright.model.partial_attention import make_part
+from meshwright.kernels.attention_intervals import attention_intervals
+from meshwright.kernels.partial_attention import make_part
 from meshwright.parallel.context_parallel import zigzag
-from meshwright.parallel.mesh import Mesh
 from meshwright.schedule import NAMES
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.parameters import parameters

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from covering import marked
-from meshwright.model import cpu_kernels, elementwise_cpu
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels import cpu_kernels, elementwise_cpu
 from meshwright.model.router import Router
-from meshwright.parallel.mesh import Mesh
+from meshwright.optim import lr_schedule
+from meshwright.optim.clipping import Clipping
+from meshwright.optim.optimiser import AdamW
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.load import from_tree
-from meshwright.train import lr_schedule
-from meshwright.train.clipping import Clipping
-from meshwright.train.optimiser import AdamW
 from meshwright.verify import learning_rates, routing
 from meshwright.verify.both import with_own_precision
 from meshwright.verify.precision import verify_in_own_precision

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import api
-from meshwright.model import low_precision
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels import low_precision
+from meshwright.kernels.gradient_accumulation_fusion import no_sum
 from meshwright.model.chunked_cross_entropy import _LinearCrossEntropy
-from meshwright.model.running_sum import no_sum
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import step as train_step
 from meshwright.train.step import Step, Sums

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data import corpus, permutation, synthetic
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import TENSORS, Loader
 from meshwright.data.packing import Samples, Windows
 from meshwright.data.split import HeldOut
 from meshwright.data.synthetic import SyntheticTokens
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.reference import data as reference_data
 from meshwright.verify.reference.data import batches

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.attention_cpu import blocked_attention
 from meshwright.model import attention, rope
 from meshwright.model import router as model_router
-from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.decoder import Decoder
 from meshwright.model.mlp import Mlp
 from meshwright.model.norm import RmsNorm
 from meshwright.model.router import Router
-from meshwright.parallel.mesh import Mesh
+from meshwright.optim import lr_schedule
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.train import TrainSpec
-from meshwright.train import lr_schedule
 from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference.optimisers import update
 from meshwright.verify.reference.router import router_losses

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.model import init
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import InitValue, init_value, init_whole_
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.verify import verify

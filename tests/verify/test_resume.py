@@ -15,13 +15,14 @@ from torch import Tensor
 
 from meshwright import api
 from meshwright.api.verify_runs import IMPORTED, through_export
-from meshwright.checkpoint import hf, reader
+from meshwright.checkpoint import reader
 from meshwright.checkpoint.save_plan import narrow
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.comm.call_check import same_calls
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch, Loader
-from meshwright.parallel.call_check import same_calls
-from meshwright.parallel.mesh import Mesh
+from meshwright.exchange import hf
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
 from meshwright.train import state

@@ -22,9 +22,9 @@ from meshwright.api import sweeps as subject
 from meshwright.cli.parser import parse
 from meshwright.cli.runs import spec_of as spec_of_call
 from meshwright.cli.verify import verify as verify_verb
-from meshwright.launch.failure import RanksFailed
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import Mesh
+from meshwright.rank.failure import RanksFailed
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import CollectiveError
 from meshwright.spec.layout import ContextMode, ScheduleName, ulysses_ranks

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing import ProcessRaisedException
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import Layout, UserError
 from meshwright.testing import Verdict, compare, gather_shards, run_on_ranks
 from ranks import Ranks

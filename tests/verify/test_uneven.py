@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.parallel.loss_normalization import count_targets
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stage import DecoderStage
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer

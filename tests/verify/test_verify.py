@@ -11,8 +11,8 @@ from torch import Tensor
 
 from covering import covered
 from equality import equal_to_one_device
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
 from meshwright.verify import verify as subject
 from meshwright.verify.narrow import MOST_WORK, narrow

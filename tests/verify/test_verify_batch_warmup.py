@@ -8,7 +8,7 @@ import pytest
 
 from covering import name
 from equality import equal_to_one_device
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference.batches import batch_sizes

@@ -9,7 +9,7 @@ from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.verify import verify
 from ranks import Ranks

@@ -9,7 +9,7 @@ import pytest
 
 from covering import marked, name
 from equality import STEPS
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.verify import verify
 from ranks import Ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from covering import marked, name
 from equality import Counted, Run, equal_to_one_device, verify_and_count
+from meshwright.comm.mesh import Mesh
 from meshwright.model.router import Router
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import decoder as reference_decoder

@@ -9,11 +9,11 @@ import torch
 
 from covering import marked, name
 from equality import equal_to_one_device
-from meshwright.parallel.mesh import Mesh
+from meshwright.checkpoint.gather_full import gather_full
+from meshwright.comm.mesh import Mesh
+from meshwright.dryrun.rank_step import rehearse
 from meshwright.planner.memory.states import states
 from meshwright.spec import Layout, RunSpec
-from meshwright.train.dryrun import rehearse
-from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.verify.narrow import narrow
 from ranks import Ranks

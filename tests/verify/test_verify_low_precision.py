@@ -7,7 +7,7 @@ import torch
 
 from covering import marked, name
 from equality import Counted, equal_to_one_device, verify_and_count
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.train.step import Trainer

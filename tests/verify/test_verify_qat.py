@@ -13,9 +13,9 @@ from torchao.quantization import quant_primitives as primitives
 
 from covering import marked, name
 from equality import equal_to_one_device
+from meshwright.comm.mesh import Mesh
 from meshwright.model import low_precision_linear
 from meshwright.model.quantisation import fake_quantise, fake_quantise_tokens, quantise
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import Quantised

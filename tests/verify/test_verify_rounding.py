@@ -12,14 +12,14 @@ from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
+from meshwright.comm.mesh import Mesh
+from meshwright.optim.stochastic_rounding import Rows, chunks_of, draws, round_
 from meshwright.parallel.flat_param import ParamSlot
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.train.digest import parameters_sha256
+from meshwright.train.guard.vote import Vote
 from meshwright.train.step import Trainer
-from meshwright.train.stochastic_rounding import Rows, chunks_of, draws, round_
-from meshwright.train.vote import Vote
 from meshwright.verify.reference.rounding import stochastic
 from meshwright.verify.reference.weights import initial_weights
 from ranks import Ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from covering import name
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.verify import verify
 from ranks import Ranks

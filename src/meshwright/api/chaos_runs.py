@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 from meshwright.api.folders import folder_of
 from meshwright.api.runs import Result, launch, train
-from meshwright.launch.failure import RanksFailed
-from meshwright.launch.scratch import PREFIX
-from meshwright.report.record import read_metrics, write_atomically
+from meshwright.rank.failure import RanksFailed
+from meshwright.rank.scratch import PREFIX
+from meshwright.runs.record import read_metrics, write_atomically
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
-    from meshwright.recover.faults import Fault
+    from meshwright.chaos.faults import Fault
 
 LOG = "chaos.jsonl"
 DIGESTS = ("parameters_sha256", "samples_sha256")
@@ -48,7 +48,7 @@ def chaos(
 ) -> Result:
     """Train under `faults` faults, on average `mtbf` seconds apart, and compare with a run without any.
 
-    `kinds` are some of `meshwright.recover.faults.KINDS`, by default all that change no numbers. `replay` is
+    `kinds` are some of `meshwright.chaos.faults.KINDS`, by default all that change no numbers. `replay` is
     the `chaos.jsonl` of an earlier run, whose faults hit again at their steps and phases. `out` gets
     `chaos.json`, `chaos.jsonl`, `chaos.html` and the folders `twin` and `run`, and `twin-skipping` after
     kinds that cost a step. Returns the content of `chaos.json`: `oracles`, `faults`, `kinds`, `effective`,
@@ -72,10 +72,10 @@ def _chaos_in(
     seed: int | None,
 ) -> Result:
     """Train in `out` under the planned faults, and compare; see `chaos`. `seed` is None for a replay."""
-    from meshwright.recover.chaos import Chaos
-    from meshwright.recover.faults import KINDS, Plan
-    from meshwright.recover.processes import adopted_orphans, children
-    from meshwright.recover.verdict import ORACLES, report
+    from meshwright.chaos.chaos import Chaos
+    from meshwright.chaos.faults import KINDS, Plan
+    from meshwright.chaos.verdict import ORACLES, report
+    from meshwright.rank.processes import adopted_orphans, children
     from meshwright.report.chaos_page import write_chaos_page
 
     run = out / "run"
@@ -128,7 +128,7 @@ def _faults(
     replay: Path | None,
 ) -> tuple[list[Fault], list[float] | None]:
     """Return the faults, and the seconds at which each is due; None where each has a step and phase."""
-    from meshwright.recover.faults import DEFAULT_KINDS, KINDS, check, read_log, saves_enough, schedule
+    from meshwright.chaos.faults import DEFAULT_KINDS, KINDS, check, read_log, saves_enough, schedule
 
     last, every = spec.train.last_step, spec.checkpoint.every
     if not isinstance(every, int):  # an interval that the run chooses
@@ -184,7 +184,7 @@ def _twin_that_skips(spec: RunSpec, ranks: int, out: Path, bad: Sequence[Fault])
 
     It does so for a loss that is not a number, though all that it was computed from is as it must be.
     """
-    from meshwright.recover.faults import Plan
+    from meshwright.chaos.faults import Plan
 
     folder = out / "twin-skipping"
     shutil.rmtree(folder, ignore_errors=True)

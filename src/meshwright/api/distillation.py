@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.api.runs import check_distillation, launch
-from meshwright.launch.scratch import scratch_folder
+from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
@@ -56,8 +56,8 @@ def distil_worker(
     """
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.teacher import write_answers
-    from meshwright.launch.world import mesh_of, once_per_host
-    from meshwright.report.record import write_atomically
+    from meshwright.rank.world import mesh_of, once_per_host
+    from meshwright.runs.record import write_atomically
 
     def silent(done: int, of: int) -> None:
         """Say nothing."""

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.generation import Axes, Generation, generation_ranks, run_tokenizer
 from meshwright.api.models import WEIGHTS, import_hf
-from meshwright.launch.env import worker
-from meshwright.launch.scratch import scratch_folder
-from meshwright.report.record import read_run
+from meshwright.rank.env import worker
+from meshwright.rank.scratch import scratch_folder
+from meshwright.runs.record import read_run
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import Overrides
 
 if TYPE_CHECKING:
+    from meshwright.comm.mesh import Mesh
     from meshwright.data.corpus import Corpus, Split
     from meshwright.data.verification import Check
     from meshwright.infer.harness import Tasks
     from meshwright.infer.sharded import ShardedDecoder
-    from meshwright.parallel.mesh import Mesh
 
 Result = dict[str, Any]
 WORKER = ("meshwright.infer.scores", "meshwright.data.corpus")
@@ -144,7 +144,7 @@ def evaluate_run(run: Path, how: Evaluation, layout: Overrides = ()) -> Result |
         if place is not None or ranks == 1:
             found = evaluate_worker(source, how, layout)
             return None if found is None else {**found, "run": str(run)}
-        from meshwright.recover.supervisor import run_ranks
+        from meshwright.launch.supervisor import run_ranks
 
         out = folder / "result.json"
         keys = [word for key, text in layout for word in (f"--{key}", text)]
@@ -219,7 +219,7 @@ def open_tasks(how: Evaluation) -> Tasks:
 def evaluate_worker(run: Path, how: Evaluation, layout: Overrides = ()) -> Result | None:
     """Evaluate a run as one rank of the world of torchrun, or alone; None on all ranks but the first."""
     from meshwright.infer.sharded import ShardedDecoder, spec_to_evaluate
-    from meshwright.launch.world import mesh_of
+    from meshwright.rank.world import mesh_of
 
     trained = load(run)
     positions = trained.model.max_seq_len
@@ -258,7 +258,7 @@ class _Texts:
 
     def __init__(self, run: Path, how: Evaluation, trained: RunSpec, spec: RunSpec, mesh: Mesh) -> None:
         from meshwright.data.loader import SplitReader
-        from meshwright.launch.world import once_per_host
+        from meshwright.rank.world import once_per_host
 
         self._run, self._how, self._trained, self._data = run, how, trained, spec.data
         self._micro_batch = spec.micro_batch

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from meshwright import atomic
 from meshwright.api.models import existing, import_hf, load_hf, load_run
-from meshwright.launch.scratch import scratch_folder
+from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
-from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.load import Overrides, from_tree
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import show
@@ -163,7 +163,7 @@ def start_generation(
     The ranks read `rows`, if given, from a file. An HF folder is made a run's first, in a temporary folder,
     since ranks read their parts of checkpoints.
     """
-    from meshwright.recover.supervisor import run_ranks
+    from meshwright.launch.supervisor import run_ranks
 
     keys = [word for key, text in layout for word in (f"--{key}", text)]
     with scratch_folder() as folder:
@@ -189,7 +189,7 @@ def generate_worker(
     from meshwright.infer.batching import Request
     from meshwright.infer.generate import check_request, continue_requests
     from meshwright.infer.sampling import Sampling
-    from meshwright.launch.env import worker
+    from meshwright.rank.env import worker
 
     generation_ranks(run, layout, how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
@@ -235,8 +235,8 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
     """This rank's decoder and what part it is, which is None on one device."""
     from meshwright.infer.packed_linears import pack_linears
     from meshwright.infer.sharded import load_sharded, spec_to_generate
-    from meshwright.launch.env import worker
-    from meshwright.launch.world import mesh_of
+    from meshwright.rank.env import worker
+    from meshwright.rank.world import mesh_of
 
     average = how.weights == "ema"
     if not (run / "run.json").is_file():

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
-from meshwright.spec.hf import has_weights
+from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.load import load
 from meshwright.spec.weights import FIRST_STEP, check_fits, hf_model, own_tokenizer, weight_source
 from meshwright.units import short
@@ -36,7 +36,7 @@ def check_resumed_weights(spec: RunSpec, out: Path) -> None:
 
     They would not be read, and the record would name them.
     """
-    from meshwright.report.record import RUN, read_object
+    from meshwright.runs.record import RUN, read_object
 
     earlier = (read_object(out / RUN) or {}).get("spec")
     model = earlier.get("model") if isinstance(earlier, dict) else None

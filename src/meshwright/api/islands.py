@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.checkpoint.reader import newest_state
-from meshwright.launch.failure import KINDS, RanksFailed
-from meshwright.parallel.island_log import Entry, IslandLog
-from meshwright.recover.islands import Island, IslandsSupervisor, shares_of_cores
-from meshwright.report.record import (
+from meshwright.islands.island_log import Entry, IslandLog
+from meshwright.launch.islands import Island, IslandsSupervisor, shares_of_cores
+from meshwright.rank.failure import KINDS, RanksFailed
+from meshwright.report.run_page import write_report
+from meshwright.runs.record import (
     EVENTS,
     RESULT,
     RUN,
@@ -28,10 +29,9 @@ from meshwright.report.record import (
     read_object,
     write_atomically,
 )
-from meshwright.report.run_page import write_report
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
-from meshwright.spec.special_tokens import copy_side_files, side_files
+from meshwright.spec.hf.special_tokens import copy_side_files, side_files
 from meshwright.train.island_world import ISLANDS
 
 Result = dict[str, Any]

@@ -95,7 +95,7 @@ def export(
         return
     import torch
 
-    from meshwright.checkpoint.hf import export_hf
+    from meshwright.exchange.hf import export_hf
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in known:
@@ -120,7 +120,7 @@ def export(
 
 
 def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | None) -> None:
-    from meshwright.checkpoint.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
+    from meshwright.exchange.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
 
     if dtype not in GGUF_DTYPES:
         raise UserError(f"dtype: {dtype!r} is not one of {', '.join(GGUF_DTYPES)}")
@@ -134,7 +134,7 @@ def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | No
 def import_hf(folder: Path, out: Path) -> None:
     """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
     folder = existing(folder, "an HF folder with config.json and safetensors")
-    from meshwright.infer.load import import_run
+    from meshwright.weights.load import import_run
 
     import_run(folder, Path(out))
 
@@ -179,7 +179,7 @@ def existing(folder: Path | str, wanted: str) -> Path:
 
 def load_hf(folder: Path | str) -> Decoder:
     """Return the decoder of an HF folder, in eval mode: tokens (B, T) -> logits (B, T, V)."""
-    from meshwright.checkpoint.hf import load_hf as load_folder
+    from meshwright.exchange.hf import load_hf as load_folder
 
     return load_folder(Path(folder))
 
@@ -197,6 +197,6 @@ def load_run(
     """
     if weights not in WEIGHTS:
         raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
-    from meshwright.infer.load import load_run as load_decoder
+    from meshwright.weights.load import load_run as load_decoder
 
     return load_decoder(Path(run), dtype, average=weights == "ema", step=step)

@@ -220,9 +220,9 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     The returned cluster holds the measurements in `measured`; `out` is the hardware file to write. Raises
     `UserError`.
     """
-    from meshwright.launch.env import count_devices
-    from meshwright.launch.scratch import scratch_folder
-    from meshwright.recover.supervisor import run_ranks
+    from meshwright.launch.supervisor import run_ranks
+    from meshwright.rank.env import count_devices
+    from meshwright.rank.scratch import scratch_folder
 
     check_writable(out)
     ranks = count_devices() if nproc is None else nproc
@@ -242,8 +242,8 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
 
 def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluster | None:
     """Run `profile` as one rank: the first returns the cluster and writes the file, others return None."""
-    from meshwright.launch.world import device_of
     from meshwright.profile.profile import profile as profile_rank
+    from meshwright.rank.world import device_of
 
     check_writable(out)
     with device_of() as device:
@@ -264,7 +264,7 @@ def dryrun(
     `pipeline_rank` and `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each
     component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). Raises `UserError`.
     """
-    from meshwright.train.dryrun_report import rehearsals
+    from meshwright.dryrun.report import rehearsals
 
     refuse_distillation(spec, "dryrun")
     return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.models import existing, load_hf, load_run
-from meshwright.launch.scratch import scratch_folder
+from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import read_text
-from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.precision import Quantised
 from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 
@@ -58,9 +58,9 @@ def quantise(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"FOLDER: {folder} exists and is not an empty folder; give another")
     source = _Source(run, weights)
-    from meshwright.checkpoint.hf import export_hf
-    from meshwright.checkpoint.hf_quantised import stored_bytes
-    from meshwright.infer.quantise import calibrated, check_calibrated, nearest, plan_quantisation
+    from meshwright.exchange.hf import export_hf
+    from meshwright.exchange.hf_quantised import stored_bytes
+    from meshwright.weights.quantise import calibrated, check_calibrated, nearest, plan_quantisation
 
     how = plan_quantisation(source.model, recipe, source.group(recipe, group_size), keep)  # type: ignore[arg-type]
     batches = []
@@ -118,7 +118,7 @@ def compare_quantisation(
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.quantisation_table import HeldOut, Model, compare
     from meshwright.infer.quantisation_table import sensitivity as measure
-    from meshwright.infer.quantise import plan_quantisation
+    from meshwright.weights.quantise import plan_quantisation
 
     model, plans, refused = spec.model, {}, {}
     for each in RECIPES:
@@ -166,7 +166,7 @@ class _Source:
             raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
         if read_json_object(run / "config.json", "quantise").get("quantization_config") is not None:
             raise UserError(f"quantise: {run} is quantised already; give the folder that it was made of")
-        from meshwright.checkpoint.hf import import_hf
+        from meshwright.exchange.hf import import_hf
 
         self.model, _ = import_hf(run)
 

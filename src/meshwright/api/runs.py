@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
-from meshwright.launch.env import Supervision, worker
-from meshwright.launch.scratch import scratch_folder
-from meshwright.launch.tasks import refuse_several_tasks
 from meshwright.profile.machine import has_gpu_driver
+from meshwright.rank.env import Supervision, worker
+from meshwright.rank.scratch import scratch_folder
+from meshwright.rank.slurm_mpi import refuse_several_tasks
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
+    from meshwright.chaos.faults import Plan
+    from meshwright.chaos.inject import Injection
     from meshwright.checkpoint.lease import Lease
-    from meshwright.recover.faults import Plan
-    from meshwright.recover.inject import Injection
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
@@ -34,7 +34,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 WORKERS = {
     "train": (
         "meshwright.train.loop",
-        "meshwright.infer.initial_weights",
+        "meshwright.weights.initial_weights",
         "meshwright.infer.sample",
         "meshwright.infer.teacher",
         "meshwright.report.run_page",
@@ -82,7 +82,7 @@ def train(
     `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
-    from meshwright.launch.auto_layout import check_room
+    from meshwright.rank.auto_layout import check_room
 
     resume = str(resume) if resume is not None else None
     _check_packages(spec)
@@ -120,7 +120,7 @@ def _train_here(
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
-        from meshwright.report.record import island_folder
+        from meshwright.runs.record import island_folder
 
         out = island_folder(out, spec.outer.island)
         make_folder(out)
@@ -145,11 +145,11 @@ def _train_with_others(
     address: str | None,
 ) -> Result:
     """Train as one of several hosts; see `train`."""
-    from meshwright.launch.env import count_devices, resized
-    from meshwright.launch.network import own_address
-    from meshwright.recover.elastic import ElasticJob, HostSupervisor
-    from meshwright.recover.generation import Job
-    from meshwright.recover.membership import Host
+    from meshwright.launch.elastic import ElasticJob, HostSupervisor
+    from meshwright.launch.membership import Host
+    from meshwright.launch.start import Job
+    from meshwright.rank.env import count_devices, resized
+    from meshwright.rank.network import own_address
 
     ranks = count_devices() if nproc is None else nproc
     least, most = nodes
@@ -190,15 +190,15 @@ def train_worker(
     """
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
-    from meshwright.infer.initial_weights import open_weights
     from meshwright.infer.teacher import teaching
-    from meshwright.launch.network import own_address
-    from meshwright.launch.out_of_memory import memory_errors_told
-    from meshwright.launch.world import mesh_of, once_per_host
-    from meshwright.model.flash_implementation import flash_implementation
+    from meshwright.kernels.flash_implementation import flash_implementation
+    from meshwright.rank.network import own_address
+    from meshwright.rank.out_of_memory import memory_errors_told
+    from meshwright.rank.world import mesh_of, once_per_host
     from meshwright.report.run_page import write_report
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
+    from meshwright.weights.initial_weights import open_weights
 
     with memory_errors_told(spec), mesh_of(spec, folder=out) as mesh, ExitStack() as stack:
         stack.enter_context(flash_implementation(spec.train.flash_attention, mesh.device))
@@ -247,8 +247,8 @@ def train_worker(
 def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers:
     """Return what rank 0 writes and shows of a run in the folder `out`."""
     from meshwright.report.progress import Progress
-    from meshwright.report.record import RunRecord
     from meshwright.report.trackers import make_trackers
+    from meshwright.runs.record import RunRecord
     from meshwright.train.callbacks import Observers
 
     shown = [] if quiet else [Progress()]
@@ -269,8 +269,8 @@ def _keep_tokenizer(run: TrainingRun) -> None:
 
 def _add_figures(result: Result, run: TrainingRun, supervision: Supervision | None) -> None:
     """Add to the result of a run its starts, the time of all of them, a text, and how far xz compresses."""
+    from meshwright.comm.waiting import while_others_wait
     from meshwright.infer.sample import held_out_sample
-    from meshwright.parallel.waiting import while_others_wait
 
     result["restarts"] = supervision.generation if supervision is not None else 0
     if supervision is not None and supervision.generation:  # the time of all starts, not of the last one
@@ -286,14 +286,14 @@ def _injection(supervision: Supervision | None) -> Injection | None:
     place = worker()
     if place is None or supervision is None or not supervision.faults:
         return None
-    from meshwright.recover.inject import Injection
+    from meshwright.chaos.inject import Injection
 
     return Injection(supervision, place)
 
 
 def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
-    from meshwright.launch.auto_layout import check_room
+    from meshwright.rank.auto_layout import check_room
 
     check_distillation(spec)
     check_room(spec)
@@ -327,7 +327,7 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
             )
         return
     from meshwright.checkpoint.directory import candidates, latest_step
-    from meshwright.report.record import last_checkpoint
+    from meshwright.runs.record import last_checkpoint
 
     teacher = None if spec.distil is None else spec.distil.teacher
     if teacher is not None and Path(teacher).resolve() == out.resolve():
@@ -354,7 +354,7 @@ def check_distillation(spec: RunSpec) -> None:
 
     teacher_of(spec)
     if spec.distil is not None and spec.distil.logits is not None:
-        from meshwright.train.stored_answers import check_answers
+        from meshwright.distil.stored_answers import check_answers
 
         check_answers(user_path(spec.distil.logits, "distil.logits"), spec)
 
@@ -374,7 +374,7 @@ def launch(
     Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`,
     and its record gets each failure, of which `tell` is told first. `faults` are injected into the ranks.
     """
-    from meshwright.recover.supervisor import Restarts, run_ranks
+    from meshwright.launch.supervisor import Restarts, run_ranks
 
     refuse_several_tasks()
     with scratch_folder() as folder:
@@ -400,7 +400,7 @@ def _record(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> 
 
     A record that cannot be written is a warning: the run matters more.
     """
-    from meshwright.report.record import append_event
+    from meshwright.runs.record import append_event
 
     if tell is not None:
         tell(kind, fields)

@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.api.folders import make_folder
 from meshwright.api.runs import Result, launch
 from meshwright.api.verify_runs import longest_wait
-from meshwright.launch.failure import RanksFailed
-from meshwright.launch.scratch import scratch_folder
+from meshwright.rank.failure import RanksFailed
+from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import differences
 from meshwright.spec.load import Overrides
@@ -52,7 +52,7 @@ def sweep(
     `layouts` (rows), `checked`, `of`, `pairs_covered`, `pairs`, `seconds`, `narrowed` and `first_failure`,
     and writes them to `out`/verify.json, too. Raises `UserError`.
     """
-    from meshwright.report.record import write_atomically
+    from meshwright.runs.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
     _refuse_what_no_sweep_compares(spec)
@@ -161,9 +161,9 @@ def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
     """Check the layouts of the plan in `folder` as one rank; the first leaves there what it finds."""
     import torch.distributed as dist
 
-    from meshwright.launch.world import groups_of, mesh_on
-    from meshwright.parallel.control import new_scope
-    from meshwright.report.record import write_atomically
+    from meshwright.comm.control import new_scope
+    from meshwright.rank.world import groups_of, mesh_on
+    from meshwright.runs.record import write_atomically
     from meshwright.verify.sweep import check_layouts
 
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))

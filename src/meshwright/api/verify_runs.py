@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.api.folders import make_folder
 from meshwright.api.models import export, import_hf
 from meshwright.api.runs import Result, launch
-from meshwright.launch.scratch import scratch_folder
+from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 from meshwright.spec.teacher import teacher_of
@@ -48,8 +48,8 @@ def verify(
     Raises `UserError`.
     """
 
-    from meshwright.report.record import write_atomically
-    from meshwright.spec.hf_write import write_hf_config
+    from meshwright.exchange.hf_config import write_hf_config
+    from meshwright.runs.record import write_atomically
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
@@ -184,8 +184,8 @@ def verify_worker(
     With `save` the run is saved in that folder; with `load` it goes on from the one in that folder, or with
     `through` "export" from what was imported there, and with "snapshot" from the snapshot.
     """
-    from meshwright.launch.world import mesh_of
-    from meshwright.report.record import write_atomically
+    from meshwright.rank.world import mesh_of
+    from meshwright.runs.record import write_atomically
     from meshwright.verify.both import with_own_precision
     from meshwright.verify.precision import verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.api.models import WEIGHTS, existing, import_hf
-from meshwright.launch.scratch import scratch_folder
+from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
 
@@ -34,8 +34,8 @@ def average(
         raise UserError("--steps: names no step; give some, such as 100,200")
     if weights not in WEIGHTS:
         raise UserError(f"--weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
-    from meshwright.infer.average import average_run
-    from meshwright.report.record import given_up
+    from meshwright.runs.record import given_up
+    from meshwright.weights.average import average_run
 
     return average_run(run, Path(out), last, steps, weights == "ema", given_up(run))
 
@@ -56,9 +56,9 @@ def merge(
     (by default equal shares, and 1 each for task arithmetic). The last three methods merge changes of `base`;
     TIES and DARE keep the share `density` of them, and `seed` is that of DARE's draws. Raises `UserError`.
     """
-    from meshwright.infer.load import check_new
-    from meshwright.infer.merge import Merge, merge_runs
-    from meshwright.infer.merge_methods import METHODS
+    from meshwright.weights.load import check_new
+    from meshwright.weights.merge import Merge, merge_runs
+    from meshwright.weights.merge_methods import METHODS
 
     models, out = [existing(model, "a run or an HF model") for model in models], Path(out)
     if method not in METHODS:

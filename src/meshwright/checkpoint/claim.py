@@ -11,7 +11,7 @@ from pathlib import Path
 from meshwright.checkpoint.disk import LATEST, TEMPORARY, Disk
 from meshwright.checkpoint.errors import CheckpointError
 from meshwright.checkpoint.lease import Lease
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 
 VISIBLE_S = 10.0
 """Seconds that a network file system may take to show one host a file that another one has made."""

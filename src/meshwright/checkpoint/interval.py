@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 from meshwright.reliability.goodput import HOUR, LEAST, Faults, optimal_interval, system_mtbf
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS
 

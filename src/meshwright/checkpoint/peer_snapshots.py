@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.slots import PACKED_BYTES, Head, Image, Slot
-from meshwright.parallel.collectives import start_all_to_all, start_shift
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Axis
+from meshwright.comm.collectives import start_all_to_all, start_shift
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import Axis
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 << 20

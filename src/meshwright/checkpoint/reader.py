@@ -35,8 +35,8 @@ from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
 from meshwright.checkpoint.rectangles import check_cover, common
 from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, narrow
+from meshwright.comm.mesh import TrafficCounter
 from meshwright.parallel.flat_param import UnpaddedDTensor
-from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.records import read, show
 from meshwright.spec.sharded_tensor import Rectangle

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright.parallel.collectives import start_broadcast
+from meshwright.comm.collectives import start_broadcast
+from meshwright.comm.mesh import Axis, TrafficCounter
 from meshwright.parallel.flat_param import UnpaddedDTensor
-from meshwright.parallel.mesh import Axis, TrafficCounter
 
 T = TypeVar("T")
 

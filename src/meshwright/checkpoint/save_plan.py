@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from meshwright.checkpoint.replicas import Replicas, assign
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.spec.sharded_tensor import Rectangle, ShardedTensor
 from meshwright.spec.tiling import tiling

@@ -1,7 +1,7 @@
 """Snapshots of training state that outlive the ranks: a killed rank goes on from there.
 
 Each rank copies its share of the state (`save_plan.py`) into memory that belongs to the supervisor of its
-host, or on hosts without GPUs into a file of it that has no name (`recover/shared_memory.py`), with what a
+host, or on hosts without GPUs into a file of it that has no name (`rank/shared_memory.py`), with what a
 manifest says of it; a restart reads it as it would a checkpoint, on any layout. The copy is one pass at
 memory speed without a message between ranks: what is written to a file goes to the kernel's cache. Two slots
 take turns, so that a rank which dies in a copy leaves the one before (in-memory checkpoints: Wang et al.
@@ -33,8 +33,8 @@ from meshwright.checkpoint.peer_snapshots import fetch as fetch_pieces
 from meshwright.checkpoint.reader import Reading, match_tensors
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.slots import Head, Image, Images, Slot, SlotImage
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Axis, Mesh, TrafficCounter
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import Axis, Mesh, TrafficCounter
 from meshwright.units import gigabytes
 
 SHARE = 0.02

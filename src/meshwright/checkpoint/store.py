@@ -54,8 +54,8 @@ from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest,
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import TrafficCounter
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import TrafficCounter
 from meshwright.spec.tiling import tiling
 from meshwright.units import gigabytes
 

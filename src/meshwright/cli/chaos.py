@@ -60,7 +60,7 @@ def chaos(call: Call) -> int:
 
 def _broken(result: Mapping[str, Any]) -> str:
     """Return the oracles that do not hold, in words."""
-    from meshwright.recover.verdict import ORACLES
+    from meshwright.chaos.verdict import ORACLES
 
     return "; ".join(ORACLES[name] for name, value in result["oracles"].items() if value is False)
 

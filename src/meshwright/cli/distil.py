@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
 from meshwright.cli.runs import NPROC, RUN, spec_of
-from meshwright.launch.env import worker
+from meshwright.rank.env import worker
 
 
 @verb(

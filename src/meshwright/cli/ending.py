@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch.failure import RanksFailed, exit_code
-from meshwright.report.record import RUN, read_run
+from meshwright.rank.failure import RanksFailed, exit_code
+from meshwright.runs.record import RUN, read_run
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped
 

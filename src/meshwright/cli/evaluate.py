@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, several, tokens, verb, whole
-from meshwright.launch.env import worker
+from meshwright.rank.env import worker
 from meshwright.spec.layout import GENERATION_KEYS
 
 

@@ -11,7 +11,7 @@ from meshwright.cli.parser import JSON, Argument, Call, Flag, file_name, number,
 from meshwright.hardware.cluster import Cluster, Measured
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.hardware.hardware_file import check_writable, to_json
-from meshwright.launch.env import nproc_of, worker
+from meshwright.rank.env import nproc_of, worker
 from meshwright.report.format import size
 from meshwright.units import FORMATS
 

@@ -35,9 +35,9 @@ from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
 from meshwright.cli.ending import NO_READER
 from meshwright.cli.parser import Verb, parse
-from meshwright.launch.child import leave
-from meshwright.launch.env import SUPERVISOR
-from meshwright.launch.failure import RanksFailed, exit_code, record
+from meshwright.rank.child import leave
+from meshwright.rank.env import SUPERVISOR
+from meshwright.rank.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
 from meshwright.spec.load import one_line

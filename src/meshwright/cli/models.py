@@ -20,7 +20,7 @@ from meshwright.cli.parser import (
     verb,
     whole,
 )
-from meshwright.launch.env import worker
+from meshwright.rank.env import worker
 from meshwright.spec import UserError
 from meshwright.spec.layout import GENERATION_KEYS
 

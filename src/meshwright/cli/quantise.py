@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, tokens, verb
-from meshwright.launch.tasks import refuse_several_tasks
+from meshwright.rank.slurm_mpi import refuse_several_tasks
 from meshwright.spec import UserError
 from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 

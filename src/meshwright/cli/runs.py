@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, folder_name, verb
-from meshwright.launch.env import resolve
+from meshwright.rank.env import resolve
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, read_tree
 

@@ -13,8 +13,8 @@ from meshwright.cli.ending import Ending, errors_as_json
 from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
 from meshwright.cli.runs import NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
-from meshwright.launch.env import Worker, nproc_of, worker
-from meshwright.launch.tasks import RANK_VARIABLES
+from meshwright.rank.env import Worker, nproc_of, worker
+from meshwright.rank.slurm_mpi import RANK_VARIABLES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import from_tree
 
@@ -178,7 +178,7 @@ def _train_with_others(call: Call, ending: Ending) -> None:
 
 def _planned(call: Call) -> RunSpec:
     """Return the spec of a new run; if it sets no axis, plan its layout and print the reason in one line."""
-    from meshwright.launch.auto_layout import planned
+    from meshwright.rank.auto_layout import planned
 
     cluster = call.flags["cluster"]
     spec, why = planned(*asked(call), cluster)

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, file_name, verb
 from meshwright.hardware.hardware_file import check_writable
-from meshwright.report.record import write_atomically
+from meshwright.runs.record import write_atomically
 from meshwright.spec import UserError
 
 COLUMNS = ("source", "model", "gpu")

@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, choice, folder_name, verb, whole
 from meshwright.cli.runs import NPROC, RUN, spec_of
-from meshwright.launch.env import worker
-from meshwright.launch.failure import RanksFailed
+from meshwright.rank.env import worker
+from meshwright.rank.failure import RanksFailed
 from meshwright.spec import UserError
 from meshwright.spec.errors import CollectiveError
 from meshwright.spec.load import Overrides, from_tree

@@ -11,8 +11,8 @@ from meshwright.data.tokenize import bpe_size
 from meshwright.data.tokenizer import Tokenizer, file_sha256, tokenizer_file
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
-from meshwright.spec.hf_json import read_json_object
-from meshwright.spec.special_tokens import (
+from meshwright.spec.hf.json_object import read_json_object
+from meshwright.spec.hf.special_tokens import (
     MODEL_FILES,
     TOKENIZER,
     TOKENIZER_FILES,
@@ -20,7 +20,7 @@ from meshwright.spec.special_tokens import (
     keep_side_files,
     side_files,
 )
-from meshwright.spec.text_tokens import ID_KEYS, MODEL_IDS, model_ids, open_published
+from meshwright.spec.hf.text_tokens import ID_KEYS, MODEL_IDS, model_ids, open_published
 from meshwright.spec.weights import own_tokenizer, weights_folder
 
 

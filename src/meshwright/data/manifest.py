@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from meshwright.spec.base import FrozenModel
-from meshwright.spec.text_tokens import TextTokens
+from meshwright.spec.hf.text_tokens import TextTokens
 
 MANIFEST = "meshwright-tokens.json"
 TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")

@@ -9,7 +9,7 @@ packed      sample i is the stream's places [i*T, (i+1)*T); the last is padded
 unpacked    a sample is a window of T tokens of one document; each document's last is padded
 
 Padding is END with the target `IGNORE`. The number of a token's document goes with it: attention sees
-tokens of the same document only, by the mask of `model/attention_intervals.py`.
+tokens of the same document only, by the mask of `kernels/attention_intervals.py`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from meshwright.data.row_files import (
 )
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import is_lfs_pointer, user_path
-from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.hf.json_object import read_json_object
 from meshwright.units import gigabytes
 
 HUB = "hf:"

@@ -22,15 +22,15 @@ from meshwright.data.literals import Literals
 from meshwright.data.word_rule import GPT2, WordRule, word_rule
 from meshwright.data.words import Words
 from meshwright.spec.errors import UserError
-from meshwright.spec.special_tokens import side_files
-from meshwright.spec.text_tokens import (
+from meshwright.spec.hf.special_tokens import side_files
+from meshwright.spec.hf.text_tokens import (
     PublishedTokenizer,
     TextTokens,
     open_published,
     read_backend,
     written_config,
 )
-from meshwright.spec.tokenizer_json import library_errors
+from meshwright.spec.hf.tokenizer_json import library_errors
 
 END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -77,8 +77,8 @@ class Tokenizer:
     def open(path: Path, tokens: TextTokens | None = None, reads_special: bool = False) -> Tokenizer:
         """Read a `tokenizer.json`, or the one of a folder. Raises `UserError`.
 
-        What begins and ends texts is what the files beside it say (`spec/text_tokens.py`), or if `tokens` are
-        given these, and the file alone is read.
+        What begins and ends texts is what the files beside it say (`spec/hf/text_tokens.py`), or if `tokens`
+        are given these, and the file alone is read.
         """
         path = tokenizer_file(path)
         published = None

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import start_broadcast, start_receive, start_send
+from meshwright.comm.mesh import Mesh
 from meshwright.infer.batching import Turn
 from meshwright.infer.paged_cache import PAGE_TOKENS, PagedCache, Places, places
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.model.rope import Rope, rope_table, with_signs
-from meshwright.parallel.collectives import start_broadcast, start_receive, start_send
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import UserError
 from meshwright.spec.stages import Stage
 

@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import sum_scalars
+from meshwright.comm.waiting import while_others_wait
 from meshwright.infer.batching import Batching, Request
 from meshwright.infer.forward import Part, StageForward, no_token_dropped
 from meshwright.infer.paged_cache import PAGE_TOKENS, PageTable, pages_of
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
-from meshwright.parallel.collectives import sum_scalars
-from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import ModelSpec, UserError
 
 Tokens = TypeVar("Tokens", list[int], Tensor)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.hf import export_hf, load_hf
-from meshwright.checkpoint.hf_quantised import Quantisation, quantised_tensors, stored_bytes
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, SplitReader
+from meshwright.exchange.hf import export_hf, load_hf
+from meshwright.exchange.hf_quantised import Quantisation, quantised_tensors, stored_bytes
 from meshwright.infer.forward import no_token_dropped
 from meshwright.infer.generate import generate
 from meshwright.infer.packed_linears import pack_linears
-from meshwright.infer.quantise import calibrated, nearest, put_back
 from meshwright.model.decoder import Decoder
+from meshwright.parallel.microbatches import microbatches
 from meshwright.spec import RunSpec
-from meshwright.train.own_tokens import microbatches
+from meshwright.weights.quantise import calibrated, nearest, put_back
 
 Row = dict[str, Any]
 PROMPT, NEW, ROUNDS = 32, 64, 3

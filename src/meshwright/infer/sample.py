@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.checkpoint.gather_full import gather_full
 from meshwright.data.corpus import Corpus
 from meshwright.infer.generate import generate
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
-from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.model.splitmix64 import mix64_, shift, stream
+from meshwright.kernels.splitmix64 import mix64_, shift, stream
 from meshwright.spec import UserError
 
 

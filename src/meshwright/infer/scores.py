@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.comm.waiting import while_others_wait
 from meshwright.data.loader import Batch
 from meshwright.data.packing import IGNORE
 from meshwright.infer.forward import no_token_dropped
 from meshwright.infer.sharded import MOST_TOKENS, ShardedDecoder
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Predict
-from meshwright.parallel.waiting import while_others_wait
 
 MOST_LOGITS = 2**26
 """Logits that are held at a time."""

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import gather_rows
+from meshwright.comm.mesh import Axis, Mesh
 from meshwright.infer.forward import Part
-from meshwright.infer.load import load_tensors
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import MoeHooks
-from meshwright.parallel.collectives import gather_rows
-from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.parallelize import parallelize
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.layout import GENERATION_KEYS
@@ -29,6 +28,7 @@ from meshwright.spec.load import Overrides, fixed_layout, from_tree
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.stages import stages
+from meshwright.weights.load import load_tensors
 
 MOST_TOKENS = 8192
 """Tokens of a microbatch of an evaluation."""

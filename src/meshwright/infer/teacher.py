@@ -12,16 +12,16 @@ import numpy as np
 
 from meshwright import atomic
 from meshwright.checkpoint.identity import newest
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Loader
-from meshwright.infer.load import import_run, load_tensors
-from meshwright.parallel.mesh import Mesh
+from meshwright.distil.stored_answers import AnswerFiles, StoredAnswers, check_tokenizer
+from meshwright.distil.teacher import Teacher, Teaching
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.load import load
 from meshwright.spec.teacher import is_hf, teacher_of
-from meshwright.train.stored_answers import AnswerFiles, StoredAnswers, check_tokenizer
-from meshwright.train.teacher import Teacher, Teaching
+from meshwright.weights.load import import_run, load_tensors
 
 IMPORTED = "teacher"
 """Folder, in that of a run, of what was imported from a teacher's HF folder."""

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.attention_cpu import blocked_attention
-from meshwright.model.attention_flash import Packed, flash_takes, pack, packed_attention
+from meshwright.kernels.attention_cpu import blocked_attention
+from meshwright.kernels.attention_flash import Packed, flash_takes, pack, packed_attention
 
 _FEW = 16
 """Queries of a row that are few: all the query heads of a key head then take part in one product with it."""

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.model import elementwise_cpu
+from meshwright.kernels import elementwise_cpu
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.distillation import Place, StudentLoss, Taught
-from meshwright.model.running_sum import RunningSum
 from meshwright.spec.tiling import loss_rows
 
 IGNORE = -100

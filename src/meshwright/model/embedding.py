@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.with_backward import with_backward
+from meshwright.kernels.with_backward import with_backward
 
 
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:

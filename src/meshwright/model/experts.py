@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.model import elementwise_cpu
+from meshwright.kernels import elementwise_cpu
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.hooks import ExpertsHooks
-from meshwright.model.running_sum import RunningSum
 from meshwright.model.token_dispatcher import RowGroups
 
 

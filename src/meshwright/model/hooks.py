@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.gradient_accumulation_fusion import GradientSum, no_sum
 from meshwright.model.attention import Attend, attend, attention_mask
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.distillation import Taught
@@ -21,7 +22,6 @@ from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
 from meshwright.model.low_precision_linear import Products
 from meshwright.model.router import Routing, admit_by_capacity
-from meshwright.model.running_sum import GradientSum, no_sum
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.spec import MoeSpec
 

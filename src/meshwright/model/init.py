@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.kernels.splitmix64 import mix64_, shift, stream
 from meshwright.model.decoder import Decoder
-from meshwright.model.splitmix64 import mix64_, shift, stream
 from meshwright.spec import ModelSpec
 from meshwright.spec.mup import init_factor
 from meshwright.spec.tiling import tiling

@@ -1,8 +1,8 @@
 """The three matrix products of a linear layer, in the format of its operands or in low precision.
 
-A recipe of low precision (`low_precision.py`) rounds the operands along the dim that is summed, and products
-are summed in fp32. fp8 and fp8-rowwise have kernels on GPUs; all else is the product of the rounded operands,
-with the same result but for the order of sums. nvfp4 rounds gradients stochastically, and rotates
+A recipe of low precision (`kernels/low_precision.py`) rounds the operands along the dim that is summed, and
+products are summed in fp32. fp8 and fp8-rowwise have kernels on GPUs; all else is the product of the rounded
+operands, with the same result but for the order of sums. nvfp4 rounds gradients stochastically, and rotates
 both operands of the gradient of a weight.
 
 Shapes: N tokens, O outputs, I inputs of a linear layer, R rows of experts.
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.low_precision import (
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
+from meshwright.kernels.low_precision import (
     E4M3,
     E5M2,
     PART,
@@ -29,7 +30,6 @@ from meshwright.model.low_precision import (
     to_numbers,
 )
 from meshwright.model.quantisation import fake_quantise, fake_quantise_tokens
-from meshwright.model.running_sum import RunningSum
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BLOCKS, DELAYED, PrecisionSpec
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.model import elementwise_cpu
+from meshwright.kernels import elementwise_cpu
 from meshwright.model.hooks import MlpHooks
 from meshwright.model.linear import Linear
 from meshwright.spec import ModelSpec

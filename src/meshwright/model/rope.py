@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.model import elementwise_cpu
+from meshwright.kernels import elementwise_cpu
 from meshwright.spec import ModelSpec
 from meshwright.spec.architecture import Llama3Rope, YarnRope
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.with_backward import with_backward
+from meshwright.kernels.with_backward import with_backward
 from meshwright.spec.tiling import ALIGN
 
 Column = tuple[Tensor, Tensor]

@@ -36,11 +36,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.kernels.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.model.attention import Attend, with_wide_values
-from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.model.hooks import Mask
 from meshwright.parallel.fused_comm_ops import Tensors
-from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ring_attention import GatherAttention, KeyParts, RingAttention
 from meshwright.parallel.ulysses import Exchange, ExchangeOp, Run, runs_of

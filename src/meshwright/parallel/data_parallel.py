@@ -35,12 +35,12 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.running_sum import RunningSum
-from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
+from meshwright.comm.collectives import start_all_reduce, start_reduce_scatter
+from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.parallel.flat_param import Stored, make_slots
 from meshwright.parallel.fsdp_unit import Encoding, Unit, UnitObserver
 from meshwright.parallel.grad_norm import norms, sum_of_squares
-from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 from meshwright.spec.parameters import Piece
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from meshwright.model.running_sum import GradientSum, no_sum
+from meshwright.kernels.gradient_accumulation_fusion import GradientSum, no_sum
 
 Gradients = Sequence[Tensor | None]
 Work = tuple[Sequence[nn.Parameter], Callable[[], Gradients]]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from meshwright.model.low_precision import E2M1, E4M3, ROOM, scale_of
+from meshwright.comm.collectives import start_all_reduce
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.low_precision import E2M1, E4M3, ROOM, scale_of
 from meshwright.model.low_precision_linear import ROLES, LowPrecision, Products, Scaling
-from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
@@ -98,7 +98,7 @@ class DelayedScaling(StepPart):
         return ((None, tensor) for tensor in self._tensors)
 
     def of_gradients(self) -> tuple[list[object], list[Tensor]]:
-        """What changes while gradients are computed: the largest numbers are noted."""
+        """The largest numbers: they are noted while gradients are computed."""
         return [self, self.products], self._tensors
 
     @property

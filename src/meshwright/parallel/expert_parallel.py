@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import start_all_to_all
+from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.kernels.with_backward import with_backward
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.low_precision_linear import Products
 from meshwright.model.token_dispatcher import Column, RowGroups, TokenDispatcher, assign_rows, padded_sizes
-from meshwright.model.with_backward import with_backward
-from meshwright.parallel.collectives import start_all_to_all
 from meshwright.parallel.deferred_wgrad import WeightGradStore
-from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import gather_tokens
 

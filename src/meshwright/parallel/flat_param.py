@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameters import Piece
 from meshwright.spec.sharded_tensor import ShardedTensor

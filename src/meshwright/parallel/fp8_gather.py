@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.low_precision import E4M3, power_of_two, scales_of_tiles, to_numbers
+from meshwright.kernels.low_precision import E4M3, power_of_two, scales_of_tiles, to_numbers
 from meshwright.model.low_precision_linear import ROLES, LowPrecision
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit

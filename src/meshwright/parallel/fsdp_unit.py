@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
 
-from meshwright.model.running_sum import RunningSum
-from meshwright.parallel.collectives import DONE, start_all_gather
+from meshwright.comm.collectives import DONE, start_all_gather
+from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
-from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 
 BufferEvent = Literal[

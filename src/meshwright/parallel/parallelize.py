@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
@@ -19,7 +20,6 @@ from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.fsdp_unit import UnitObserver
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import formats
 from meshwright.parallel.recompute import apply_recompute

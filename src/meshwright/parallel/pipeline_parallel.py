@@ -13,7 +13,7 @@ A list says what is computed and in which order; what is sent and received follo
 posted and waited for (`schedule/posting.py`): what runs here are the operations of that posting, which are
 replayed under NCCL's rules before the first step (`schedule/validate.py`). Messages go over lanes, on each of
 which a rank only sends or only receives (`schedule/lanes.py`). A split backward (zero bubble, Qi et al. 2023)
-sends the input's gradient on before the weights' are computed (`later.py`).
+sends the input's gradient on before the weights' are computed (`deferred_wgrad.py`).
 
 One device is the same code: one stage, a list of F and B, and no message.
 """
@@ -27,10 +27,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.collectives import start_receive, start_send
+from meshwright.comm.mesh import Axis, Mesh, Pending
 from meshwright.model.hooks import identity
-from meshwright.parallel.collectives import start_receive, start_send
 from meshwright.parallel.deferred_wgrad import WeightGradStore, Work, weight_gradients
-from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.schedule import (
     Action,
     Kind,

@@ -3,7 +3,7 @@
 Mixed precision without autocast (Micikevicius et al. 2018): master weights stay in fp32 and are cast as they
 are gathered, so every operation runs in the compute format by the type of its inputs. With
 `precision.master = "bf16"` weights are stored in bf16, the compute format, and each update is rounded
-stochastically (`train/stochastic_rounding.py`).
+stochastically (`optim/stochastic_rounding.py`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.model import attention_cpu, attention_flash  # noqa: F401 - they register operators
+from meshwright.kernels import attention_cpu, attention_flash  # noqa: F401 - they register operators
 from meshwright.parallel import fused_comm_ops  # noqa: F401 - it registers operators
 from meshwright.parallel.activation_offload import ActivationOffload, SavedTensor
 from meshwright.parallel.recompute_cache import Context, RecomputeCache

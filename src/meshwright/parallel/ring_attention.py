@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model.attention_flash import part_operators
-from meshwright.model.attention_intervals import AttentionIntervals
-from meshwright.model.partial_attention import (
+from meshwright.comm.collectives import DONE, start_all_gather, start_reduce_scatter, start_shift
+from meshwright.comm.mesh import Axis, Pending
+from meshwright.kernels.attention_flash import part_operators
+from meshwright.kernels.attention_intervals import AttentionIntervals
+from meshwright.kernels.partial_attention import (
     PartOperators,
     by_key_head,
     by_query_head,
@@ -22,9 +24,7 @@ from meshwright.model.partial_attention import (
     from_key_head,
     from_query_head,
 )
-from meshwright.parallel.collectives import DONE, start_all_gather, start_reduce_scatter, start_shift
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
-from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ulysses import Run
 

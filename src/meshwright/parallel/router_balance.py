@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright.comm.collectives import gather_rows, start_all_reduce
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.with_backward import with_backward
 from meshwright.model.decoder import Decoder
 from meshwright.model.router import Router, Routing, within_capacity
 from meshwright.model.token_dispatcher import add_counts_
-from meshwright.model.with_backward import with_backward
-from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.flat_param import Stored, dtensor
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.loss_normalization import share_of_a_sequence
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import ModelSpec, MoeSpec
@@ -215,7 +215,7 @@ class RouterBalance(StepPart):
         return ((None, tensor) for tensor in self._tensors)
 
     def of_gradients(self) -> tuple[list[object], list[Tensor]]:
-        """What changes while gradients are computed: tokens are counted."""
+        """Counts of tokens: they grow while gradients are computed."""
         return [self], self._tensors
 
     @property

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
 from meshwright.model.distillation import Taught
 from meshwright.parallel.data_parallel import UnitModules
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage

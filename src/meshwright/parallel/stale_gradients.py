@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from meshwright.parallel.collectives import DONE, start_all_reduce
+from meshwright.comm.collectives import DONE, start_all_reduce
+from meshwright.comm.mesh import Pending
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
-from meshwright.parallel.mesh import Pending
 from meshwright.parallel.step_part import StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.records import Positive

@@ -24,7 +24,7 @@ class NoFields(TypedDict):
 
 @dataclass(frozen=True)
 class StepBegin:
-    """What a step begins with."""
+    """Numbers of a step that begins."""
 
     sequences: int
     """Samples of all ranks."""
@@ -34,7 +34,7 @@ class StepBegin:
 
 @dataclass
 class StepEnd:
-    """What has become of a step."""
+    """Outcome of a step."""
 
     number: int
     """From 1."""
@@ -85,7 +85,7 @@ class StepPart:
         return {}
 
     def form(self) -> object:
-        """What the names of `tensors` depend on, equal on all ranks."""
+        """Value on which the names of `tensors` depend, equal on all ranks."""
         return None
 
     def check(self, state: Mapping[str, Any], where: str) -> None:

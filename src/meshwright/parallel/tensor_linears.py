@@ -11,9 +11,7 @@ from itertools import zip_longest
 
 from torch import Tensor, nn
 
-from meshwright.model.low_precision_linear import Products
-from meshwright.model.with_backward import with_backward
-from meshwright.parallel.collectives import (
+from meshwright.comm.collectives import (
     DONE,
     gather_matmul,
     matmul_scatter,
@@ -22,9 +20,11 @@ from meshwright.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from meshwright.comm.mesh import Axis, Pending
+from meshwright.kernels.with_backward import with_backward
+from meshwright.model.low_precision_linear import Products
 from meshwright.parallel.deferred_wgrad import Gradients, WeightGradStore
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty, own_parameters
-from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 
 # Gathering and reducing tokens --------------------------------------------------------------------------

@@ -28,12 +28,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Axis, Mesh
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import AttentionHooks, MlpHooks
 from meshwright.model.linear import Linear, project
 from meshwright.model.low_precision_linear import Products
 from meshwright.parallel.deferred_wgrad import WeightGradStore
-from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import (
     ColumnParallel,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.parallel.collectives import start_all_to_all
+from meshwright.comm.collectives import start_all_to_all
+from meshwright.comm.mesh import Axis
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
-from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute_cache import RecomputeCache
 
 Run = tuple[int, slice]

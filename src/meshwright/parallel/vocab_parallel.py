@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.comm.collectives import gather_rows
+from meshwright.comm.mesh import Axis
 from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
 from meshwright.model.distillation import Taught
 from meshwright.model.embedding import embedding
 from meshwright.model.hooks import flat
-from meshwright.parallel.collectives import gather_rows
-from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import EnterParallelRegion, leave_parallel_region
 from meshwright.spec.parameters import Piece

@@ -16,7 +16,7 @@ class GroupShape(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The groups of a layout's axes, as `parallel/mesh.py` makes them; tensor ranks are neighbours."""
+    """The groups of a layout's axes, as `comm/mesh.py` makes them; tensor ranks are neighbours."""
 
     tensor: GroupShape
     context: GroupShape

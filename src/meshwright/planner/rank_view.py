@@ -41,8 +41,8 @@ def sum_width(spec: RunSpec) -> int:
 
 
 def added_by_products(spec: RunSpec, cpu: bool, routed: bool = False) -> bool:
-    """True if products add weight gradients where they are packed (`model/running_sum.py`): those of a unit
-    that is packed whole, of experts if `routed`.
+    """True if products add weight gradients where they are packed: those of a unit that is packed whole, of
+    experts if `routed` (`kernels/gradient_accumulation_fusion.py`).
 
     Compiled blocks know no parameters. Layers of one tensor rank leave gradients to autograd on other
     devices, and beside context ranks.

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.hardware.cluster import Attention, Matmul
+from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.model.attention import attend
-from meshwright.parallel.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import DTYPES
 from meshwright.profile.clock import Clock, time_shares
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Axis, TrafficCounter
+from meshwright.comm.process_groups import Groups
 from meshwright.hardware.cluster import Collective
-from meshwright.parallel import collectives
-from meshwright.parallel.mesh import Axis, TrafficCounter
-from meshwright.parallel.process_groups import Groups
 from meshwright.profile.clock import Clock, repeats_within, time_shares
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24))

@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.collectives import sum_scalars
+from meshwright.comm.control import Connections, Control, new_scope
+from meshwright.comm.mesh import Axis
+from meshwright.comm.process_groups import TIMEOUT
 from meshwright.hardware.cluster import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
 from meshwright.host import cores, host_id
-from meshwright.parallel.collectives import sum_scalars
-from meshwright.parallel.control import Connections, Control, new_scope
-from meshwright.parallel.half_precision_products import products_in_fp32
-from meshwright.parallel.mesh import Axis
+from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import DTYPES
-from meshwright.parallel.process_groups import TIMEOUT
 from meshwright.profile import compute, links, machine
 from meshwright.profile.clock import Clock
 from meshwright.spec.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.report.chart import Points, scatter
 from meshwright.report.page import render
-from meshwright.report.record import write_atomically
+from meshwright.runs.record import write_atomically
 from meshwright.units import seconds
 
 COLUMNS = {

@@ -17,8 +17,8 @@ from meshwright.report import format as fmt
 from meshwright.report.chart import Points, scatter
 from meshwright.report.page import render
 from meshwright.report.plan_text import offload, ranked, routing
-from meshwright.report.record import write_atomically
 from meshwright.report.timeline import timeline_data
+from meshwright.runs.record import write_atomically
 from meshwright.spec import RunSpec
 from meshwright.units import gigabytes, seconds
 

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
 from meshwright.report.page import render
-from meshwright.report.record import (
+from meshwright.runs.record import (
     RUN,
     RecordedRun,
     Row,

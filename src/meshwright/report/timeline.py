@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.report.page import render
-from meshwright.report.record import write_atomically
+from meshwright.runs.record import write_atomically
 from meshwright.schedule import Kind, Simulation
 
 # Times in the page are whole ticks; a step has this many, so a tick of a one-second step is 0.23 ns.

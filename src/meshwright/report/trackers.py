@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.report.format import is_number
-from meshwright.report.record import read_object, write_atomically
+from meshwright.runs.record import read_object, write_atomically
 from meshwright.spec import UserError
 from meshwright.train.callbacks import Observer
 

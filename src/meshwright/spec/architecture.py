@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.hf import has_weights, read_hf_config
+from meshwright.spec.hf.config_read import has_weights, read_hf_config
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 

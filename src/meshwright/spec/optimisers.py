@@ -1,7 +1,7 @@
 """Optimisers: what each keeps of a parameter, and the keys of `[train]` that it does not read.
 
 Rules, the planner, checkpoints and training read this table. An optimiser is added by a row here, a class in
-`train/optimisers.py`, and the same update for one device in `verify/reference/optimisers.py`.
+`optim/optimisers.py`, and the same update for one device in `verify/reference/optimisers.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class OptimiserKind:
     """One optimiser."""
 
     about: str
-    """What it is, with its source, for the help of `train.optimiser`."""
+    """A few words with its source, for the help of `train.optimiser`."""
     moments: tuple[str, ...]
     """Names of its states of a parameter, as checkpoints call them."""
     matrix_moments: tuple[str, ...]

@@ -131,7 +131,7 @@ class TrainSpec(FrozenModel):
 
     @property
     def optimiser_kind(self) -> OptimiserKind:
-        """What the optimiser keeps and reads."""
+        """The row of the optimiser in the table of optimisers."""
         return OPTIMISERS[self.optimiser]
 
     @property

@@ -13,7 +13,7 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
-from meshwright.spec.hf import has_weights
+from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.records import sentence
 

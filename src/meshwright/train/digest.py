@@ -12,12 +12,12 @@ import hashlib
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import start_all_reduce
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
+from meshwright.kernels.splitmix64 import mix64_, stream
 from meshwright.model.init import flat_indices
-from meshwright.model.splitmix64 import mix64_, stream
-from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.flat_param import ParamSlot
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec.parameters import parameters
 from meshwright.train.step import Trainer
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import start_all_reduce
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch, SplitReader
-from meshwright.parallel.collectives import start_all_reduce
-from meshwright.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)

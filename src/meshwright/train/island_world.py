@@ -15,12 +15,12 @@ import torch
 
 from meshwright.checkpoint.reader import newest_state
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, Loader, SplitReader
-from meshwright.parallel.island_log import IslandLog
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.outer_log import LoggedArrivals
-from meshwright.parallel.outer_quorum import QuorumOuter
+from meshwright.islands.island_log import IslandLog
+from meshwright.islands.outer_log import LoggedArrivals
+from meshwright.islands.outer_quorum import QuorumOuter
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 

@@ -20,11 +20,13 @@ from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.snapshots import snapshots_of
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch
 from meshwright.data.verification import Check
+from meshwright.distil.teacher import Teaching
+from meshwright.optim.offload import MomentMemory, check_offload
 from meshwright.parallel.flat_param import Stored
-from meshwright.parallel.mesh import Mesh
 from meshwright.profile.machine import free_memory
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
@@ -32,15 +34,13 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.garbage_collection import SteppedCollection
-from meshwright.train.guard import Guard
+from meshwright.train.guard.guard import Guard
 from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.island_world import world_of
 from meshwright.train.metrics import Metrics
-from meshwright.train.offload import MomentMemory, check_offload
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
-from meshwright.train.teacher import Teaching
 
 Row = dict[str, Any]
 MOST_NOTES = 100

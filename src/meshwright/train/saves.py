@@ -11,7 +11,7 @@ from meshwright.checkpoint.interval import AutoInterval
 from meshwright.checkpoint.retention import is_permanent
 from meshwright.checkpoint.save_plan import Tensors
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.parallel.control import Control
+from meshwright.comm.control import Control
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 

@@ -10,9 +10,11 @@ from pydantic import Strict
 from typing_extensions import TypedDict
 
 from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.distil.distillation import Distillation
+from meshwright.islands.outer_quorum import QuorumOuter
+from meshwright.optim.clipping import Clipping
 from meshwright.parallel.delayed_scaling import DelayedScaling
 from meshwright.parallel.flat_param import Stored
-from meshwright.parallel.outer_quorum import QuorumOuter
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
@@ -21,9 +23,7 @@ from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Natural, Number, Positive, read
 from meshwright.spec.train import TrainSpec
 from meshwright.spec.weights import TRAINING
-from meshwright.train.clipping import Clipping
-from meshwright.train.distillation import Distillation
-from meshwright.train.guard import GuardState
+from meshwright.train.guard.guard import GuardState
 from meshwright.train.step import Trainer
 
 FREE = {

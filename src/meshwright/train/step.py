@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.weights import Weights, fill
+from meshwright.comm.collectives import start_all_reduce, sum_scalars
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.parallel.collectives import start_all_reduce, sum_scalars
+from meshwright.distil.distillation import distillation_of
+from meshwright.distil.teacher import Teaching
+from meshwright.islands.outer_quorum import Arrivals, islands_of
+from meshwright.optim.clipping import Clipping
+from meshwright.optim.ema import ema_of
+from meshwright.optim.lr_schedule import learning_rate
+from meshwright.optim.offload import MomentMemory
+from meshwright.optim.optimisers import OPTIMISER_CLASSES
 from meshwright.parallel.context_parallel import share
 from meshwright.parallel.delayed_scaling import delayed_scaling_of
 from meshwright.parallel.fsdp_unit import UnitObserver
@@ -22,8 +31,7 @@ from meshwright.parallel.loss_normalization import (
     power_and_rest,
     weight_of_a_target,
 )
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.outer_quorum import Arrivals, islands_of
+from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import initialise, parallelize, round_stored
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
@@ -31,14 +39,6 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.stale_gradients import due_gradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
-from meshwright.train.clipping import Clipping
-from meshwright.train.distillation import distillation_of
-from meshwright.train.ema import ema_of
-from meshwright.train.lr_schedule import learning_rate
-from meshwright.train.offload import MomentMemory
-from meshwright.train.optimisers import OPTIMISER_CLASSES
-from meshwright.train.own_tokens import microbatches, own_tokens
-from meshwright.train.teacher import Teaching
 
 P = TypeVar("P", bound=StepPart)
 

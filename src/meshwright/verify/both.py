@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.precision import verify_in_own_precision
 

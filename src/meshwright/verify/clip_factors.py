@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.optim.clipping import Clipping
 from meshwright.spec.train import TrainSpec
-from meshwright.train.clipping import Clipping
 from meshwright.verify.reference.clipping import ReferenceClipping
 
 SHARES = 0.01, 0.5, 0.999, 1.001, 2.0, 100.0

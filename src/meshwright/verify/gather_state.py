@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.gather_full import gather_full
+from meshwright.optim.eight_bit import SIGNED, UNSIGNED, dequantised
 from meshwright.train import state
-from meshwright.train.eight_bit import SIGNED, UNSIGNED, dequantised
-from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 
 State = dict[str, dict[str, Tensor]]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import SplitReader
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.held_out import likelihoods, total
 from meshwright.train.step import Trainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.optim.lr_schedule import learning_rate
 from meshwright.spec.train import TrainSpec
-from meshwright.train.lr_schedule import learning_rate
 from meshwright.verify.reference.schedule import rate_of_step
 
 EVENLY = 16

@@ -19,8 +19,8 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.spec import RunSpec
+from meshwright.train.guard.trace import FORWARD, Place, StepTracer
 from meshwright.train.step import Trainer
-from meshwright.train.trace import FORWARD, Place, StepTracer
 from meshwright.verify.compare import FLOOR, TOLERANCE, Difference
 from meshwright.verify.reference.sums import CHANNEL, PHASES, POSITION, SEQUENCE, Tables, weights
 

@@ -18,19 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.gather_full import gather_full
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.waiting import while_others_wait
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader, SplitReader
 from meshwright.host import cores
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
-from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import blocks_of
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
-from meshwright.train.gather_full import gather_full
+from meshwright.train.guard.vote import Vote
 from meshwright.train.step import Step, Trainer
-from meshwright.train.vote import Vote
 from meshwright.verify.compare import phrase
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses

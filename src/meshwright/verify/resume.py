@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.waiting import while_others_wait
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.waiting import while_others_wait
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import Tiling, tiled

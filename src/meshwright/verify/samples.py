@@ -8,8 +8,8 @@ from hashlib import sha256
 
 from torch import Tensor
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.compare import Difference
 from meshwright.verify.reference.steps import SAMPLES

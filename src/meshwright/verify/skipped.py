@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.parallel.precision import LossScale
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.train.nonfinite import buffers
+from meshwright.train.guard.nonfinite import buffers
 from meshwright.train.step import Trainer
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Mesh
+from meshwright.comm.control import Control
+from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.precision import verify_in_own_precision
 from meshwright.verify.reference.steps import ReferenceStep

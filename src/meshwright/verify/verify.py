@@ -1,6 +1,6 @@
 """Is a layout equal to one device? Loss, gradients, gradient norm, parameters after k steps, in float64.
 
-The reference (`reference.py`) is written apart from what it checks, its initial weights and samples included.
+The reference (`reference/`) is written apart from what it checks, its initial weights and samples included.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.gather_full import gather_full
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.waiting import while_others_wait
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.parallel.mesh import Mesh
+from meshwright.distil.teacher import Teacher
 from meshwright.parallel.router_balance import LayerBalance
-from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
-from meshwright.train.gather_full import gather_full
+from meshwright.train.guard.vote import Vote
 from meshwright.train.step import Trainer
-from meshwright.train.teacher import Teacher
-from meshwright.train.vote import Vote
 from meshwright.verify.clip_factors import clip_factors
 from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.drawn_teacher import drawn_teacher

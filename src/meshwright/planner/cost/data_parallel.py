@@ -32,7 +32,7 @@ are not fused. Counted: 52 to make the bits that decide, 34 to round by them, 20
 _EIGHT_BIT_BYTES = 258.0
 """Bytes per parameter that AdamW with moments in 8 bits moves in operators that are not fused, instead of the
 28 of AdamW. Counted: 33 to dequantise and update a moment, 68 to quantise it, 8 for squares of gradients, 48
-for the update (`train/adamw_8bit.py`). Programs with one kernel for all read and write two codes."""
+for the update (`optim/adamw_8bit.py`). Programs with one kernel for all read and write two codes."""
 _EMA_BYTES = 12.0
 """Bytes per parameter of a moving average in fp32: it is read and written, the master is read."""
 _AROUND_BYTES = 10.0

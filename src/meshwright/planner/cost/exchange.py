@@ -22,12 +22,12 @@ from meshwright.spec.outer import OuterFormat, OuterSpec
 _MOVED = 19
 """Numbers that an exchange reads and writes of each parameter in operators that are not fused. Counted: 3
 for the difference, 2 for its mean, 5 for the momentum, 3 for Nesterov's form, 3 for the anchor, 3 for the
-island's parameters (`parallel/outer.py`)."""
+island's parameters (`islands/outer.py`)."""
 _CODED: dict[OuterFormat, tuple[int, int]] = {
     "fp32": (1, 2), "bf16": (3, 4), "int8": (11, 7), "int4": (13, 10), "fp4": (24, 11),
 }  # fmt: skip
 """Numbers of 4 bytes that are moved to encode one and to decode and add it, counted in
-`parallel/outer_compression.py`."""
+`islands/outer_compression.py`."""
 _PLACED = (4, 9)
 """Those that are moved to gather one of the largest of a block, and to scatter it, with its place."""
 _SORTED = 80

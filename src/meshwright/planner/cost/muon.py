@@ -1,4 +1,4 @@
-"""Seconds of Muon's step on the matrices of a block (`train/muon.py`)."""
+"""Seconds of Muon's step on the matrices of a block (`optim/muon.py`)."""
 
 from __future__ import annotations
 

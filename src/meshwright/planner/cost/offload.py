@@ -1,4 +1,4 @@
-"""Seconds that moments outside a device take over its link to the host (`train/offload.py`), and which runs
+"""Seconds that moments outside a device take over its link to the host (`optim/offload.py`), and which runs
 that offload can be planned for a cluster."""
 
 from __future__ import annotations

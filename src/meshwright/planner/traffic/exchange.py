@@ -1,7 +1,7 @@
 """The exchanges of islands: what a rank sends of each fragment, in which steps, and what is under way.
 
 A fragment is begun at a step of its own in each period of `outer.every` steps, and its result is used
-`outer.delay` steps later (`parallel/outer.py`). After a run's last step everything is exchanged.
+`outer.delay` steps later (`islands/outer.py`). After a run's last step everything is exchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def exchanged_width(spec: RunSpec) -> float:
 
 
 def _encoded_bytes(spec: RunSpec, parameter: Parameter, elements: int) -> int:
-    """Bytes of the message of some elements of a parameter (`parallel/outer_compression.py`)."""
+    """Bytes of the message of some elements of a parameter (`islands/outer_compression.py`)."""
     if len(parameter.shape) < 2:
         return elements * widths(spec).exact
     block = block_of(parameter, spec.model.heads) if spec.outer.has_blocks else 1

@@ -347,7 +347,7 @@ def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers
 
 def _muon_messages(view: RankView) -> Iterator[Message]:
     """Rows of the matrices of blocks to the ranks that they are dealt to, and back, and pieces of those to
-    tensor ranks (`train/muon.py`): the mean over ranks, which are dealt unequal parts.
+    tensor ranks (`optim/muon.py`): the mean over ranks, which are dealt unequal parts.
     """
     spec, groups = view.spec, axes(view.spec.layout)
     if not spec.train.optimiser_kind.orthogonalises:
@@ -395,14 +395,14 @@ def _step_messages(view: RankView) -> Iterator[Message]:
 
 
 def _exchange_messages(view: RankView, number: int | None) -> Iterator[Message]:
-    """How far islands' parameters have moved, and ranks that were asked to stop (`parallel/outer.py`)."""
+    """How far islands' parameters have moved, and ranks that were asked to stop (`islands/outer.py`)."""
     spec, groups = view.spec, axes(view.spec.layout)
     if spec.islands == 1:
         return
     parts, width, islands = exchange.fragments(view), widths(spec).exact, groups.replicate.ranks
     call = partial(Message, "replicate", group=groups.replicate, phase=Phase.STEP, where="unit")
     for part, count in exchange.begun(spec, number).items():
-        if spec.outer.quorum is not None:  # to each other island (`parallel/mailbox.py`)
+        if spec.outer.quorum is not None:  # to each other island (`comm/mailbox.py`)
             each = count * (islands - 1)
             yield from (call("send", size, width, count=each) for size in parts[part].units)
             yield from (call("send", size, _SMALL, count=each) for size in parts[part].biases)

@@ -1,4 +1,4 @@
-"""Learning rates of steps, written apart from `train/lr_schedule.py`."""
+"""Learning rates of steps, written apart from `optim/lr_schedule.py`."""
 
 from __future__ import annotations
 

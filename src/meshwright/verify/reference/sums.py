@@ -1,4 +1,4 @@
-"""Sums of the reference's outputs and gradients by token; `module_sums.py` makes a rank's of them."""
+"""Sums of the reference's outputs and gradients by token; `verify/module_sums.py` makes a rank's of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,4 @@
+"""Dry runs: the real training step of any rank of any world, without the world and without memory.
+
+`rank_step` is the step of one rank, `memory_tracker` counts its bytes, `report` is what a user asks for.
+"""

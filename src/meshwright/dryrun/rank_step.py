@@ -1,0 +1,380 @@
+"""The real training step of one rank of a world of any size, without the world and without memory.
+
+The step is the program's own: `parallelize`, the pipeline's schedule, the optimiser. Three things are
+replaced: the device is fake (`memory_tracker.py`), process groups send nothing, and routers send equally many
+tokens to every expert, since the routing of real data is not known.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.comm.mesh import Mesh, build_mesh
+from meshwright.comm.process_groups import Groups, Row
+from meshwright.data.loader import Batch
+from meshwright.dryrun.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
+from meshwright.kernels import attention_cpu
+from meshwright.model.hooks import Dispatch
+from meshwright.model.token_dispatcher import TokenDispatcher
+from meshwright.optim.offload import MomentMemory
+from meshwright.parallel.activation_offload import HostMemory
+from meshwright.parallel.expert_parallel import AllToAllDispatcher
+from meshwright.parallel.flat_param import ParamSlot
+from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
+from meshwright.parallel.pipeline_parallel import ActionHook
+from meshwright.planner.memory.states import difference_bytes
+from meshwright.planner.rank_view import place_of
+from meshwright.planner.traffic.exchange import fullest_step
+from meshwright.planner.traffic.layer_shape import admitted
+from meshwright.schedule import Action, Kind
+from meshwright.spec import RunSpec
+from meshwright.train.step import Trainer
+
+PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, OUTER, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
+    "parameters", "masters", "gradients", "optimiser", "balance", "scaling", "outer",
+    "batch", "activations", "buffers",
+)  # fmt: skip
+COMPONENTS = (*KINDS, MESSAGES, PLAIN)
+STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, OUTER)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Resources of one rank's step: bytes by component, by part of the model, and on the wire."""
+
+    peak: int
+    """Peak bytes of the step."""
+    by_component: dict[str, int]
+    """The peak's bytes by `COMPONENTS`."""
+    by_module: dict[str, dict[str, int]]
+    """The peak's bytes by unit of the model, then component; "" stands for no unit."""
+    most: dict[str, int]
+    """Peak bytes of each component by itself."""
+    wire: dict[tuple[str, str], float]
+    """(axis, operation) -> bytes that the rank sends."""
+    calls: dict[tuple[str, str], int]
+    counts: dict[str, dict[str, float]]
+    """By "setup" and "step": groups, messages, waits (see `_counts`), and in "step" "kernels", operators that
+    it launches on the device, and "kernels_a_block", those of the block with most, a microbatch."""
+    offloaded: int
+    """Peak bytes of activations in the host's memory."""
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and what the optimiser needs, each at its most."""
+        return sum(self.most[kind] for kind in STATES)
+
+
+def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
+    """Run one step (`step_of`) as rank `rank` of the layout's world, on a device that is faked.
+
+    No default process group may be there. A run that compiles its blocks is run without: what a compiler
+    saves is not known before it ran.
+    """
+    number = step_of(spec, rank)
+    train = spec.train.model_copy(update={"compile": False, "tokens": None, "steps": 2 * number})
+    spec = spec.model_copy(update={"train": train})
+    device = torch.device(device.type, device.index or 0)
+    memory = FakeMemory(device, attention_cpu.BODIES)
+    with _world(spec.layout.world_size, rank):
+        heads, experts = spec.model.kv_heads, spec.model.moe is not None
+        groups, started = _FakeGroups(device.type), time.process_time()
+        mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.islands > 1)
+        assert mesh is not None
+        with memory:
+            observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
+            trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
+            for part in trainer.parts:
+                part.assume(number)
+            if trainer.offload is not None:
+                trainer.offload.host = host
+            _tell(memory, trainer)
+            first, second = _batch(spec), _batch(spec)
+            trainer.expect(first)
+            setup = _counts(mesh, groups, memory, started)
+            memory.restart()
+            memory.operators.clear()
+            mesh.wire.clear()
+            started = time.process_time()
+            trainer.step(first, number, following=second)
+            _mark_parts(memory, trainer)
+            step = _counts(mesh, groups, memory, started)
+    step |= {key: step[key] - setup[key] for key in _SUMS}
+    blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
+    step["kernels"] = sum(memory.operators.values())
+    step["kernels_a_block"] = round(max(blocks, default=0) / spec.microbatches, 2)
+    counts = {"setup": setup, "step": step}
+    by_module: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for storage in memory.at_peak():
+        by_module[storage.module][storage.kind] += storage.size
+    return Rehearsal(
+        memory.peak,
+        _by_component(sum(by_module.values(), Counter())),
+        {module: _by_component(kinds) for module, kinds in by_module.items()},
+        _by_component(memory.most),
+        dict(mesh.wire.bytes),
+        dict(mesh.wire.calls),
+        counts,
+        host.most,
+    )
+
+
+def step_of(spec: RunSpec, rank: int) -> int:
+    """The number of the step that is run: the first, or with islands one that begins an exchange, and after
+    which most bytes of exchanges are under way."""
+    if spec.islands == 1:
+        return 1
+    place = rank // spec.layout.strides["pp"] % spec.layout.pp
+    return fullest_step(spec, difference_bytes(place_of(spec, place)))
+
+
+# Counts -------------------------------------------------------------------------------------------------
+
+_SUMS = ("groups", "host_collectives", "device_waits")
+"""Counts that go on from the set-up to the step; the others begin anew."""
+
+
+def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> dict[str, float]:
+    """Counts of what a rank has constructed, sent and waited for so far.
+
+    `groups` are constructions of process groups, `host_collectives` rounds of the control plane,
+    `collectives` those on devices, messages included, and `device_waits` reads of the host that wait for the
+    device. `seconds` are of the processor, since `started`; faked tensors take most of them.
+    """
+    return {
+        "groups": groups.constructions,
+        "host_collectives": mesh.control.rounds + mesh.background.rounds,
+        "device_waits": memory.waits,
+        "collectives": sum(mesh.wire.calls.values()),
+        "seconds": time.process_time() - started,
+    }
+
+
+# The world ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _world(size: int, rank: int) -> Iterator[None]:
+    """A default group of `size` ranks of which only this one is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _FakeGroups(Groups):
+    """Groups that send nothing. Like NCCL's they keep the order of posting, so each lane has its own."""
+
+    @property
+    def in_order(self) -> bool:
+        return True
+
+    def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
+        return None if own is None else dist.new_group(list(own), backend="fake")
+
+
+class _FakeMoments(MomentMemory):
+    """Moments on the faked device wherever the run has them; `_tell` says where that is."""
+
+    bounces = False
+
+    def zeros(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
+
+
+class _FakeHost(HostMemory):
+    """The host's memory as a number of bytes: nothing is allocated there."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def room(self, home: Tensor, device: torch.device) -> Tensor:
+        room = super().room(home, device)
+        self._memory.mark(room, ACTIVATIONS)
+        return room
+
+    def _allocate(self, here: Tensor) -> Tensor:
+        return torch.empty(here.shape, dtype=here.dtype, device="meta")
+
+
+def _batch(spec: RunSpec) -> Batch:
+    """A rank's samples of a step; packed ones are of two documents, so that attention needs to tell them."""
+    count, length = spec.rank_sequences, spec.data.seq_len
+    tokens = torch.zeros(1, length, dtype=torch.int64).expand(count, length)
+    positions = torch.arange(length).expand(count, length)
+    packed = spec.data.pack and spec.data.document_mask
+    documents = (torch.arange(length) >= length // 2).long() if packed else tokens[0]
+    ids = torch.arange(count)
+    return Batch(tokens, tokens, positions, documents.expand(count, length), ids, ids)
+
+
+# What serves what ---------------------------------------------------------------------------------------
+
+
+class _BufferAccount(UnitObserver):
+    """Records the purpose of units' buffers. Gradients that wait for further microbatches are states."""
+
+    def __init__(self, memory: FakeMemory, several: bool) -> None:
+        self._memory, self._several = memory, several
+
+    def gathering(self, unit: Unit) -> AbstractContextManager[None]:
+        return self._memory.serving(_unit_of(unit.slots))
+
+    def on_buffer(self, unit: Unit, event: BufferEvent, buffer: Tensor) -> None:
+        memory, name, mesh = self._memory, _unit_of(unit.slots), unit.mesh
+        layout = mesh.layout
+        match event:
+            case "full":
+                sharded = layout.zero == 3 and max(mesh.shard.size, mesh.expert_data.size) > 1
+                memory.mark(buffer, BUFFERS if sharded else PARAMETERS, name)
+            case "stored":
+                memory.mark(buffer, PARAMETERS if unit.aliased else MASTERS, name)
+            case "resized":
+                memory.resized(buffer)
+            case "packed":
+                waits = unit.shards is None or (self._several and (layout.zero < 2 or layout.pp > 1))
+                memory.mark(buffer, GRADIENTS if waits else BUFFERS, name)
+            case "packed taken":
+                memory.becomes(buffer.untyped_storage(), BUFFERS)
+            case "gradient":
+                memory.becomes(buffer.untyped_storage(), GRADIENTS, name)
+            case "gathered" | "sent" | "part":
+                memory.mark(buffer, BUFFERS, name)
+
+
+def _unit_of(slots: list[ParamSlot]) -> str:
+    """embed (tied ends too), blocks.0, ..., or head."""
+    names = {slot.key for slot in slots}
+    first = "embed.weight" if "embed.weight" in names and len(names) < 4 else min(names)
+    return ".".join(first.split(".")[: 2 if first.startswith("blocks.") else 1])
+
+
+class _Watch(ActionHook):
+    """Distinguishes activations, which an action leaves for another, from temporaries."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self._memory = memory
+        self._start: int | None = None
+        self._given: weakref.ref[UntypedStorage] | None = None
+
+    def before(self, action: Action) -> None:
+        if self._start is None:
+            self._memory.settle(0, BATCH)
+        given = None if self._given is None else self._given()
+        if given is not None:  # a backward may wait for what came, too
+            self._memory.becomes(given, ACTIVATIONS)
+            self._given = None
+        self._start = self._memory.now
+
+    def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
+        memory = self._memory
+        assert self._start is not None
+        if result is not None:
+            memory.mark(result, MESSAGES)
+        if given is not None and action.kind in (Kind.F, Kind.I):
+            self._given = weakref.ref(given.untyped_storage())
+        if action.kind in (Kind.F, Kind.I):
+            memory.settle(self._start, ACTIVATIONS)
+
+
+def _tell(memory: FakeMemory, trainer: Trainer) -> None:
+    """Mark a trainer's tensors, and install the callbacks that follow its step."""
+    optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
+    for buffer in optimiser.buffers():
+        if spec.train.offload == "none":
+            memory.mark(buffer.flat, OPTIMISER, _unit_of(buffer.unit.slots))
+        elif len(buffer.flat):
+            memory.elsewhere(buffer.flat)
+    _mark_parts(memory, trainer)
+    memory.settle(0, OPTIMISER)  # Adam's step counts
+    trainer.pipeline.watch = _Watch(memory)
+    names = {module: name for name, module in decoder.named_modules()}
+    for group in trainer.states.modules:
+        for module in group:
+            _follow(memory, module, names[module])
+    moe = spec.model.moe
+    if moe is not None:
+        share = admitted(spec, moe)
+        for _, mixture in decoder.each_mixture():
+            dispatch: Dispatch = partial(_EvenDispatcher, share)
+            if isinstance(mixture.hooks.dispatch, partial):
+                dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
+            mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
+
+
+def _mark_parts(memory: FakeMemory, trainer: Trainer) -> None:
+    """Mark what the parts of a step hold, among it exchanges of islands that the step has begun."""
+    for part in trainer.parts:
+        for unit, tensor in part.held():
+            memory.mark(tensor, part.component, _unit_of(unit.slots) if unit is not None else "")
+
+
+def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
+    """Attribute allocations in the forward and backward of `module` to `name`."""
+
+    def enter(*_: Any) -> None:
+        memory.module = name
+
+    def leave(_module: Any, _args: Any, output: Tensor) -> None:
+        memory.module = ""
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(enter)
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave)
+
+
+# Even routing -------------------------------------------------------------------------------------------
+
+
+class _EvenDispatcher(TokenDispatcher):
+    """Routes equally many copies to every expert; the fraction `share` of all copies is admitted."""
+
+    def __init__(self, share: float, *routing: Any) -> None:
+        self._share = share
+        super().__init__(*routing)
+
+    def _even(self, experts: int) -> list[int]:
+        copies = round(self.tokens * self.top_k * self._share)
+        return [copies // experts + (expert < copies % experts) for expert in range(experts)]
+
+    def _to_host(self, counts_SE: Tensor) -> Tensor:
+        super()._to_host(counts_SE)  # for the count of waits
+        return torch.tensor(self._listed(counts_SE.shape[1]))
+
+    def _listed(self, here: int) -> list[list[int]]:
+        """Copies for each of the `here` experts of this rank, from or to each rank."""
+        return [self._even(here)]
+
+
+class _EvenAllToAllDispatcher(_EvenDispatcher, AllToAllDispatcher):
+    """Routes equally many copies of every rank to every expert."""
+
+    def _listed(self, here: int) -> list[list[int]]:
+        ranks = self._axis.size
+        counts = self._even(here * ranks // self._slices)
+        owners = [rank // self._slices for rank in range(ranks)]
+        leaving = [counts[owner * here : (owner + 1) * here] for owner in owners]
+        return [*leaving, *[leaving[self._axis.rank]] * ranks]
+
+
+# The count ----------------------------------------------------------------------------------------------
+
+
+def _by_component(kinds: Counter[str]) -> dict[str, int]:
+    """Bytes of each component; collectives outside units count as messages."""
+    return {kind: kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0) for kind in COMPONENTS}

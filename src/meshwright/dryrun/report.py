@@ -1,0 +1,101 @@
+"""Dry runs as a user asks for them: checked, of one rank or one of each stage, told as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.mesh import rank_grid
+from meshwright.dryrun.rank_step import Rehearsal, rehearse
+from meshwright.planner.rank_view import place_of
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.rules import near_worlds
+
+DEVICES = ("cpu", "cuda")
+
+
+def rehearsals(
+    spec: RunSpec, *, world: int | None, rank: int, all_stages: bool, device: str
+) -> dict[str, Any]:
+    """See `api.dryrun`."""
+    _check(spec, world, rank, device)
+    size, stages = spec.layout.world_size, spec.layout.pp
+    grid = rank_grid(spec.layout).view(stages, -1)
+    place = int((grid == rank).nonzero()[0, 1])
+    ranks = [int(each) for each in grid[:, place]] if all_stages else [rank]
+    rows = [_row(spec, each, rehearse(spec, each, torch.device(device))) for each in ranks]
+    return {
+        "world_size": size,
+        "layout": spec.layout.describe(),
+        "microbatches": spec.microbatches,
+        "micro_batch": spec.micro_batch,
+        "device": device,
+        "assumed": _assumed(spec),
+        "counts": {
+            part: {key: max(row["counts"][part][key] for row in rows) for key in rows[0]["counts"][part]}
+            for part in ("setup", "step")
+        },
+        "ranks": rows,
+    }
+
+
+def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
+    layout = spec.layout
+    size = layout.world_size
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    if world is not None and world != size:
+        raise UserError(
+            f"--world: is {world}, but the layout ({layout.describe()}) has {ranks}; "
+            f"{near_worlds(spec, world, '--world')}"
+        )
+    if not 0 <= rank < size:
+        raise UserError(
+            f"--rank: is {rank}, but the world has {ranks}, counted from 0; give at most {size - 1}"
+        )
+    if device not in DEVICES:
+        raise UserError(f"--device: '{device}' is not known; one of {' and '.join(DEVICES)} is")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device: is cuda, but this machine has no CUDA device, whose tensors are to be faked; give cpu"
+        )
+    if dist.is_initialized():
+        raise UserError("dryrun: this process is a rank of a world already; call it in one that is not")
+
+
+def _assumed(spec: RunSpec) -> list[str]:
+    """Assumptions behind the figures."""
+    found = ["bytes are those of tensors: what an allocator, a library or a kernel adds is not in them"]
+    if spec.model.moe is not None:
+        found.append("routing is even: every expert gets equally many tokens from every rank")
+    if spec.data.pack and spec.data.document_mask:
+        found.append("each sample holds two documents")
+    if spec.train.batch_warmup:
+        found.append(f"the step is one of {spec.train.batch_tokens:,} tokens{spec.train.warmup_in_words}")
+    if spec.islands > 1:
+        found.append(f"the step is one of the {spec.outer.every} of a period that begins an exchange")
+    if spec.train.compile:
+        found.append("blocks are run as they are, not compiled")
+    return found
+
+
+def _row(spec: RunSpec, rank: int, found: Rehearsal) -> dict[str, Any]:
+    place = int((rank_grid(spec.layout) == rank).nonzero()[0, 0])
+    units = [unit for stage in place_of(spec, place).own for unit in stage.units]
+    return {
+        "rank": rank,
+        "pipeline_rank": place,
+        "units": units,
+        "peak": found.peak,
+        "components": found.by_component,
+        "modules": found.by_module,
+        "most": found.most,
+        "states": found.states,
+        "offloaded_activations": found.offloaded,
+        "counts": found.counts,
+        "wire": [
+            {"axis": axis, "operation": operation, "bytes": sent, "calls": found.calls[axis, operation]}
+            for (axis, operation), sent in sorted(found.wire.items())
+        ],
+    }

@@ -1,0 +1,146 @@
+"""A GGUF file for llama.cpp: a model's architecture, its tokenizer and its weights in one.
+
+Tensors are those of the HF folder under llama.cpp's names, with three differences: of Llama's queries and
+keys the channels that positions rotate are in pairs, the experts of a layer are one tensor, and of latent
+attention the part of `kv_b` that makes keys is apart from the one that makes values, and transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright import atomic
+from meshwright.exchange.gguf_metadata import ARCHITECTURES, check_computed, rope_factors, write_metadata
+from meshwright.exchange.gguf_tokenizer import read_tokenizer
+from meshwright.exchange.hf_config import write_hf_config
+from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
+from meshwright.spec import ModelSpec, UserError
+
+GGUF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
+"""Number formats of matrices -> names of `gguf.GGMLQuantizationType`."""
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+"""Their numbers in `general.file_type` (llama.h, `llama_ftype`)."""
+_ALWAYS_FP32 = ("ffn_gate_inp.weight", "position_embd.weight", "rope_freqs.weight")
+
+
+def check_gguf(file: Path, spec: ModelSpec) -> None:
+    """Raise `UserError` where a model cannot become this GGUF file, before its weights are loaded."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "export: GGUF files need the package gguf; install it with `pip install 'meshwright[gguf]'`"
+        ) from None
+    if file.exists():
+        raise UserError(f"export: {file} exists; give another file")
+    write_hf_config(spec, "float32")
+    check_computed(spec)
+
+
+def export_gguf(
+    file: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer_file: Path, dtype: str
+) -> None:
+    """Write a model and its tokenizer as a GGUF file, which appears whole or not at all.
+
+    `tensors` are `Decoder.tensors()`. Matrices are written as `dtype`, a key of `GGUF_DTYPES`; vectors and
+    routers in float32, and with q8_0 matrices whose rows are no whole blocks of 32 in float16. One tensor
+    is converted at a time. Raises `UserError` as `check_gguf` does, for a tokenizer that llama.cpp does not
+    know, and for a file that cannot be written.
+    """
+    check_gguf(file, spec)
+    import gguf
+
+    tokenizer, quantized = read_tokenizer(tokenizer_file, spec.vocab_size), GGUF_DTYPES[dtype]
+    try:
+        with atomic.file(file) as unfinished:
+            writer = gguf.GGUFWriter(unfinished, ARCHITECTURES[spec.family])
+            writer.add_file_type(_FILE_TYPES[quantized])
+            if quantized == "Q8_0":
+                writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            write_metadata(writer, spec)
+            tokenizer.write(writer)
+            for name, value in gguf_tensors(spec, tensors):
+                kind = _kind(name, value.shape, quantized)
+                block, size = gguf.GGML_QUANT_SIZES[kind]
+                count = prod(value.shape) // block * size
+                writer.add_tensor_info(name, value.shape, np.dtype(np.float32), count, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, value in gguf_tensors(spec, tensors):
+                writer.write_tensor_data(_encoded(value, _kind(name, value.shape, quantized)))
+            writer.close()
+    except OSError as error:
+        raise UserError(f"export: {file} cannot be written ({error.strerror}); give another file") from error
+
+
+def gguf_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (llama.cpp's name, value in fp32) of each tensor."""
+    import gguf
+
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[spec.family])
+    names = gguf.get_tensor_name_map(arch, spec.layers)
+    for piece in hf_tensors(spec):
+        if piece.expert:
+            continue  # the first one brings all
+        for hf, value in _converted(spec, piece, tensors):
+            name = names.get_name(hf, try_suffixes=(".weight", ".bias"))
+            assert name is not None, hf
+            yield name, value
+    factors = rope_factors(spec)
+    if factors is not None:
+        yield "rope_freqs.weight", factors
+
+
+def _converted(
+    spec: ModelSpec, piece: HfTensor, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what becomes of a tensor of the HF folder, under names of the HF folder's form."""
+    hf, parts = piece.hf, piece.hf.split(".")
+    if piece.expert == 0:
+        block, _, leaf = hf.rpartition(".experts.0.")
+        if spec.family == "mixtral":
+            block = block.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+        yield f"{block}.experts.{leaf}", tensors[piece.parameters[0]].detach().float()
+        return
+    if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and ARCHITECTURES[spec.family] == "llama":
+        heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
+        piece = replace(piece, rotary=(heads, spec.head_dim))
+    value = replace(piece, transposed=False).join(tensors, torch.float32)
+    if parts[-2] == "kv_b_proj":
+        assert spec.mla is not None
+        per_head = value.unflatten(0, (spec.heads, -1))
+        keys, values = per_head.split([per_head.shape[1] - spec.mla.v_dim, spec.mla.v_dim], 1)
+        yield hf.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+        yield hf.replace("kv_b_proj", "v_b_proj"), values
+    elif parts[-1] == "e_score_correction_bias":
+        yield ".".join([*parts[:-1], "e_score_correction.bias"]), value
+    else:
+        yield hf, value
+
+
+def _kind(name: str, shape: torch.Size, quantized: str) -> Any:
+    """Return the `gguf.GGMLQuantizationType` of a tensor."""
+    import gguf
+
+    if len(shape) == 1 or name.endswith(_ALWAYS_FP32):
+        return gguf.GGMLQuantizationType.F32
+    kind = gguf.GGMLQuantizationType[quantized]
+    return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else gguf.GGMLQuantizationType.F16
+
+
+def _encoded(value: Tensor, kind: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor's bytes as the file has them, in row-major order."""
+    import gguf
+
+    if kind == gguf.GGMLQuantizationType.BF16:
+        return value.bfloat16().contiguous().view(torch.int16).numpy()
+    return gguf.quants.quantize(value.contiguous().numpy(), kind)

@@ -1,0 +1,112 @@
+"""Writing of HF `config.json` files, with the keys that transformers v4 and v5 both read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.hf.config_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS, written
+from meshwright.spec.hf.config_read import model_fields
+from meshwright.spec.hf.json_object import Config
+from meshwright.spec.model import ModelSpec
+
+_TABLES = {"moe": tuple(MOE_KEYS), "mla": ("deepseek_v3",)}
+"""The families that have a table of the spec, and cannot do without it."""
+
+
+def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
+    """Return the `config.json` of `model`.
+
+    Raises `UserError` if no HF family computes this combination of fields.
+    """
+    for table, families in _TABLES.items():
+        if (getattr(model, table) is not None) != (model.family in families):
+            has = "needs" if model.family in families else "has no"
+            raise UserError(
+                f"model.family: HF's {model.family} {has} model.{table}; "
+                f"families with it are {', '.join(families)}"
+            )
+    causal_lm = f"{model.family.title().replace('_', '')}ForCausalLM"  # such as Qwen3MoeForCausalLM
+    config = {
+        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else causal_lm],
+        "model_type": model.family,
+        **written(model, MODEL_KEYS[model.family]),
+        **(_gpt2(model) if model.family == "gpt2" else _llama_like(model)),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    _check_reads_back(model, config)
+    return config
+
+
+def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
+    """Raise `UserError` for the first field with another value in the model that `config` describes."""
+    fields = model_fields(Config(f"the config.json of HF's {model.family}", config, "model.family"))
+    described = ModelSpec.model_validate({"preset": None, **fields})
+    trained = {"mup_base_hidden", "moe.bias_rate", "moe.z_loss"}  # these act in training only
+    ignored = {"preset", "hf", "weights", "moe", *trained}
+    if model.position == "learned":
+        ignored |= {"rope_theta", "rope_scaling"}
+    if model.family == "mixtral":
+        ignored.add("ffn")  # it has no dense layers
+    layers = range(model.layers)
+    if all(model.has_experts(layer) == described.has_experts(layer) for layer in layers):
+        ignored |= {"moe.dense_first", "moe.every"}
+    rows: list[tuple[str, Any, Any]] = [("", model, described)]
+    if model.moe is not None:
+        rows.append(("moe.", model.moe, described.moe))
+    for prefix, part, other in rows:
+        for name in type(part).model_fields:
+            value, computed = getattr(part, name), getattr(other, name)
+            if value != computed and prefix + name not in ignored:
+                raise UserError(
+                    f"model.{prefix}{name}: HF's {model.family} does not compute {name} = {value!r}; "
+                    f"it computes {computed!r}"
+                )
+
+
+def _gpt2(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_inner": model.ffn,
+        "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def _llama_like(model: ModelSpec) -> dict[str, Any]:
+    rope: dict[str, Any] | None = None
+    if (scaling := model.rope_scaling) is not None:
+        keys = written(scaling, ROPE_KEYS[scaling.kind]).items()
+        rope = {"rope_type": scaling.kind, **{name: value for name, value in keys if value is not None}}
+    fields = {
+        "num_key_value_heads": model.kv_heads,
+        "hidden_act": "silu",
+        "rope_theta": model.rope_theta,
+        "rope_scaling": rope,
+        "rope_parameters": {"rope_theta": model.rope_theta, **(rope or {"rope_type": "default"})},
+        "attention_bias": model.qkv_bias,
+        "attention_dropout": 0.0,
+    }
+    if model.family in ("mistral", "mixtral"):
+        fields["sliding_window"] = model.sliding_window
+    if model.mla is None:
+        fields["head_dim"] = model.head_dim
+    else:
+        fields |= written(model.mla, MLA_KEYS)
+        fields |= {"qk_nope_head_dim": model.head_dim - model.mla.rope_dim, "rope_interleave": True}
+    if (moe := model.moe) is None:
+        return fields
+    fields |= written(moe, MOE_KEYS[model.family])
+    if model.family == "qwen3_moe":
+        dense = [layer for layer in range(model.layers) if not moe.has_experts(layer)]
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    if model.family == "deepseek_v3":
+        fields |= {
+            "n_shared_experts": moe.shared_ffn // moe.ffn,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 0,
+        }
+    return fields

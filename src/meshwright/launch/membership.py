@@ -1,0 +1,195 @@
+"""Which hosts a run has, agreed on in the run's folder: no server that can be lost.
+
+    hosts/host-<name>.json       what a supervisor says of its host; its counter is the heartbeat
+    hosts/generation-<n>.json    start n of the ranks: the hosts in order of ranks, or how the run ended
+
+Whoever may write in the folder may take part. A host lives as long as its counter moves, by the clock of the
+one that looks. The first living host of the newest generation leads: it proposes the next one when a host is
+lost, wants to join, or has ranks that failed (`decide`). A generation's file is a hard link to a whole one,
+which only one of several proposals can make, and never changes; all hosts follow the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from meshwright import atomic
+from meshwright.rank.failure import KINDS, Outcome
+from meshwright.spec.errors import ECHOES
+from meshwright.spec.records import Integer, Record, read
+
+LOST_S = 5.0
+"""A host whose counter has not moved for so long is lost."""
+
+State = Literal["ready", "running", "done", "failed", "stopped", "leaving"]
+ENDED = ("done", "stopped", "leaving")
+"""States of a host whose ranks have ended in order: at the last step, for hosts that join, by a signal."""
+
+
+@dataclass(frozen=True)
+class Host(Record):
+    """A supervisor's word on its host: `ranks` processes, reached at `address`, where `port` is free.
+
+    `state` is that of the ranks of `generation`, which have completed `steps`; `outcome` is how they ended.
+    """
+
+    name: str
+    address: str
+    interface: str
+    ranks: Integer
+    port: Integer = 0
+    beat: Integer = 0
+    generation: int = -1
+    state: State = "ready"
+    steps: Integer = 0
+    outcome: Outcome = Outcome()
+
+
+@dataclass(frozen=True)
+class World(Record):
+    """Generation `number`: `hosts` in order of ranks, with `ranks` each and a store on the first.
+
+    An `end` is that of the run, and there are no hosts. `origin` is the number of the run's first generation,
+    as the folder may have those of earlier runs.
+    """
+
+    number: Integer
+    hosts: tuple[str, ...] = ()
+    ranks: Integer = 0
+    address: str = ""
+    port: Integer = 0
+    origin: Integer = 0
+    end: Outcome | None = None
+
+
+NOBODY = World(0)
+"""Stands for the world before the first generation."""
+
+
+class Membership:
+    """The files of one run's hosts in `folder`, as one host of them, called `name`, sees them."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.hosts: dict[str, Host] = {}
+        self.world: World | None = None
+        self.missed = -1
+        """The newest generation that this host was not part of."""
+        self._moved: dict[str, tuple[int, float]] = {}
+
+    def write(self, host: Host) -> None:
+        """Replace what is said of this host."""
+        atomic.write(self.folder / f"host-{self.name}.json", json.dumps(asdict(host)))
+
+    def remove(self, name: str) -> None:
+        """Remove what is said of a host that leaves, or is lost."""
+        (self.folder / f"host-{name}.json").unlink(missing_ok=True)
+
+    def propose(self, world: World) -> None:
+        """Make `world` the newest generation, unless another host has proposed that number before."""
+        whole = self.folder / f".tmp-{secrets.token_hex(8)}"
+        whole.write_text(json.dumps(asdict(world)), encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(whole, self.folder / f"generation-{world.number}.json")
+        whole.unlink()
+
+    def look(self, now: float) -> None:
+        """Read the newest generation and what the hosts say; `now` is this process's clock."""
+        number = self.world.number + 1 if self.world is not None else self._oldest()
+        while (file := self.folder / f"generation-{number}.json").exists():
+            self.world = read(World, json.loads(file.read_text(encoding="utf-8")), str(file))
+            if self.name not in self.world.hosts:
+                self.missed = number
+            number += 1
+        hosts = {}
+        for file in sorted(self.folder.glob("host-*.json")):
+            with suppress(FileNotFoundError):  # a host that has just left
+                host = read(Host, json.loads(file.read_text(encoding="utf-8")), str(file))
+                hosts[host.name] = host
+                if self._moved.get(host.name, (-1, 0.0))[0] != host.beat:
+                    self._moved[host.name] = host.beat, now
+        self.hosts = {name: host for name, host in hosts.items() if now - self._moved[name][1] < LOST_S}
+
+    @property
+    def leads(self) -> bool:
+        """True if this host proposes the next generation."""
+        members = self.world.hosts if self.world is not None else ()
+        order = [*(name for name in members if name in self.hosts), *sorted(self.hosts)]
+        return order[:1] == [self.name]
+
+    def _oldest(self) -> int:
+        """Return the number of the oldest generation that has a file, or 0."""
+        numbers = [file.stem.removeprefix("generation-") for file in self.folder.glob("generation-*.json")]
+        return min((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A leader's next act: a generation of `hosts`, the `end` of the run, or to `stop` ranks after a save."""
+
+    hosts: tuple[str, ...] = ()
+    end: Outcome | None = None
+    stop: bool = False
+
+
+def decide(
+    world: World,
+    hosts: Mapping[str, Host],
+    sizes: Collection[int],
+    final: Callable[[Host], Outcome | None],
+    patient: bool = False,
+) -> Decision | None:
+    """Return the leader's next act; None to wait.
+
+    `hosts` are those that live, `sizes` the numbers of hosts that can run, and `final` returns the outcome of
+    the run where a host's failure shall be its end. A `patient` leader waits for the cause of a failure that
+    may be an echo.
+    """
+    members = [hosts[name] for name in world.hosts if name in hosts]
+    reports = [host for host in members if host.generation == world.number]
+    staying = [host.name for host in members if host.state != "leaving"]
+    others = hosts.keys() - set(world.hosts)
+    joining = sorted(name for name in others if hosts[name].state == "ready")
+    enough = max((size for size in sizes if size <= len(staying) + len(joining)), default=0)
+    following = Decision(tuple([*staying, *joining][:enough])) if enough else None
+    if failed := [host for host in reports if host.state == "failed"]:
+        cause = min(failed, key=_likely_echo)
+        if _likely_echo(cause) == ECHO:
+            if len(members) < len(world.hosts):  # the loss of a host brought it about
+                return following
+            if patient and any(host.state == "running" for host in members):
+                return None
+        end = final(cause)
+        return Decision(end=end) if end is not None else following
+    if len(members) < len(world.hosts) or not world.hosts:
+        return following
+    if len(reports) == len(members) and all(host.state in ENDED for host in members):
+        leaving = [host for host in members if host.state == "leaving"]
+        if all(host.state == "done" for host in members):
+            return Decision(end=Outcome())
+        return following or (Decision(end=leaving[0].outcome) if leaving else None)
+    running = all(host.state == "running" and host.steps > 0 for host in members)
+    return Decision(stop=True) if running and enough > len(members) else None
+
+
+ECHO = 3
+"""The most that `_likely_echo` returns."""
+
+
+def _likely_echo(host: Host) -> int:
+    """Return how likely a host's failure was brought about by another's: 0 for surely not."""
+    code, sentence = host.outcome.code, host.outcome.sentence
+    if code in KINDS:
+        return 0
+    if any(words in sentence for words in ECHOES):
+        return ECHO
+    return 1 if code > 128 else 2

@@ -1,0 +1,86 @@
+"""The process group of the world that this process is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from meshwright.comm import process_groups
+from meshwright.rank.env import LOOPBACK, Worker
+from meshwright.rank.failure import record
+from meshwright.rank.network import check_loopback
+from meshwright.rank.rendezvous import world_store
+from meshwright.spec import UserError
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+"""Variables that set torch's allocator on GPUs, whichever of them is given."""
+
+
+def init_process_group(
+    device_type: str, store: Store, rank: int, world_size: int, index: int
+) -> ProcessGroup:
+    """Join the world over its store: gloo on the CPU, NCCL on CUDA device `index` of this machine.
+
+    NCCL's streams have high priority, so that a matrix product that fills the device does not delay messages.
+    A GPU's memory is allocated in segments that grow, so that buffers of other sizes leave no gaps, unless
+    the user has set the allocator.
+    """
+    backend, device, options = "gloo", None, None
+    if device_type == "cuda":
+        if not any(name in os.environ for name in ALLOCATOR):  # read when CUDA first allocates
+            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+        found = torch.cuda.device_count()
+        if index >= found:
+            raise UserError(f"--nproc: rank {index} of this machine has no GPU; it has {found}")
+        backend, device = "nccl", torch.device("cuda", index)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, timeout=process_groups.TIMEOUT, device_id=device, pg_options=options,
+        store=store, rank=rank, world_size=world_size,
+    )  # fmt: skip
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@contextmanager
+def process_group(
+    place: Worker | None, device_type: str = "cpu", folder: Path | None = None
+) -> Iterator[ProcessGroup]:
+    """The world's group for the length of a block; `folder` is as in `world_store`.
+
+    Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
+    store is in its memory. Gloo, which always listens, does so on the loopback interface where all ranks are
+    on this host. An error inside is recorded before the group goes down, so that it is older than the errors
+    that its end brings about in the other ranks.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
+    alone = place is None or (place.launched and place.world_size == 1)
+    rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
+    if alone or (place is not None and place.local_world_size == size):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
+        check_loopback()
+    with ExitStack() as stack:
+        try:
+            store: Store = dist.HashStore()  # type: ignore[attr-defined]
+            if place is not None and not alone:
+                store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
+            group = init_process_group(device_type, store, rank, size, place.local_rank if place else 0)
+            yield group
+            dist.barrier()  # no rank hangs up on one that still listens
+        except BaseException as error:
+            record(error)
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

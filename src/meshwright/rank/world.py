@@ -1,0 +1,129 @@
+"""Environment of a rank: its place in the world, its device, and the mesh of the layout."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import meshwright
+from meshwright.comm.call_check import same_calls
+from meshwright.comm.control import Control, new_scope
+from meshwright.comm.heartbeat import BYTES, Heartbeat
+from meshwright.comm.mesh import Mesh, build_mesh
+from meshwright.comm.process_groups import Groups
+from meshwright.comm.waiting import while_others_wait
+from meshwright.kernels import cpu_kernels
+from meshwright.kernels.half_precision_products import products_in_fp32
+from meshwright.parallel.precision import formats, use_fast_fp32_matmul
+from meshwright.rank.env import Supervision, keep_freed_memory, limit_threads, worker
+from meshwright.rank.process_group import process_group
+from meshwright.spec import RunSpec
+from meshwright.spec.rules import ranks_match
+from meshwright.spec.teacher import teacher_of
+
+
+@contextmanager
+def device_of(folder: Path | None = None) -> Iterator[torch.device]:
+    """This process's device, in the world that torchrun describes, or alone; its group lasts as long.
+
+    `folder` is one that all ranks have (`rank/rendezvous.py`).
+    """
+    place = worker()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    limit_threads(place.local_world_size if place else 1)
+    if kind == "cpu":
+        keep_freed_memory()
+    with process_group(place, kind, folder):
+        use_fast_fp32_matmul(torch.device(kind))
+        yield torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
+
+
+@contextmanager
+def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch.device, Groups]]:
+    """This rank's device and its groups in the world that torchrun describes, or of this process alone.
+
+    Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
+    replicas would train another model, and write it into the same checkpoints.
+    """
+    place = worker()
+    ranks_match(spec, place.world_size if place else 1)
+    # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    compute = formats(spec.precision).compute
+    with device_of(folder) as device, products_in_fp32(device, compute):
+        if device.type == "cpu" and compute != torch.float64:
+            cpu_kernels.library()  # compiled now, since the watch for hangs sees ranks that wait in a step
+        groups = Groups(device.type, heartbeat=own_heartbeat())
+        start = groups.connections.control(
+            "control", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat
+        )
+        software = {"meshwright": code_version(), "torch": torch.__version__, "device": device.type}
+        start.agree(spec.to_json() | software, "start all ranks with the same run file, flags and software")
+        yield device, groups
+
+
+@contextmanager
+def mesh_of(spec: RunSpec, limit: timedelta | None = None, folder: Path | None = None) -> Iterator[Mesh]:
+    """The mesh of the layout over the world of `groups_of`; `folder` is one that all ranks have.
+
+    With a `limit`, ranks wait no longer than it for each other, and their calls are compared (`same_calls`).
+    """
+    with groups_of(spec, folder) as (device, groups), mesh_on(spec, device, groups, limit) as mesh:
+        yield mesh
+
+
+@contextmanager
+def mesh_on(
+    spec: RunSpec, device: torch.device, groups: Groups, limit: timedelta | None = None
+) -> Iterator[Mesh]:
+    """The mesh of a layout that takes all ranks of the world; `limit` is as in `mesh_of`."""
+    mesh, of_teacher = _mesh(spec, device, groups), teacher_of(spec)
+    if of_teacher is not None:
+        mesh = replace(mesh, teacher=_mesh(of_teacher, device, groups))
+    if limit is None:
+        yield mesh
+        return
+    with same_calls(mesh, limit):
+        groups.limit(limit)
+        yield mesh
+
+
+def _mesh(spec: RunSpec, device: torch.device, groups: Groups) -> Mesh:
+    experts, alone = spec.model.moe is not None, spec.outer.island is not None
+    layout, islands = (spec.of_island().layout, False) if alone else (spec.layout, spec.islands > 1)
+    mesh = build_mesh(layout, device, spec.model.kv_heads, groups, experts, islands)
+    assert mesh is not None  # the layout has as many ranks as the world
+    return mesh
+
+
+def own_heartbeat() -> Heartbeat:
+    """Return this rank's heartbeat, in the memory of its supervisor if it has one."""
+    place, supervision = worker(), Supervision.given()
+    if place is None or supervision is None:
+        return Heartbeat()
+    memory = mmap.mmap(supervision.heartbeats, place.local_world_size * BYTES)
+    return Heartbeat(memoryview(memory)[place.local_rank * BYTES :])
+
+
+def code_version() -> str:
+    """Return the version of this package, with the start of the SHA-256 of its source files."""
+    folder, found = Path(meshwright.__file__).parent, sha256()
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return f"{meshwright.__version__} ({found.hexdigest()[:12]})"
+
+
+def once_per_host(control: Control, work: Callable[[], object]) -> None:
+    """Run `work` on the first rank of each machine, and return on all ranks when it has ended on all
+    machines; it may take hours (`comm/waiting.py`)."""
+    place = worker()
+    while_others_wait(control, place is None or place.local_rank == 0, work)

@@ -1,0 +1,244 @@
+"""Reading of HF `config.json` files of transformers v4 and v5 into the fields of a `ModelSpec`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.files import user_path
+from meshwright.spec.hf.config_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
+from meshwright.spec.hf.json_object import FLAG, NUMBER, SIZE, Config, read_json_object
+from meshwright.spec.hf.special_tokens import check_within
+from meshwright.spec.records import show
+
+# Defaults of transformers for keys that are absent, by family.
+_KV_HEADS = {"qwen3": 32, "mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # llama: as many as attention heads
+_WINDOWS = {"mistral": 4096, "mixtral": None}  # the others have none
+
+
+def read_hf_config(where: str | Path) -> dict[str, Any]:
+    """Read a `config.json` (or the folder that holds one) into fields of a `ModelSpec`.
+
+    A key that is absent has the default of transformers. Raises `UserError` for a file that is missing, is
+    not JSON, has a value that no model can have, or asks for something that the decoder does not compute.
+    """
+    if not isinstance(where, (str, Path)) or not str(where):
+        raise UserError(f"model.hf: {where!r} is not a path; give a folder that holds a config.json")
+    path = user_path(where, "model.hf")
+    folder, path = path, path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json")
+    if path != folder:
+        check_within(path, folder, "model.hf")
+    return model_fields(Config(str(path), read_json_object(path, "model.hf")))
+
+
+WEIGHT_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt",
+    "*.gguf", "*.h5", "*.msgpack",
+)  # fmt: skip
+"""Names of files with weights in published folders; the first two are read, the others are refused."""
+
+
+def has_weights(where: str | Path) -> bool:
+    """Return True for a folder that holds weights in any format, also in one that is not read."""
+    path = user_path(where, "model.hf")
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES)
+
+
+def other_weights(folder: Path) -> list[str]:
+    """Return the names of files with weights in a folder that are in a format, or of a name, not read."""
+    return sorted(path.name for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+
+
+def model_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of a `ModelSpec` for a config of any family."""
+    family = config.values.get("model_type")
+    if not isinstance(family, str) or family not in MODEL_KEYS:
+        raise config.wrong("model_type", f"the families read are {', '.join(MODEL_KEYS)}")
+    return {"family": family, **(_gpt2(config) if family == "gpt2" else _llama_like(config, family))}
+
+
+def _llama_like(config: Config, family: str) -> dict[str, Any]:
+    _check_computed(config, family)
+    fields = config.fields(MODEL_KEYS[family])
+    heads = fields["heads"]
+    rope = _rope(config)
+    theta = 1e6 if family == "mixtral" else 1e4
+    fields |= {
+        "rope_theta": (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, theta),
+        "rope_scaling": _rope_scaling(rope, config, fields["max_seq_len"]),
+        "sliding_window": None,
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+    }
+    if family in _WINDOWS:
+        fields["sliding_window"] = _window(config, family, fields["layers"])
+    if family == "deepseek_v3":
+        fields |= _latents(config, heads)
+    else:
+        bias = family not in _WINDOWS and config.read("attention_bias", FLAG, False)  # Mistral's has none
+        fields |= {"kv_heads": _kv_heads(config, family, heads), "head_dim": _head_dim(config, family, heads)}
+        fields |= {"qkv_bias": bias, "out_bias": bias}
+    if family in MOE_KEYS:
+        fields["moe"] = _experts(config, family, fields["layers"])
+    return fields
+
+
+def _check_computed(config: Config, family: str) -> None:
+    """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
+    if config.values.get("hidden_act") != "swish":  # another name of it
+        config.check("hidden_act", "silu")
+    if family in ("qwen3", "qwen3_moe") and config.read("use_sliding_window", FLAG, False):
+        raise config.wrong("use_sliding_window", f"it is not computed for {family}; set it to false")
+    for place in (_rope(config), config):
+        place.check("partial_rotary_factor", 1.0)
+
+
+def _rope(config: Config) -> Config:
+    """Return the object of rotary keys that transformers 5 takes, `rope_scaling` before `rope_parameters`.
+
+    It takes one of them whole: keys that only the other has are not read.
+    """
+    older, newer = config.section("rope_scaling"), config.section("rope_parameters")
+    return older if older.values else newer
+
+
+def _window(config: Config, family: str, layers: int) -> int | None:
+    """Return the window of all layers. transformers reads a Mistral with `layer_types` by those."""
+    window: int | None = config.read("sliding_window", SIZE, _WINDOWS[family], nullable=True)
+    kinds = config.values.get("layer_types") if family == "mistral" else None
+    if kinds is None:
+        return window
+    if kinds == ["full_attention"] * layers:
+        return None
+    if window is None or kinds != ["sliding_attention"] * layers:
+        raise config.wrong(
+            "layer_types",
+            f"with sliding_window {show(window)} computed are sliding_attention in all {layers} layers, or "
+            "full_attention in all of them",
+        )
+    return window
+
+
+def _kv_heads(config: Config, family: str, heads: int) -> int:
+    default = _KV_HEADS.get(family, heads)
+    kv_heads: int = config.read("num_key_value_heads", SIZE, default, nullable=True) or heads
+    if heads % kv_heads:
+        raise config.wrong(
+            "num_attention_heads",
+            f"num_key_value_heads {kv_heads} does not divide it (without that key it is {default}, as in "
+            f"transformers)",
+        )
+    return kv_heads
+
+
+def _head_dim(config: Config, family: str, heads: int) -> int:
+    if family == "qwen3":
+        return int(config.read("head_dim", SIZE, 128))
+    hidden = config.values["hidden_size"]
+    given = config.read("head_dim", SIZE, nullable=True)
+    if given is None and (hidden < heads or (family == "llama" and hidden % heads)):
+        raise config.wrong("hidden_size", f"num_attention_heads {heads} does not divide it; give a head_dim")
+    return given or hidden // heads
+
+
+def _rope_scaling(scaling: Config, config: Config, max_seq_len: int) -> dict[str, Any] | None:
+    name = "type" if "type" in scaling.values and "rope_type" not in scaling.values else "rope_type"
+    kind = scaling.values.get(name, "default")
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise scaling.wrong(name, "computed are default, linear, llama3 and yarn")
+    original = "original_max_position_embeddings"
+    if kind in ("llama3", "yarn"):
+        place = config if original in config.values else scaling
+        values = {**scaling.values, original: place.read(original, SIZE, max_seq_len)}
+        scaling = Config(scaling.source, values, scaling.key, scaling.inside)
+    return {"kind": kind, **scaling.fields(ROPE_KEYS[kind])}
+
+
+def _experts(config: Config, family: str, layers: int) -> dict[str, Any]:
+    """Return the fields of a `MoeSpec`."""
+    moe = config.fields(MOE_KEYS[family])
+    if family == "qwen3_moe":
+        moe |= _sparse_layers(config, layers)
+    if family == "deepseek_v3":
+        _check_deepseek(config, moe, layers)
+        shared = config.read("n_shared_experts", SIZE, 1)
+        moe |= {"shared_ffn": shared * moe["ffn"], "router": "sigmoid", "bias": True}
+    if moe["top_k"] > moe["experts"]:
+        raise config.wrong("num_experts_per_tok", f"a layer has {moe['experts']} experts")
+    return moe
+
+
+def _sparse_layers(config: Config, layers: int) -> dict[str, int]:
+    """Return `dense_first` and `every` for each n-th layer with experts, but those in a list."""
+    step = config.read("decoder_sparse_step", SIZE, 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in dense):
+        raise config.wrong("mlp_only_layers", "it must be a list of layers, or null")
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    key = "mlp_only_layers" if dense else "decoder_sparse_step"
+    if not sparse:
+        raise config.wrong(key, f"with it none of the {layers} layers has experts")
+    every = sparse[1] - sparse[0] if len(sparse) > 1 else layers - sparse[0]
+    first = sparse[0] - every + 1
+    if first < 0 or sparse != list(range(sparse[0], layers, every)):
+        raise config.wrong(key, "computed are dense layers first, and then experts in each n-th layer")
+    return {"dense_first": first, "every": every}
+
+
+def _check_deepseek(config: Config, moe: dict[str, Any], layers: int) -> None:
+    for key, computed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        config.check(key, computed)
+    experts, groups, top_k = moe["experts"], moe["groups"], moe["top_k"]
+    if experts % groups or experts < 2 * groups:
+        raise config.wrong("n_group", f"equal groups of at least 2 of the {experts} experts are computed")
+    if moe["top_groups"] > groups or top_k > experts // groups * moe["top_groups"]:
+        raise config.wrong("topk_group", f"a token takes {top_k} experts, of n_group = {groups} groups")
+    if moe["dense_first"] >= layers:
+        raise config.wrong("first_k_dense_replace", f"with it none of the {layers} layers has experts")
+
+
+def _latents(config: Config, heads: int) -> dict[str, Any]:
+    """Return the fields of latent attention: `kv_heads`, `head_dim` and those of an `MlaSpec`."""
+    if config.read("attention_bias", FLAG, False):
+        raise config.wrong("attention_bias", "latent attention is computed without biases; set it to false")
+    if (config.read("num_key_value_heads", SIZE, 128, nullable=True) or heads) != heads:
+        raise config.wrong(
+            "num_key_value_heads",
+            f"latent attention has keys for each of the {heads} heads; give that (without the key it is 128, "
+            f"as in transformers)",
+        )
+    mla = config.fields(MLA_KEYS)
+    head_dim = config.read("qk_nope_head_dim", SIZE, 128) + mla["rope_dim"]
+    if mla["rope_dim"] % 2:
+        raise config.wrong("qk_rope_head_dim", "it must be even")
+    if mla["v_dim"] > head_dim:
+        raise config.wrong("v_head_dim", f"at most the {head_dim} channels of a query are computed")
+    return {"kv_heads": heads, "head_dim": head_dim, "mla": mla}
+
+
+def _gpt2(config: Config) -> dict[str, Any]:
+    activation = config.values.get("activation_function", "gelu_new")
+    if activation not in ("gelu_new", "gelu", "gelu_pytorch_tanh"):
+        raise config.wrong("activation_function", "computed are gelu and gelu_new")
+    config.check("scale_attn_weights", True)
+    config.check("scale_attn_by_inverse_layer_idx", False)
+    config.check("add_cross_attention", False)
+    fields = config.fields(MODEL_KEYS["gpt2"])
+    hidden, heads = fields["hidden"], fields["heads"]
+    if hidden % heads:
+        raise config.wrong("n_embd", f"n_head {heads} does not divide it, and GPT-2's heads share it evenly")
+    return fields | {
+        "ffn": config.read("n_inner", SIZE, nullable=True) or 4 * hidden,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "norm": "layernorm",
+        "activation": "gelu" if activation == "gelu" else "gelu_tanh",
+        "position": "learned",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    }

@@ -1,0 +1,207 @@
+"""A trained decoder out of a run's folder, and a run's folder out of a trained decoder."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright import atomic
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.comm.control import Control
+from meshwright.data.tokenizer import file_sha256
+from meshwright.exchange.hf import HfWeights, import_hf, tensor_shapes
+from meshwright.model.decoder import Decoder
+from meshwright.optim.ema import has_average
+from meshwright.parallel.flat_param import Stored, UnpaddedDTensor
+from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.spec.architecture import RANDOM
+from meshwright.spec.errors import NumericalError
+from meshwright.spec.hf.special_tokens import check_within, keep_side_files, side_files
+from meshwright.spec.hf.text_tokens import open_published
+from meshwright.spec.load import load
+from meshwright.spec.sections import DataSpec
+from meshwright.train.state import check_fields, check_same_model, imported_state
+
+
+def load_run(
+    run: Path, dtype: torch.dtype | None = None, average: bool = False, step: int | None = None
+) -> Decoder:
+    """Return the decoder of a run's checkpoint, by default the newest whole one, on one device, in eval mode.
+
+    `dtype` is that of its parameters, by default as saved. `average` takes the moving average of the weights
+    (`train.ema`) in their place, in the format of its own. Raises `UserError` as `load_tensors` does.
+    """
+    spec = load(run)
+    decoder = Decoder(spec.model)
+    if spec.precision.base == "fp64":
+        decoder = decoder.double()
+    elif spec.precision.master == "bf16" and not average:
+        decoder = decoder.bfloat16()
+    parameters = {name: parameter.data for name, parameter in decoder.named_parameters()}
+    load_tensors(run, spec, parameters, decoder.balance_biases(), average, Control(), step)
+    return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
+
+
+def load_tensors(
+    run: Path,
+    spec: RunSpec,
+    parameters: Mapping[str, Tensor | Stored],
+    biases: Mapping[str, Tensor | Stored],
+    average: bool,
+    ranks: Control,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Fill parameters and routers' biases by name from a checkpoint, of any layout, and return its state.
+
+    It is that of `step`, by default the newest whole one. All ranks call this, each with what it holds.
+    Raises `UserError` as `check_state` does, where there is no such step, and if a parameter is not finite.
+    """
+    folder = spec.checkpoint.folder(run)
+    if not folder.is_dir():
+        raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
+
+    def check(state: dict[str, Any]) -> None:
+        check_state(run, spec, state, average)
+
+    kind = "ema" if average else "model"
+    tensors = {f"{kind}/{name}": tensor for name, tensor in parameters.items()}
+    tensors |= {f"model/{name}": tensor for name, tensor in biases.items()}
+    store = CheckpointStore(folder, keep=1, control=ranks)
+    with torch.no_grad():
+        state = store.load(step, tensors, check)
+    for warning in store.warnings:
+        warnings.warn(warning, stacklevel=2)
+
+    def check_values() -> None:
+        for name, tensor in {**parameters, **biases}.items():
+            if isinstance(tensor, UnpaddedDTensor):
+                tensor = tensor.padded
+            check_finite(run, state, name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    ranks.together(check_values)
+    return state
+
+
+def check_state(run: Path, spec: RunSpec, state: dict[str, Any], average: bool) -> None:
+    """Raise `UserError` unless a checkpoint of this state holds the weights that the run's record describes.
+
+    A record has no hash, and a changed constant would compute other text; so would another tokenizer than the
+    one that the checkpoint was trained with. `average` asks for a moving average of the weights.
+    """
+    folder = spec.checkpoint.folder(run)
+    check_fields(state, folder)
+    check_same_model(spec, state, str(run))
+    if average and not has_average(state):
+        raise UserError(
+            f"--weights: 'ema' needs a moving average of the weights, which the checkpoint of step "
+            f"{state['step']} in {folder} lacks; give 'trained', or train on with --train.ema 0.999"
+        )
+    file, trained_with = run / "tokenizer.json", state.get("tokenizer_sha256")
+    if trained_with is not None and file.is_file() and file_sha256(file) != trained_with:
+        raise UserError(
+            f"{file}: is not the tokenizer that the checkpoint of step {state['step']} was trained with; put "
+            "that one back"
+        )
+
+
+def check_finite(run: Path, state: dict[str, Any], name: str, values: Tensor) -> None:
+    """Raise `NumericalError` if values of a parameter in a checkpoint of this state are not finite."""
+    if not torch.isfinite(values).all():
+        raise NumericalError(
+            f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
+            f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
+        )
+
+
+def import_run(folder: Path, out: Path) -> None:
+    """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights alone.
+
+    Weights in float64 stay so, and are those of a run in that precision; others become float32. The
+    tokenizer's files and generation_config.json come along. Quantised weights become what they stand for.
+    Raises `UserError`, also for a folder whose recipe rounds inputs of layers, too, when `out` holds a run
+    or cannot be written, and for a file that is a link out of the folder.
+    """
+    check_new(out)
+    check_within(folder / "config.json", folder, "import")
+    beside = side_files(folder, "import")
+    model, weights = import_hf(folder)
+    check_trainable(weights, folder, "import")
+    tensors: dict[str, Tensor] = {}
+    dtypes: set[torch.dtype] = set()
+    for name, value in weights.take(tensor_shapes(model)):
+        is_bias = name.endswith(".router.bias")  # a router's own, in fp32 whatever the weights are
+        dtypes |= set() if is_bias else {value.dtype}
+        exact = value.dtype is torch.float64 and not is_bias
+        tensors[name] = value if exact else value.float()
+    length = DataSpec().seq_len
+    if model.position == "learned":
+        length = min(length, model.max_seq_len)
+    origin = {"imported": str(folder)}
+    write_run(out, model, tensors, {"seq_len": length}, beside, folder, origin, dtypes == {torch.float64})
+    if (tokenizer := folder / "tokenizer.json") in beside:
+        for remark in open_published(tokenizer, "import").remarks:
+            warnings.warn(remark, stacklevel=2)
+
+
+def check_trainable(weights: HfWeights, folder: Path, key: str) -> None:
+    """Raise `UserError`, which starts with `key`, for quantised weights whose layers round their inputs."""
+    if weights.rounded_inputs():
+        raise UserError(
+            f"{key}: {folder} is quantised by a recipe that rounds the inputs of layers, too, which a run "
+            f"does not; give the folder that it was made of"
+        )
+
+
+def check_new(out: Path) -> None:
+    """Raise `UserError` unless the folder that `--out` names is new or empty."""
+    if (out / "run.json").exists():
+        raise UserError(f"--out: {out} already holds a run; give another --out")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
+
+
+def write_run(
+    out: Path,
+    model: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    data: Mapping[str, Any],
+    beside: Sequence[Path],
+    folder: Path,
+    origin: Mapping[str, Any],
+    exact: bool,
+) -> None:
+    """Write a run's folder with one checkpoint, of step 0, that holds weights and nothing else.
+
+    `tensors` are the parameters and routers' biases by name, in float32, or in float64 if `exact`, whose run
+    computes in that precision. `data` are keys of the run's `data`, besides its tokenizer; `beside` are files
+    of `folder` to copy, and `origin` is noted in run.json. The folder appears by one rename. Raises
+    `UserError` if `out` cannot be written.
+    """
+    given, tokenizer = folder / "tokenizer.json", None
+    if given in beside:
+        data, tokenizer = {**data, "tokenizer": str((out / given.name).resolve())}, file_sha256(given)
+    tree = {
+        "model": {**model.model_dump(mode="json"), "hf": None, "weights": RANDOM},
+        "data": dict(data),
+        "train": {"batch_tokens": 16 * int(data["seq_len"])},
+        **({"precision": {"compute": "fp64"}} if exact else {}),
+    }
+    spec = RunSpec.model_validate(tree)
+    try:
+        with atomic.folder(out) as unfinished:
+            keep_side_files(beside, folder, unfinished, "import")
+            store = CheckpointStore(spec.checkpoint.folder(unfinished), keep=1)
+            named = {f"model/{name}": tensor for name, tensor in tensors.items()}
+            store.save(0, named, imported_state(spec, tokenizer))
+            store.close()
+            record = json.dumps({"spec": spec.to_json(), **origin})
+            (unfinished / "run.json").write_text(record, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another --out") from error

@@ -1,0 +1,199 @@
+"""Quantisation of a trained decoder's linear layers, to nearest or by GPTQ on inputs of calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.exchange.hf_quantised import Quantisation, quantised_tensors
+from meshwright.model.decoder import Decoder
+from meshwright.model.dynamic_linear import round_inputs
+from meshwright.model.linear import Linear
+from meshwright.model.quantisation import DYNAMIC, Codes, quantise
+from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.parameters import parameters
+from meshwright.spec.precision import Quantised
+from meshwright.weights.gptq import gptq
+
+GROUPS = (128, 64, 32)
+"""Columns that may share a scale in int4."""
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Layers of one input, which servers compute as one product."""
+
+
+def plan_quantisation(
+    model: ModelSpec, recipe: Quantised, group: int | None = None, keep: Sequence[str] = ()
+) -> Quantisation:
+    """How a model's layers are quantised: in groups of `group` columns, by default the largest that divides
+    all widths, but for the layers whose names in HF files match a pattern of `keep`.
+
+    Raises `UserError` for a family without linear layers that clients know, a group that does not divide a
+    width, and a pattern that matches no layer, or a part of layers that servers compute as one.
+    """
+    if model.family == "gpt2":
+        raise UserError(
+            "quantise: GPT-2's layers are stored as Conv1D, which compressed-tensors does not know; give a "
+            "model of another family"
+        )
+    if model.moe is not None and recipe in DYNAMIC:
+        raise UserError(
+            f"--recipe: {recipe!r} rounds the inputs of experts in vLLM and not in transformers, which would "
+            f"write other text; give int8 or int4"
+        )
+    if recipe != "int4" and group is not None:
+        raise UserError(f"--group-size: {recipe!r} has a scale for each row; remove it, or give int4")
+    shapes = {each.name: each.shape for unit in parameters(model).values() for each in unit}
+    widths = {_module(piece.hf): piece.shape(shapes)[1] for piece in quantised_tensors(model)}
+    kept = _kept(model, widths, keep, recipe)
+    if recipe != "int4":
+        return Quantisation(recipe, 0, kept)
+    used = {name: width for name, width in widths.items() if name not in kept}
+    fits = [size for size in GROUPS if not any(width % size for width in used.values())]
+    wanted = group or (fits or GROUPS[-1:])[0]
+    for name, width in used.items():
+        if width % wanted:
+            instead = f"give {fits[0]}" if fits else f"--keep {name}, or give --recipe int8"
+            raise UserError(
+                f"--group-size: {wanted} columns share a scale, and {name} has {width}; {instead}"
+            )
+    return Quantisation(recipe, wanted, kept)
+
+
+def _module(hf: str) -> str:
+    return hf.removesuffix(".weight")
+
+
+def _kept(
+    model: ModelSpec, widths: Mapping[str, int], keep: Sequence[str], recipe: Quantised
+) -> tuple[str, ...]:
+    """The modules that stay as they are: the head, routers, and those that match a pattern.
+
+    Of latent attention that expands latents, too, where inputs are rounded: generation applies it to queries
+    instead of to its inputs.
+    """
+    kept = ["lm_head"]
+    if model.moe is not None:
+        place = "block_sparse_moe" if model.family == "mixtral" else "mlp"
+        layers = filter(model.has_experts, range(model.layers))
+        kept += [f"model.layers.{layer}.{place}.gate" for layer in layers]
+    if model.mla is not None and recipe in DYNAMIC:
+        kept += [name for name in widths if name.endswith(".kv_b_proj")]
+    for pattern in keep:
+        found = [name for name in (*widths, "lm_head") if fnmatchcase(name, pattern)]
+        if not found:
+            raise UserError(
+                f"--keep: {pattern!r} matches no linear layer; give a name such as {next(iter(widths))}, "
+                f"or a pattern such as '*.down_proj'"
+            )
+        kept += [name for name in found if name not in kept]
+    for name in kept:
+        stem, _, leaf = name.rpartition(".")
+        for leaves in TOGETHER:
+            others = [f"{stem}.{other}" for other in leaves if leaf in leaves]
+            apart = [other for other in others if other in widths and other not in kept]
+            if apart:
+                raise UserError(
+                    f"--keep: {name} is kept and {apart[0]} is not, which vLLM computes as one product; keep "
+                    f"both, or none"
+                )
+    if set(widths) <= set(kept):
+        raise UserError("--keep: every linear layer is kept, so that none is quantised; give fewer patterns")
+    return tuple(kept)
+
+
+def nearest(model: ModelSpec, tensors: Mapping[str, Tensor], how: Quantisation) -> dict[str, Codes]:
+    """The codes of a model's layers by name of their weight in HF files, each number rounded to nearest."""
+    pieces = [piece for piece in quantised_tensors(model) if _module(piece.hf) not in how.kept]
+    return {piece.hf: quantise(piece.join(tensors, torch.float32), how.recipe, how.group) for piece in pieces}
+
+
+def put_back(decoder: Decoder, how: Quantisation, codes: Mapping[str, Codes]) -> None:
+    """Give a decoder the weights that the codes stand for, as `load_hf` does for a folder.
+
+    Layers round their inputs from then on, if the recipe says so.
+    """
+    pieces = [piece for piece in quantised_tensors(decoder.spec) if piece.hf in codes]
+    tensors = decoder.tensors()
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    with torch.no_grad():
+        for piece in pieces:
+            (parameter,) = piece.parameters
+            (part,) = piece.split(codes[piece.hf].values(), shapes)
+            own = tensors[parameter]
+            (own if piece.expert is None else own[piece.expert]).copy_(part)
+    if how.recipe in DYNAMIC:
+        round_inputs(decoder, how.recipe, [piece.parameters[0] for piece in pieces])
+
+
+def calibrated(decoder: Decoder, how: Quantisation, batches: Sequence[Tensor]) -> dict[str, Codes]:
+    """The codes of a decoder's layers by GPTQ, given tokens (B, T) of calibration.
+
+    Blocks are quantised from the first to the last, each on what those before it, quantised, make of the
+    tokens. The decoder has the quantised weights in the end. Raises `UserError` as `check_calibrated` does.
+    """
+    check_calibrated(decoder.spec)
+    codes: dict[str, Codes] = {}
+    with torch.no_grad():
+        xs = [decoder.embed(tokens, torch.arange(tokens.shape[1])) for tokens in batches]
+        for layer in range(decoder.spec.layers):
+            pieces = {
+                piece.parameters[0]: piece
+                for piece in quantised_tensors(decoder.spec)
+                if piece.parameters[0].startswith(f"blocks.{layer}.") and _module(piece.hf) not in how.kept
+            }
+            linears = {name: decoder.get_submodule(_module(name)) for name in pieces}
+            with _hessians(linears) as hessians:
+                for x in xs:
+                    _through(decoder, layer, x)
+            found = {
+                piece.hf: gptq(
+                    piece.join(decoder.tensors(), torch.float32), hessians[name], how.recipe, how.group
+                )
+                for name, piece in pieces.items()
+            }
+            put_back(decoder, how, found)
+            codes |= found
+            xs = [_through(decoder, layer, x) for x in xs]
+    return codes
+
+
+def check_calibrated(model: ModelSpec) -> None:
+    """Raise `UserError` for a model that GPTQ is not computed for: one with experts."""
+    if model.moe is not None:
+        raise UserError(
+            "--algorithm: 'gptq' needs many inputs of every linear layer, and an expert gets few; give rtn"
+        )
+
+
+def _through(decoder: Decoder, layer: int, x_BTD: Tensor) -> Tensor:
+    length = x_BTD.shape[1]
+    rope, mask = decoder.rope_and_mask(length, torch.arange(length), None, x_BTD)
+    y: Tensor = decoder.blocks[layer](x_BTD, rope, mask)
+    return y
+
+
+@contextmanager
+def _hessians(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Context in which the sum of x x^T (I, I) over the inputs x (I,) of layers is taken, by name."""
+    sums: dict[str, Tensor] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        rows = x.flatten(0, -2).float()
+        sums[name] = torch.addmm(sums[name], rows.T, rows) if name in sums else rows.T @ rows
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _module, inputs: note(name, inputs[0])
+
+    handles = []
+    for name, linear in linears.items():
+        assert isinstance(linear, Linear)
+        handles.append(linear.register_forward_pre_hook(hook(name)))
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()

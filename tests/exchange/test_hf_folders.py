@@ -1,0 +1,390 @@
+"""HF folders: the same logits as transformers on the same weights, in and out again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from hf_models import CASES, LLAMA, TOKENS, read_whole, same_files, save_theirs, their_logits
+from meshwright.exchange.hf import export_hf, import_hf, load_hf
+from meshwright.infer import generate
+from meshwright.model.decoder import Decoder
+from meshwright.model.init import init_whole_
+from meshwright.spec import ModelSpec, UserError, load
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    model = save_theirs(tmp_path, *CASES[case])
+    decoder = load_hf(tmp_path)
+    assert not decoder.training
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_equals_transformers(case: str, tmp_path: Path) -> None:
+    model = save_theirs(tmp_path, *CASES[case])
+    prompt = TOKENS[:, :8]
+    theirs = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(load_hf(tmp_path), prompt, 16), theirs[:, 8:])
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize("case", CASES)
+def test_import_then_export_changes_nothing(case: str, sharded: bool, tmp_path: Path) -> None:
+    how = {"max_shard_size": "40KB"} if sharded else {}
+    model = save_theirs(tmp_path / "theirs", *CASES[case], **how)
+    spec, tensors = read_whole(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", spec, tensors, max_shard_bytes=40_000 if sharded else 10**9)
+    assert (len(list((tmp_path / "ours").glob("*.safetensors"))) > 1) == sharded
+    same_files(tmp_path / "ours", tmp_path / "theirs")
+    with torch.no_grad():
+        assert torch.equal(their_logits(tmp_path / "ours"), model(TOKENS).logits)
+    again, _ = import_hf(tmp_path / "ours")
+    ignored = {"hf", "weights"}
+    assert again.model_dump(exclude=ignored) == spec.model_dump(exclude=ignored)
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "llama": {"preset": "small", "kv_heads": 2},
+    "qwen3": {"preset": "qwen3-8b", "kv_heads": 2},
+    "mistral": {"preset": "small", "kv_heads": 2},
+    "gpt2": {"preset": "gpt3-175b"},
+    "mixtral": {"preset": "mixtral-8x7b", "kv_heads": 2, "moe": {"ffn": 64}},
+    "qwen3_moe": {"preset": "qwen3-30b-a3b", "kv_heads": 2, "moe": {"experts": 8, "ffn": 32}},
+    "deepseek_v3": {
+        "preset": "deepseek-v3",
+        "moe": {"experts": 16, "ffn": 32, "shared_ffn": 64, "dense_first": 1},
+        "mla": {"q_rank": 24, "kv_rank": 16, "rope_dim": 4, "v_dim": 10},
+        "rope_scaling": {"kind": "yarn", "factor": 4, "original_max_seq_len": 16, "mscale_all_dim": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("family", OURS)
+def test_our_own_models_open_in_transformers(family: str, tmp_path: Path) -> None:
+    shape = {
+        "layers": 2,
+        "hidden": 48,
+        "ffn": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 12,
+        "vocab_size": 101,
+        "init_std": 0.1,
+    }
+    spec = ModelSpec.model_validate({**shape, "family": family, **OURS[family]})
+    decoder = init_whole_(Decoder(spec), seed=0)
+    for bias in decoder.balance_biases().values():
+        bias.uniform_(-0.2, 0.2)
+    export_hf(tmp_path / "out", spec, decoder.tensors())
+    with torch.no_grad():
+        torch.testing.assert_close(their_logits(tmp_path / "out"), decoder(TOKENS), rtol=0, atol=1e-5)
+        assert torch.equal(load_hf(tmp_path / "out")(TOKENS), decoder(TOKENS))
+    again, _ = import_hf(tmp_path / "out")
+    assert again.model_dump(exclude={"hf", "preset", "weights"}) == spec.model_dump(
+        exclude={"hf", "preset", "weights"}
+    )
+
+
+def train_tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, naïvely " * 50], trainer)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json")
+    spec = ModelSpec(preset="tiny", layers=1, vocab_size=300)
+    decoder = init_whole_(Decoder(spec), seed=0)
+    parameters = dict(decoder.named_parameters())
+    export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json", torch.bfloat16)
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the naïve cat\n\n  sat"
+    assert opened.encode(text, add_special_tokens=False) == tokenizer.encode(text).ids
+    assert opened.decode(opened.encode(text)) == text
+    end = tokenizer.token_to_id("<|endoftext|>")
+    assert opened.eos_token_id == end
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == end
+    assert model.dtype == torch.bfloat16
+    assert load_hf(tmp_path / "out").embed.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("named", "eos", "bos"),
+    [
+        ({"eos_token": "<stop>", "bos_token": {"content": "<go>", "lstrip": False}}, "<stop>", "<go>"),
+        ({"eos_token": {"content": "<stop>"}, "bos_token": None}, "<stop>", None),
+        ({"eos_token": ["<stop>"], "bos_token": 3}, "</s>", None),
+        ({"eos_token": "<stop>", "model_max_length": 7}, "<stop>", None),
+        (None, "</s>", None),
+    ],
+    ids=["both", "no bos", "wrong types", "a length", "no config"],
+)
+def test_the_ends_are_those_of_the_tokenizer_config(
+    named: dict[str, Any] | None, eos: str, bos: str | None, tmp_path: Path
+) -> None:
+    words = {"<unk>": 0, "<go>": 1, "<stop>": 2, "</s>": 3, "cat": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<unk>", "<go>", "<stop>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    beside = tmp_path / "tokenizer_config.json"
+    if named is not None:
+        beside.write_text(json.dumps({"chat_template": "{{ messages }}", **named}))
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "out" / name).read_text())
+        assert written["eos_token_id"] == words[eos]
+        assert written["bos_token_id"] == (None if bos is None else words[bos])
+    copied = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    if named is not None:
+        assert copied == {"model_max_length": spec.max_seq_len} | json.loads(beside.read_text())
+    else:
+        assert (copied["eos_token"], copied["model_max_length"]) == (eos, spec.max_seq_len)
+
+
+def test_the_beginning_may_be_what_the_post_processor_puts_first(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<go>": 1, "</s>": 2}, unk_token="<unk>"))
+    template = processors.TemplateProcessing("<go> $A </s>", special_tokens=[("<go>", 1), ("</s>", 2)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), template])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2)
+
+
+def test_an_end_beyond_the_model_is_named(tmp_path: Path) -> None:
+    train_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    spec = ModelSpec(preset="tiny", layers=1, vocab_size=257)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    with pytest.raises(UserError, match=r"'<stop>', which ends documents .* model\.vocab_size is 257"):
+        export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "out", tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot be written"):
+            export_hf(folder, spec, parameters)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    out = tmp_path / "out"
+    out.mkdir()
+    export_hf(out, spec, parameters)  # an empty one is taken
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_hf(out, spec, parameters)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match=r"broken\.json"):
+        export_hf(tmp_path / "out", spec, parameters, tmp_path / "broken.json")
+    for wrong, name in (
+        (
+            {k: v for k, v in parameters.items() if k != "head.norm.weight"},
+            r"lacks the tensor head\.norm\.weight",
+        ),
+        (parameters | {"embed.weight": torch.zeros(3, 2)}, r"embed\.weight has shape \[3, 2\]"),
+        (parameters | {"extra.weight": torch.zeros(1)}, r"extra\.weight"),
+    ):
+        with pytest.raises(UserError, match=name):
+            export_hf(tmp_path / "out", spec, wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"lacks the tensor model\.layers\.1\.mlp\.up_proj",
+        ),
+        (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), r"has a tensor model\.layers\.9\.x"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(5)}),
+            r"model\.norm\.weight has shape \[5\]",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(damage: Any, message: str, tmp_path: Path) -> None:
+    save_theirs(tmp_path, "Llama", LLAMA)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        load_hf(tmp_path)
+
+
+def test_unreadable_folders_are_named(tmp_path: Path) -> None:
+    save_theirs(tmp_path, "Llama", LLAMA, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first = next(iter(content["weight_map"]))
+    for name, message in (("../x.safetensors", "outside of its folder"), ("gone.safetensors", "is not in")):
+        index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {first: name}}))
+        with pytest.raises(UserError, match=message):
+            load_hf(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_hf(tmp_path)
+    index.write_text('{"weight_map": {"a": 3}}')
+    with pytest.raises(UserError, match="has no weight_map"):
+        load_hf(tmp_path)
+    index.unlink()
+    with pytest.raises(UserError, match="has neither"):
+        load_hf(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(UserError, match=r"not a readable safetensors file .*; copy the file again$"):
+        load_hf(tmp_path)
+    with pytest.raises(UserError, match="there is no file"):
+        load_hf(tmp_path / "nowhere")
+
+
+def test_what_no_family_computes_is_not_exported(tmp_path: Path) -> None:
+    spec = ModelSpec(preset="tiny", layers=1, qk_norm=True)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    with pytest.raises(UserError, match=r"model\.qk_norm"):
+        export_hf(tmp_path / "out", spec, parameters)
+    assert not any(tmp_path.iterdir())
+
+
+def test_exported_weights_may_be_read_by_whoever_reads_the_rest(tmp_path: Path) -> None:
+    decoder = init_whole_(Decoder(load().model), 0)
+    export_hf(tmp_path / "hf", decoder.spec, dict(decoder.named_parameters()))
+    modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize("case", ["llama tied", "qwen3 tied, biases", "gpt2"])
+@pytest.mark.parametrize("form", ["base model", "head alone"])
+def test_forms_of_a_tied_model_that_transformers_reads(case: str, form: str, tmp_path: Path) -> None:
+    """A base model's names have no prefix, and a tied matrix may be there as the head's alone."""
+    model = save_theirs(tmp_path, *CASES[case])
+    if form == "base model":
+        (model.transformer if case == "gpt2" else model.model).save_pretrained(tmp_path)
+        names = load_file(tmp_path / "model.safetensors").keys()
+        assert not any(name.startswith(("model.", "transformer.", "lm_head.")) for name in names)
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        embedding = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors.pop(embedding)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        ours = load_hf(tmp_path)(TOKENS)
+        torch.testing.assert_close(ours, model(TOKENS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, their_logits(tmp_path), rtol=0, atol=1e-5)
+
+
+SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all layers are full": ("mistral window", {"layer_types": ["full_attention"] * 3}),
+    "all layers slide": ("mistral window", {"layer_types": ["sliding_attention"] * 3}),
+    "kinds of layers are null": ("mistral window", {"layer_types": None}),
+    "kinds of layers of a llama": ("llama", {"layer_types": ["full_attention"] * 3}),
+    "swish": ("llama", {"hidden_act": "swish"}),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_of_a_config_are_read_as_transformers_does(name: str, tmp_path: Path) -> None:
+    case, changed = SPELLINGS[name]
+    save_theirs(tmp_path, *CASES[case])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), their_logits(tmp_path), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_beside_weights_is_told(tmp_path: Path) -> None:
+    save_theirs(tmp_path, *CASES["llama"])
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.warns(UserWarning, match="holds an adapter of PEFT beside the model's weights, which is not"):
+        import_hf(tmp_path)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
+    "base alone": {"rope_type": "default", "rope_theta": 7.0},
+}  # fmt: skip
+BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "beside another": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+    "beside a base": {"rope_theta": 500.0},
+    "beside a length": {"original_max_position_embeddings": 16},
+    "all": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "rope_theta": 300.0,
+    },
+}
+
+
+@pytest.mark.parametrize("own_base", [False, True], ids=["", "with a base"])
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_scaling_is_read_as_transformers_does(
+    kind: str, beside: str, own_base: bool, tmp_path: Path
+) -> None:
+    save_theirs(tmp_path, "Llama", LLAMA)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    scaling = ROPES[kind] | ({"rope_theta": 50.0} if own_base else {})
+    path.write_text(json.dumps(config | BESIDE[beside] | {"rope_scaling": scaling}))
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), their_logits(tmp_path), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama tied", "gpt2"])
+def test_a_tied_head_that_differs_is_refused(case: str, tmp_path: Path) -> None:
+    """An equal one is read as none; with tie_word_embeddings false a model has both."""
+    model = save_theirs(tmp_path, *CASES[case])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
+    tensors["lm_head.weight"] = tensors[embedding].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head.weight has other values than .*; set tie_word_embeddings"):
+        load_hf(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with torch.no_grad():
+        torch.testing.assert_close(load_hf(tmp_path)(TOKENS), their_logits(tmp_path), rtol=0, atol=1e-5)

@@ -1,0 +1,136 @@
+"""Supervision of one of several hosts, whose ranks train nothing; the other host is a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.launch import elastic
+from meshwright.launch import start as generation
+from meshwright.launch.elastic import ElasticJob, HostSupervisor
+from meshwright.launch.membership import LOST_S, Host, Membership, World
+from meshwright.launch.start import Job
+from meshwright.rank.env import LOOPBACK
+from meshwright.rank.failure import Outcome
+from meshwright.spec.sections import RecoverySpec
+
+HERE = Path(__file__).parent
+
+
+class OtherHost(threading.Thread):
+    """A host that says "ready" until it is stopped, and that has no ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.members, self.host = Membership(folder, "z"), Host("z", "127.0.0.1", LOOPBACK, 1)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.2):
+            self.host = replace(self.host, beat=self.host.beat + 1)
+            self.members.write(self.host)
+
+
+@pytest.fixture
+def events() -> list[tuple[str, dict[str, Any]]]:
+    return []
+
+
+@pytest.fixture
+def alone(tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> HostSupervisor:
+    """Supervisor of host "a" of a run on two to three hosts, which has told nothing yet."""
+    job = Job([], 1)
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    own = Host("a", "127.0.0.1", LOOPBACK, 1)
+    told = ElasticJob(
+        folder, [1, 2, 3], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields))
+    )
+    return HostSupervisor(told, own)
+
+
+def test_of_a_lost_host_and_the_connections_that_broke_with_it_the_host_is_told(
+    alone: HostSupervisor, events: list[tuple[str, dict[str, Any]]]
+) -> None:
+    echo = Outcome(1, "rank 0 of 2 failed with RuntimeError: Connection closed by peer")
+    failed = replace(alone.host, state="failed", generation=0, steps=7, outcome=echo)
+    other = replace(alone.host, name="b", state="running", generation=0, steps=7)
+    world = alone.members.world = World(0, ("a", "b"), 1, "127.0.0.1", 1)
+    alone.members.hosts = {"a": failed, "b": other}
+    for now in (10.0, 12.5, 10.0 + LOST_S):
+        alone._lead(world, 1, now)
+        assert events == []
+    alone.members.hosts = {"a": failed}
+    with pytest.warns(
+        UserWarning, match="^host b gave no sign of life for 5 s; the ranks are started"
+    ) as warned:
+        alone._lead(world, 1, 10.0 + LOST_S + 0.3)
+    assert len(warned) == 1
+    ((kind, fields),) = events
+    assert (kind, fields["host"], fields["message"]) == (
+        "host_lost", "b", "host b gave no sign of life for 5 s",
+    )  # fmt: skip
+
+
+def test_a_host_that_waits_says_for_whom(alone: HostSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "SILENT_S", 0.3)
+    alone.job = replace(alone.job, sizes=[2, 3])
+    asked: list[int] = []
+    user = threading.Timer(0.8, lambda: asked.append(signal.SIGTERM))
+    user.start()
+    with pytest.warns(UserWarning) as warned:
+        assert isinstance(alone._next_world(asked), Outcome)
+    user.join()
+    assert [str(each.message) for each in warned] == [
+        "1 of 2 to 3 hosts is here (a); the run waits up to 600 s for 1 more: start the same command there"
+    ]
+
+
+def test_the_users_signal_does_not_end_ranks_that_save_for_a_host_that_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(elastic, "GATHER_S", 0.0)
+    monkeypatch.setattr(generation, "OTHER_ECHO_SECONDS", 0.1)
+    monkeypatch.setattr(generation, "AT_ONCE_S", 0.1)
+    plan = json.dumps({"0/0/0": "hold signals", "0/0/2": "save slowly"})
+    job = Job([str(tmp_path), "5", plan], 1, "deeds", recovery=RecoverySpec(grace_seconds=20))
+    events: list[tuple[str, dict[str, Any]]] = []
+    folder = tmp_path / "hosts"
+    own = Host("a", "127.0.0.1", LOOPBACK, 1)
+    supervisor = HostSupervisor(
+        ElasticJob(
+            folder, [1, 2], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields))
+        ),
+        own,
+    )
+    other = OtherHost(folder)
+
+    def join_and_ask_for_the_end() -> None:
+        while not (tmp_path / "starts").exists():
+            time.sleep(0.01)
+        other.start()
+        while supervisor._pending is None or not supervisor._pending.stop:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    user = threading.Thread(target=join_and_ask_for_the_end)
+    user.start()
+    try:
+        outcome = supervisor.run()
+    finally:
+        user.join()
+        other.over.set()
+        other.join()
+    assert (tmp_path / "saved").exists()
+    assert outcome.stopped and outcome.code == 128 + signal.SIGTERM
+    assert not [kind for kind, _ in events if kind == "failure"]

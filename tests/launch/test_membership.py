@@ -1,0 +1,149 @@
+"""Hosts on each other, and their leader's next act."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.digests import sum64
+from meshwright.checkpoint.slots import Head, Slot
+from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, Membership, World, decide
+from meshwright.rank.failure import Outcome
+from meshwright.rank.shared_memory import SharedMemory
+
+A, B, C = (Host(name, f"10.0.0.{number}", "eth0", 2) for number, name in enumerate("abc", start=1))
+WORLD = World(4, ("a", "b"), 2, "10.0.0.1", 99)
+CRASH, ECHO = (
+    Outcome(137, "rank 2 of 4 was ended by SIGKILL"),
+    Outcome(1, "RuntimeError: Connection reset by peer"),
+)
+STOPPED = Outcome(75, "stopped by SIGUSR1 after step 7", stopped=True)
+
+
+def at(host: Host, state: str, outcome: Outcome | None = None, generation: int = 4, steps: int = 7) -> Host:
+    return replace(host, state=state, generation=generation, steps=steps, outcome=outcome or Outcome())
+
+
+def again(_: Host) -> None:
+    return None
+
+
+RUN_A, RUN_B = at(A, "running"), at(B, "running")
+CASES = {
+    "both run": ([RUN_A, RUN_B], (1, 2, 3), None),
+    "the first start takes whoever is ready": ([A, B], (1, 2), Decision(("a", "b"))),
+    "one is lost": ([RUN_A], (1, 2), Decision(("a",))),
+    "the first is lost": ([RUN_B], (1, 2), Decision(("b",))),
+    "one is lost, and the other alone cannot run": ([RUN_A], (2,), None),
+    "a spare takes the place of a lost one": ([RUN_A, C], (2,), Decision(("a", "c"))),
+    "ranks failed": ([RUN_A, at(B, "failed", CRASH)], (1, 2), Decision(("a", "b"))),
+    "one wants to join: the ranks save": ([RUN_A, RUN_B, C], (1, 2, 3), Decision(stop=True)),
+    "one wants to join, and there is no room": ([RUN_A, RUN_B, C], (1, 2), None),
+    "one wants to join before the first step": ([at(A, "running", steps=0), RUN_B, C], (1, 2, 3), None),
+    "the ranks have saved for it": (
+        [at(A, "stopped", STOPPED), at(B, "stopped", STOPPED), C],
+        (1, 2, 3),
+        Decision(("a", "b", "c")),
+    ),
+    "one has not yet ended": ([at(A, "stopped", STOPPED), RUN_B, C], (1, 2, 3), None),
+    "one leaves": ([at(A, "stopped", STOPPED), at(B, "leaving", STOPPED)], (1, 2), Decision(("a",))),
+    "all leave": ([at(A, "leaving", STOPPED), at(B, "leaving", STOPPED)], (1, 2), Decision(end=STOPPED)),
+    "all are done": ([at(A, "done"), at(B, "done")], (1, 2), Decision(end=Outcome())),
+    "one is done": ([at(A, "done"), RUN_B], (1, 2), None),
+    "a failure of the generation before": ([RUN_A, at(B, "failed", CRASH, 3)], (1, 2), None),
+}
+
+
+@pytest.mark.parametrize(("hosts", "sizes", "expected"), CASES.values(), ids=CASES)
+def test_the_leader_s_next_act(hosts: list[Host], sizes: tuple[int, ...], expected: Decision | None) -> None:
+    world = NOBODY if hosts == [A, B] else WORLD
+    assert decide(world, {host.name: host for host in hosts}, sizes, again) == expected
+
+
+def test_a_failure_that_ends_the_run_ends_it_with_its_cause() -> None:
+    hosts = {"a": at(A, "failed", ECHO), "b": at(B, "failed", CRASH)}
+    assert decide(WORLD, hosts, (1, 2), lambda host: host.outcome) == Decision(end=CRASH)
+    mistake = Outcome(2, "layout.dp: 3 does not fit")
+    hosts["a"] = at(A, "failed", mistake)
+    assert decide(WORLD, hosts, (1, 2), lambda host: host.outcome) == Decision(end=mistake)
+
+
+def test_an_echo_waits_for_its_cause_for_a_while() -> None:
+    hosts = {"a": at(A, "failed", ECHO), "b": RUN_B}
+    assert decide(WORLD, hosts, (1, 2), again, patient=True) is None
+    assert decide(WORLD, hosts, (1, 2), again, patient=False) == Decision(("a", "b"))
+    hosts["a"] = at(A, "failed", CRASH)
+    assert decide(WORLD, hosts, (1, 2), again, patient=True) == Decision(("a", "b"))
+
+
+def test_the_loss_of_a_host_explains_the_echo_of_it() -> None:
+    def judge(host: Host) -> Outcome:
+        return pytest.fail(f"{host.outcome.sentence!r} was taken for a failure")
+
+    assert decide(WORLD, {"a": at(A, "failed", ECHO)}, (1, 2), judge) == Decision(("a",))
+    spare = {"a": at(A, "failed", ECHO), "c": C}
+    assert decide(WORLD, spare, (2,), judge) == Decision(("a", "c"))
+
+
+def test_of_two_proposals_one_is_taken_by_all(tmp_path: Path) -> None:
+    one, two = Membership(tmp_path, "a"), Membership(tmp_path, "b")
+    one.propose(World(0, ("a",), 2))
+    two.propose(World(0, ("b",), 2))
+    for members in (one, two):
+        members.look(0.0)
+        assert members.world == World(0, ("a",), 2)
+    two.propose(World(1, ("b",), 2))
+    one.look(0.0)
+    assert one.world == World(1, ("b",), 2)
+    assert one.missed == 1
+    assert two.missed == 0
+    late = Membership(tmp_path, "c")
+    late.look(0.0)
+    assert late.world == one.world
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generation-0.json", "generation-1.json"]
+
+
+def test_a_host_that_gives_no_sign_of_life_is_lost_and_another_leads(tmp_path: Path) -> None:
+    one, two = Membership(tmp_path, "a"), Membership(tmp_path, "b")
+    one.write(A)
+    two.write(B)
+    two.look(0.0)
+    assert sorted(two.hosts) == ["a", "b"]
+    assert not two.leads
+    for second in range(1, int(LOST_S) + 1):
+        two.write(replace(B, beat=second))
+        two.look(float(second))
+    assert list(two.hosts) == ["b"]
+    assert two.leads
+    one.write(replace(A, beat=1))  # it was only stopped
+    two.look(LOST_S + 1)
+    assert sorted(two.hosts) == ["a", "b"]
+    one.remove("a")
+    two.look(LOST_S + 1)
+    assert list(two.hosts) == ["b"]
+
+
+def test_the_members_of_the_newest_generation_lead_before_those_that_wait(tmp_path: Path) -> None:
+    members = {host.name: Membership(tmp_path, host.name) for host in (A, B, C)}
+    for host in (A, B, C):
+        members[host.name].write(host)
+    members["c"].propose(World(0, ("c", "b"), 2))
+    leads = {}
+    for name, member in members.items():
+        member.look(0.0)
+        leads[name] = member.leads
+    assert leads == {"a": False, "b": False, "c": True}
+
+
+def test_a_host_drops_its_snapshots_and_those_of_its_peer() -> None:
+    with SharedMemory(2, peers=True) as memory:
+        slots = [Slot(descriptor) for of_rank in memory.snapshots for descriptor in of_rank]
+        assert len(slots) == 2 * 4
+        for slot in slots:
+            text = b"{}"
+            slot.close(Head(3, 0, len(text), 1, 1, 1, sum64(text)), text)
+            assert slot.head().step == 3
+        memory.drop_snapshots()
+        assert all(slot.head().step < 0 for slot in slots)
