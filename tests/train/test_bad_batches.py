@@ -30,7 +30,7 @@ from meshwright.rank.env import Supervision, Worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
-from meshwright.train.guard.guard import guard
+from meshwright.train.guard import guard
 from meshwright.train.loop import TrainingRun
 from meshwright.train.step import Step
 from ranks import Ranks

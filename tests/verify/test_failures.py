@@ -20,16 +20,10 @@ import torch.multiprocessing as mp
 
 from meshwright import api, atomic
 from meshwright.checkpoint import gather_full
+from meshwright.comm import call_check, collectives
 from meshwright.comm.call_check import Call, SameCalls
 from meshwright.comm.heartbeat import Heartbeat
-from meshwright.parallel import (
-    call_check,
-    collectives,
-    data_parallel,
-    expert_parallel,
-    pipeline_parallel,
-    ring_attention,
-)
+from meshwright.parallel import data_parallel, expert_parallel, pipeline_parallel, ring_attention
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import CollectiveError
 from meshwright.train.step import Trainer
