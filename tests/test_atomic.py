@@ -38,3 +38,24 @@ def test_content_is_replaced(tmp_path: Path) -> None:
         atomic.write(path, content)
         assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_of_two_creates_a_file_and_the_other_leaves_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    atomic.create(path, "é", 0o600)
+    with pytest.raises(FileExistsError):
+        atomic.create(path, "other")
+    assert path.read_text(encoding="utf-8") == "é" and path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        atomic.create(tmp_path / "entry.json", "{}")
+    assert not list(tmp_path.iterdir())

@@ -30,6 +30,24 @@ def write(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def create(path: Path, content: str, mode: int = 0o666) -> None:
+    """Make the new file `path`, with these permissions before the umask: it is there whole, or not at all.
+
+    Of several processes that create the same file one succeeds. Raises `FileExistsError`, and `OSError`.
+    """
+    temporary = _temporary(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(descriptor)
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()
+
+
 @contextmanager
 def file(target: Path) -> Iterator[Path]:
     """Yield a temporary name next to `target`; when the body ends well, sync that file and rename it.

@@ -22,7 +22,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.teacher import refuse_distillation, teacher_of
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks, RanksFailedError
 from small import first_batches
 
@@ -42,9 +42,7 @@ def teacher(ranks: Ranks, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def learn(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> dict[str, Any]:
-    run = TrainingRun(
-        spec, mesh, out, Observers([]), teaching=lambda corpus: teaching(spec, mesh, corpus, out)
-    )
+    run = open_run(spec, mesh, out, Observers([]), teaching=lambda corpus: teaching(spec, mesh, corpus, out))
     result = run.execute(resume)
     names = {"loss": "final_loss", "val_loss": "val_loss", "sha256": "parameters_sha256"}
     return {name: result[key] for name, key in names.items()}

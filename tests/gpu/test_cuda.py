@@ -13,7 +13,7 @@ from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec, load
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.verify.verify import verify
 
 pytestmark = [
@@ -52,9 +52,9 @@ def test_equals_one_device(world: dist.ProcessGroup, preset: str, recompute: str
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_trains(world: dist.ProcessGroup, tmp_path, compute: str, compiled: str) -> None:  # type: ignore[no-untyped-def]
     spec = spec_of(precision__compute=compute, train__compile=compiled, train__lr=1e-3)
-    run = TrainingRun(spec, mesh_of(spec), tmp_path, Observers([]))
+    run = open_run(spec, mesh_of(spec), tmp_path, Observers([]))
     result = run.execute(None)
     assert math.isfinite(result["final_loss"]) and result["final_loss"] < math.log(2048)
     assert result["peak_memory_bytes"] > 4 * spec.model.parameters
-    again = TrainingRun(spec, mesh_of(spec), tmp_path, Observers([])).execute("auto")
+    again = open_run(spec, mesh_of(spec), tmp_path, Observers([])).execute("auto")
     assert again["parameters_sha256"] == result["parameters_sha256"]

@@ -18,7 +18,7 @@ from meshwright.optim.stochastic_rounding import round_
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.verify.precision import verify_in_own_precision
 
 __all__ = ["world"]  # the fixture of this name
@@ -105,11 +105,11 @@ def test_each_recipe_of_this_gpu_trains(
     )  # fmt: skip
     if torch.cuda.get_device_capability() < CAPABILITY[recipe]:
         with pytest.raises(UserError, match=rf"^precision.compute: '{recipe}' needs .*; try "):
-            TrainingRun(spec, mesh_of(spec), tmp_path, Observers([]))
+            open_run(spec, mesh_of(spec), tmp_path, Observers([]))
         return
-    result = TrainingRun(spec, mesh_of(spec), tmp_path, Observers([])).execute(None)
+    result = open_run(spec, mesh_of(spec), tmp_path, Observers([])).execute(None)
     assert math.isfinite(result["final_loss"]) and result["final_loss"] < math.log(2048)
-    again = TrainingRun(spec, mesh_of(spec), tmp_path, Observers([])).execute("auto")
+    again = open_run(spec, mesh_of(spec), tmp_path, Observers([])).execute("auto")
     assert again["parameters_sha256"] == result["parameters_sha256"]
     found = verify_in_own_precision(spec, mesh_of(spec), 2)
     assert found is not None and found["equal"], found["first"]

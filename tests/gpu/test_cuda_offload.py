@@ -17,6 +17,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.guard.nonfinite import bad_state
 from meshwright.train.guard.vote import Vote
 from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,7 @@ def run_of(spec: RunSpec, out: Path) -> TrainingRun:
     mesh = build_mesh(spec.layout, torch.device("cuda", 0))
     assert isinstance(mesh, Mesh)
     with tiled(Tiling(moment_elements=100_000)):
-        return TrainingRun(spec, mesh, out, Observers([]))
+        return open_run(spec, mesh, out, Observers([]))
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

@@ -19,6 +19,7 @@ from meshwright.spec import RunSpec, load
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import parameters_sha256
 from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from meshwright.verify.reference.optimisers import update
 
@@ -128,7 +129,7 @@ def test_one_rank_steps_saves_loads_and_validates(tmp_path: Path) -> None:
     spec = spec_of(precision__compute="bf16", train__eval_every=1, checkpoint__every=2, train__stop_at=2)
 
     def run() -> TrainingRun:
-        return TrainingRun(spec, mesh_on(DEVICE, spec), tmp_path, Observers([]))
+        return open_run(spec, mesh_on(DEVICE, spec), tmp_path, Observers([]))
 
     half = run()
     first = half.execute(None)

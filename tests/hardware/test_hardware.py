@@ -12,18 +12,10 @@ from typing import Any
 import pytest
 
 from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES, DATA, cluster_of_gpu, read_catalogue
-from meshwright.hardware.cluster import (
-    Attention,
-    Cluster,
-    Collective,
-    Level,
-    Link,
-    Matmul,
-    Measured,
-    with_network,
-)
+from meshwright.hardware.cluster import Attention, Cluster, Collective, Level, Link, Matmul, Measured
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.hardware.hardware_file import from_json, to_json, write
+from meshwright.hardware.network import with_network
 from meshwright.spec.errors import UserError
 from meshwright.units import FORMATS
 

@@ -193,9 +193,9 @@ def test_a_loaded_checkpoint_has_each_islands_own_states(ranks: Ranks, corpus: P
 def held(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, float]:
     """Sums of what a rank has after it has loaded the newest checkpoint."""
     from meshwright.train.callbacks import Observers
-    from meshwright.train.loop import TrainingRun
+    from meshwright.train.open_run import open_run
 
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     run._resume("auto")
     trainer = run.trainer
     run.loader.close()

@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.optim.clipping import ZClip
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import sums_of_infinite_gradients
@@ -86,7 +86,7 @@ def test_a_skipped_step_leaves_zclip_alone(ranks: Ranks, corpus: Path) -> None:
 def resumed_with(mesh: Mesh, spec: RunSpec, out: Path) -> str:
     """The error of a run that resumes."""
     with pytest.raises(UserError) as raised:
-        TrainingRun(spec, mesh, out, Observers([])).execute("auto")
+        open_run(spec, mesh, out, Observers([])).execute("auto")
     return str(raised.value)
 
 

@@ -18,7 +18,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.optim.ema import Ema
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from meshwright.weights.load import load_run
 from ranks import Ranks
@@ -101,7 +101,7 @@ def test_a_run_without_an_average_takes_one_up_at_its_weights(
 
 def taken_up(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
     """The averages of a run that resumes, and has no step left."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     run.execute("auto")
     return {
         name.removeprefix("ema/"): tensor.full_tensor().clone()

@@ -28,7 +28,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train import step
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 
@@ -100,7 +100,7 @@ def test_offloaded_moments_equal_one_device(ranks: Ranks, run: Any, optimiser: s
 
 
 def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> dict[str, Any]:
-    return TrainingRun(spec, mesh, out, Observers([])).execute(resume)
+    return open_run(spec, mesh, out, Observers([])).execute(resume)
 
 
 def test_a_resume_reads_moments_from_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(ranks: Ranks, tmp_path:
 
 def not_started(mesh: Mesh, spec: RunSpec, out: Path) -> str:
     with pytest.raises(UserError) as raised:
-        TrainingRun(spec, mesh, out, Observers([]))
+        open_run(spec, mesh, out, Observers([]))
     return str(raised.value)
 
 

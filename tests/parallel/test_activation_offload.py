@@ -20,7 +20,7 @@ from meshwright.parallel.activation_offload import HostMemory
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.tiling import tiled, tiling
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 
@@ -100,7 +100,7 @@ def test_offloaded_activations_equal_one_device(ranks: Ranks) -> None:
 
 def refused(mesh: Mesh, spec: RunSpec, out: Path) -> str:
     with pytest.raises(UserError) as raised:
-        TrainingRun(spec, mesh, out, Observers([]))
+        open_run(spec, mesh, out, Observers([]))
     return str(raised.value)
 
 

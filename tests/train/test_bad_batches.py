@@ -32,6 +32,7 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.guard import guard
 from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Step
 from ranks import Ranks
 
@@ -106,9 +107,7 @@ def states_of(run: TrainingRun) -> dict[str, Any]:
 
 def finished(mesh: Mesh, spec: RunSpec, out: Path, change: Any, resume: str | None = None) -> dict[str, Any]:
     """The states of a run to which something is done before it begins, and the steps that it skipped."""
-    run = TrainingRun(
-        spec, mesh, out, Observers([]), teaching=lambda corpus: teaching(spec, mesh, corpus, out)
-    )
+    run = open_run(spec, mesh, out, Observers([]), teaching=lambda corpus: teaching(spec, mesh, corpus, out))
     with change(run, mesh):
         result = run.execute(resume)
     return states_of(run) | {"skipped": result["skipped_steps"]}

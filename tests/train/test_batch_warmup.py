@@ -16,7 +16,7 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 
 T = 16
@@ -70,7 +70,7 @@ def test_no_sample_is_lost_or_seen_twice_over_skipped_ones(corpus: Path) -> None
 def rows_of(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[list[dict[str, float]], list[int]]:
     """Metrics' rows, and the microbatches of each step."""
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     counts: list[int] = []
     begin = run.trainer.states.begin_step
 

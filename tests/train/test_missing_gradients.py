@@ -13,7 +13,7 @@ from test_run import Notes
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import spec_of
@@ -39,7 +39,7 @@ def told_by(mesh: Mesh, spec: RunSpec, out: Path, harm: str) -> tuple[list[str],
     notes = Notes()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = TrainingRun(spec, mesh, out, Observers([notes]))
+        run = open_run(spec, mesh, out, Observers([notes]))
         if harm == "detach":
             for name, module in run.trainer.decoder.named_modules():
                 if name == "blocks.1.mlp":

@@ -24,6 +24,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.guard.guard import Guard
 from meshwright.train.guard.nonfinite import bad_state
 from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 from small import first_batches
@@ -73,7 +74,7 @@ def faulty(
     """Events about skipped steps, and the error that the run ended with."""
     notes, error = Notes(), ""
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        run = TrainingRun(spec, mesh, out, Observers([notes]))
+        run = open_run(spec, mesh, out, Observers([notes]))
         if mesh.rank == rank:
             Fault(run, **fault)
         try:
@@ -145,7 +146,7 @@ def test_a_run_that_stops_for_skipped_steps_has_saved_its_state(
 
 def with_bad_state(mesh: Mesh, spec: RunSpec, out: Path, moment: bool, resume: str | None) -> str:
     """The error of a run whose last rank has a NaN among its weights, or its moments, from step 3 on."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     step = run.trainer.step
 
     def spoil(*arguments: Any) -> Step:
@@ -207,7 +208,7 @@ def test_a_huge_finite_weight_is_no_nan(ranks: Ranks, corpus: Path) -> None:
 def ended_with_skips(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[dict[str, Any], list[str]]:
     """The result of a run whose last steps are not finite, and its warnings."""
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     Fault(run, "blocks.0.mlp", steps=9)
     with warnings.catch_warnings(record=True):
         result = run.execute(None)
@@ -227,7 +228,7 @@ def test_a_run_that_ends_with_skipped_steps_says_so(ranks: Ranks, corpus: Path, 
 
 def unfit_for_a_resume(mesh: Mesh, spec: RunSpec, out: Path, place: str) -> str:
     """The error of a run whose state gets a number that is not finite before its save."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     trainer, step = run.trainer, run.trainer.step
     assert trainer.clipping.zclip is not None
 

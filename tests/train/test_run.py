@@ -20,7 +20,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks, RanksFailedError
 
@@ -77,7 +77,7 @@ class Notes:
 
 def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The result, and the parameters as float lists by name."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     result = run.execute(resume)
     tensors = {name: tensor.full_tensor().clone() for name, tensor in run.trainer.states.parameters()}
     return result, tensors
@@ -90,7 +90,7 @@ def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> 
 def started_with(mesh: Mesh, specs: list[RunSpec], out: Path) -> str:
     """The error of a run whose ranks have these specs."""
     with pytest.raises(UserError) as raised:
-        TrainingRun(specs[mesh.rank], mesh, out, Observers([]))
+        open_run(specs[mesh.rank], mesh, out, Observers([]))
     return str(raised.value)
 
 
@@ -116,7 +116,7 @@ def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
         Trainer, "compile_stages", lambda _, evaluate: calls.append(("compile", evaluate))
     )
     with compiled, patch.object(Trainer, "step", noted):
-        TrainingRun(spec, mesh, out, Observers([])).execute(None)
+        open_run(spec, mesh, out, Observers([])).execute(None)
     return calls
 
 
@@ -192,7 +192,7 @@ def run_and_watch(
     mesh: Mesh, spec: RunSpec, out: Path, resume: str | None = None
 ) -> tuple[list[Any], list[Any]]:
     notes = Notes()
-    TrainingRun(spec, mesh, out, Observers([notes])).execute(resume)
+    open_run(spec, mesh, out, Observers([notes])).execute(resume)
     return notes.rows, notes.events
 
 
@@ -222,7 +222,7 @@ class Published(Notes):
 
 def run_published(mesh: Mesh, spec: RunSpec, out: Path) -> list[int]:
     notes = Published(out / "checkpoints")
-    TrainingRun(spec, mesh, out, Observers([notes] if mesh.control.rank == 0 else [])).execute(None)
+    open_run(spec, mesh, out, Observers([notes] if mesh.control.rank == 0 else [])).execute(None)
     return [fields["step"] for kind, fields in notes.events if kind == "checkpoint"]
 
 
@@ -241,7 +241,7 @@ def test_the_result_counts_the_gradients_of_a_sharded_layout(
 
 def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[list[Any], list[Any], bool]:
     """Make this one rank's gradient NaN in some steps; whether the parameters stayed finite comes last."""
-    run = TrainingRun(spec, mesh, out, Observers([notes := Notes()]))
+    run = open_run(spec, mesh, out, Observers([notes := Notes()]))
     states = run.trainer.states
     honest = states._sum_over_tensor
 

@@ -13,7 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import DataError
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 
 STEPS = 6
@@ -53,7 +53,7 @@ def damaged(mesh: Mesh, corpus: Path, folder: Path, step: int) -> tuple[str, int
     """The error of a run whose second rank's token file changes, and the steps that this rank reported."""
     cache = folder / f"cache{mesh.rank}"
     watch = Damage(cache, step if mesh.rank == 1 else 0)
-    run = TrainingRun(spec_of(corpus, cache), mesh, folder, Observers([watch]))
+    run = open_run(spec_of(corpus, cache), mesh, folder, Observers([watch]))
     with pytest.raises(DataError) as raised:
         run.execute(None)
     return str(raised.value), len(watch.rows)

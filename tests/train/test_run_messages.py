@@ -15,7 +15,7 @@ from meshwright.comm.heartbeat import Beat
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 from small import spec_of
 
@@ -37,7 +37,7 @@ class Rounds(Notes):
 
 def rounds_of(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int, str]]:
     notes = Rounds(mesh)
-    TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+    open_run(spec, mesh, out, Observers([notes])).execute(None)
     return notes.seen
 
 

@@ -17,7 +17,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 
@@ -139,7 +139,7 @@ def test_quantisation_aware_training_begins_and_ends_at_any_checkpoint(
 
 def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:
     """Every parameter and moment of the run's last step, whole."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     run.execute(None)
     return {name: tensor.full_tensor() for name, tensor in state.tensors(run.trainer).items()}
 

@@ -21,7 +21,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.errors import StorageError, UserError
 from meshwright.train import saves
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 
 
@@ -47,7 +47,7 @@ def run_on(mesh: Mesh, spec: RunSpec, out: Path, fails: dict[int, int]) -> tuple
     broken = failing_disk(mesh, lambda step, tried: tried < fails.get(step, 0))
     with broken, patch.object(saves, "RETRY_S", 0.0):
         try:
-            end: Any = TrainingRun(spec, mesh, out, Observers([notes])).execute(None)["parameters_sha256"]
+            end: Any = open_run(spec, mesh, out, Observers([notes])).execute(None)["parameters_sha256"]
         except UserError as error:
             end = isinstance(error, StorageError), error.code, str(error)
     warned = [
@@ -106,7 +106,7 @@ def lose_the_lease(mesh: Mesh, spec: RunSpec, out: Path) -> str:
         return stage(store, temporary, step, *image)
 
     with patch.object(CheckpointStore, "_write_pieces", taken), pytest.raises(UserError) as caught:
-        TrainingRun(spec, mesh, out, Observers([])).execute(None)
+        open_run(spec, mesh, out, Observers([])).execute(None)
     return f"{caught.value.code} {caught.value}"
 
 
@@ -118,7 +118,7 @@ def test_a_lost_lease_ends_the_run_whatever_the_policy(ranks: Ranks, corpus: Pat
 
 def automatic(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[int, list[Any]]:
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     run.execute(None)
     assert run.saves._auto is not None
     return run.saves._auto.steps, notes.events

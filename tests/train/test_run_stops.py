@@ -18,7 +18,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
+from meshwright.train.validation import Validation
 from ranks import Ranks
 
 
@@ -40,7 +41,7 @@ def stopped(mesh: Mesh, spec: RunSpec, out: Path, number: int) -> tuple[str, int
     notes = Signals(number, HALF) if mesh.control.rank == mesh.control.size - 1 else Notes()
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as caught:
-        TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+        open_run(spec, mesh, out, Observers([notes])).execute(None)
     assert signal.getsignal(number) is before
     return str(caught.value), caught.value.code, notes.events
 
@@ -72,7 +73,7 @@ def stopped_in_the_last_save(mesh: Mesh, spec: RunSpec, out: Path) -> int:
         save(*arguments)
 
     with patch.object(CheckpointStore, "save", signalled), pytest.raises(Stopped) as caught:
-        TrainingRun(spec, mesh, out, Observers([])).execute(None)
+        open_run(spec, mesh, out, Observers([])).execute(None)
     return caught.value.code
 
 
@@ -86,18 +87,18 @@ def stopped_in_the_last_validation(
     mesh: Mesh, spec: RunSpec, out: Path
 ) -> tuple[str, int, list[tuple[str, dict[str, Any]]]]:
     """The sentence, exit code and events of a run that gets SIGTERM twice while it validates last."""
-    notes, validate = Notes(), TrainingRun._validate
+    notes, measure = Notes(), Validation.measure
 
-    def signalled(run: TrainingRun) -> None:
+    def signalled(validation: Validation, step: int) -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
-        validate(run)
+        measure(validation, step)
 
     before = signal.getsignal(signal.SIGTERM)
-    with patch.object(TrainingRun, "_validate", signalled), pytest.raises(Stopped) as caught:
-        TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+    with patch.object(Validation, "measure", signalled), pytest.raises(Stopped) as caught:
+        open_run(spec, mesh, out, Observers([notes])).execute(None)
     assert signal.getsignal(signal.SIGTERM) is before
     return str(caught.value), caught.value.code, notes.events
 
@@ -133,7 +134,7 @@ class Crash(Notes):
 
 def crashed(mesh: Mesh, spec: RunSpec, out: Path, resume: str, step: int) -> None:
     with pytest.raises(Died):
-        TrainingRun(spec, mesh, out, Observers([Crash(step)])).execute(resume)
+        open_run(spec, mesh, out, Observers([Crash(step)])).execute(resume)
 
 
 def test_a_run_that_went_back_stays_there(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def failed_behind(mesh: Mesh, spec: RunSpec, out: Path) -> list[str]:
     failing = patch.object(CheckpointStore, "_publish", side_effect=CheckpointError("the disk failed"))
     unasked = patch.object(CheckpointStore, "poll")
     with failing, unasked, pytest.raises(CheckpointError, match="the disk failed"):
-        TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+        open_run(spec, mesh, out, Observers([notes])).execute(None)
     return [kind for kind, _ in notes.events]
 
 

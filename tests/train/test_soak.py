@@ -14,7 +14,7 @@ from test_run import Notes
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 from small import spec_of
 
@@ -48,7 +48,7 @@ class Soak(Notes):
 def soaked(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int, int, int]]:
     # A quarter of the steps fill caches: plans, compiled code, the allocator's arenas.
     soak = Soak((spec.train.total_steps // 4, spec.train.total_steps))
-    TrainingRun(spec, mesh, out, Observers([soak])).execute(None)
+    open_run(spec, mesh, out, Observers([soak])).execute(None)
     return soak.seen
 
 

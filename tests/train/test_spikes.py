@@ -22,6 +22,7 @@ from meshwright.spec.sections import RecoverySpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.guard.spikes import SpikeDetector
 from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 
 Range = tuple[int, int]
@@ -127,7 +128,7 @@ def spiked(
 ) -> tuple[dict[str, Any], list[Any], str]:
     """Result, events and error of a run with these `bad` samples, which leaves out the `skipped` ones."""
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     poison(run, bad)
     for first, end in skipped:
         run.loader.skip(first, end)

@@ -22,7 +22,7 @@ from meshwright.parallel.microbatches import microbatches
 from meshwright.spec import RunSpec
 from meshwright.train import garbage_collection
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches, spec_of, sums_of_infinite_gradients
@@ -185,7 +185,7 @@ def test_a_batch_is_on_the_device_before_its_step(ranks: Ranks) -> None:
 
 def collections_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int]]:
     """(steps done, generation) of each garbage collection that begins while a run trains."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     found: list[tuple[int, int]] = []
 
     def note(phase: str, about: dict[str, int]) -> None:

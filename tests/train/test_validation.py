@@ -17,7 +17,7 @@ from meshwright.infer import sample
 from meshwright.infer.sample import held_out_sample
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 
@@ -84,7 +84,7 @@ def test_a_layout_validates_as_one_device(ranks: Ranks, corpus: Path, flags: dic
 
 
 def last_validation(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     return run.execute(None) | run.corpus.compressed(spec.train.eval_tokens)
 
 

@@ -23,7 +23,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.guard.nonfinite import bad_state, buffers, locate
 from meshwright.train.guard.replay import replay, replicas
 from meshwright.train.guard.vote import Divergence, Vote
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 
@@ -59,7 +59,7 @@ def flipped(
     """
     flip_step = 4 if name.startswith("exp_avg") else 3
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     step = run.trainer.step
 
     def spoil(*arguments: Any) -> Step:
@@ -202,7 +202,7 @@ def miscomputed(
     The weight's bit that flips is not the cause: the arithmetic stays wrong after it.
     """
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     step, errors = run.trainer.step, iter(range(1, 10**6))
 
     def off(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ def flipped_anchor(
     """The error of a run in which a bit of what islands agreed on flips on `rank` after step 4, and the ranks
     that it names."""
     notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run = open_run(spec, mesh, out, Observers([notes]))
     step, outer = run.trainer.step, run.trainer.outer
 
     def spoil(*arguments: Any) -> Step:

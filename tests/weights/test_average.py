@@ -21,7 +21,7 @@ from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.exchange.hf import tensor_shapes
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from ranks import Ranks
 
 EXPERTS: dict[str, object] = {
@@ -40,7 +40,7 @@ def spec_of(folder: Path, **flags: object) -> RunSpec:
 
 
 def train(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> None:
-    TrainingRun(spec, mesh, out, Observers([])).execute(resume)
+    open_run(spec, mesh, out, Observers([])).execute(resume)
 
 
 @pytest.fixture(scope="module")

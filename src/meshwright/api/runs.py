@@ -197,7 +197,7 @@ def train_worker(
     from meshwright.rank.world import mesh_of, once_per_host
     from meshwright.report.run_page import write_report
     from meshwright.train.callbacks import Observers
-    from meshwright.train.loop import TrainingRun
+    from meshwright.train.open_run import open_run
     from meshwright.weights.initial_weights import open_weights
 
     with memory_errors_told(spec), mesh_of(spec, folder=out) as mesh, ExitStack() as stack:
@@ -228,7 +228,7 @@ def train_worker(
         injection = _injection(supervision)
         disk = injection.disk if injection else None
         host = "127.0.0.1" if address is None else own_address(address)[0]
-        run = TrainingRun(
+        run = open_run(
             spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk,
             teaching=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
             weights=lambda: open_weights(spec.model),

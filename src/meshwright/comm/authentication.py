@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright import atomic
 from meshwright.spec import UserError
 
 SECRET_BYTES = 32
@@ -50,16 +51,7 @@ def write_secret(file: Path, secret: bytes) -> None:
 
     The file is there with its whole content or not at all, also for a process that looks meanwhile.
     """
-    whole = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(secret.hex())
-            opened.flush()
-            os.fsync(descriptor)
-        os.link(whole, file)
-    finally:
-        whole.unlink()
+    atomic.create(file, secret.hex(), 0o600)
 
 
 def read_secret(file: Path, *, trusted: bool = False) -> bytes:

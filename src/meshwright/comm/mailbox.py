@@ -20,7 +20,8 @@ from torch import Tensor
 
 from meshwright.comm.control import PART_BYTES
 from meshwright.comm.store import AuthenticatedStore
-from meshwright.comm.store_server import StoreServer, Table, endpoint_of
+from meshwright.comm.store_endpoint import endpoint_of
+from meshwright.comm.store_server import StoreServer, Table
 
 T = TypeVar("T")
 CONNECT_S = 5.0

@@ -14,14 +14,12 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +33,7 @@ from meshwright.comm.authentication import (
     proof,
     unpack,
 )
+from meshwright.comm.store_endpoint import listen, peer_name
 
 T = TypeVar("T")
 DONE, TIMED_OUT = b"", b"timeout"
@@ -50,11 +49,7 @@ MOST_ENDED = 1000
 PAUSE_S = 0.1
 """Where no descriptor is free for a new connection, none is accepted for so long."""
 LONGEST_TURN_S = 3600.0
-_ESTABLISHED = "01"  # <net/tcp_states.h>
 READ_BYTES = 1 << 20
-LONGEST_PATH = 100
-"""Bytes of a path that a Unix socket can have on every system."""
-_ROOM = struct.Struct("iII")
 
 
 class Table:
@@ -101,7 +96,7 @@ class StoreServer:
 
     def __init__(self, at: str | Path, secret: bytes | None = None) -> None:
         self.secret = new_secret() if secret is None else secret
-        self.endpoint, self._listener = _listen(at)
+        self.endpoint, self._listener = listen(at)
         self.table = Table()
         self.refused = 0
         """Connections without the proof that were closed."""
@@ -350,7 +345,7 @@ class StoreServer:
         if connection.socket.fileno() < 0:
             return
         self.refused += 1
-        who = _who(connection.socket, connection.address) if len(self._told) < MOST_TOLD else None
+        who = peer_name(connection.socket, connection.address) if len(self._told) < MOST_TOLD else None
         self._close(connection)
         if who is not None and who not in self._told:
             self._told.add(who)
@@ -369,59 +364,6 @@ class StoreServer:
         self._forget_wait(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-
-
-def endpoint_of(host: str, port: int) -> str:
-    """The endpoint of a server at a TCP port."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen(at: str | Path) -> tuple[str, socket.socket]:
-    """The endpoint and the listening socket at an address, or at a Unix socket in a folder.
-
-    A folder that can have no socket, such as one with too long a path, gives a port of the loopback
-    interface.
-    """
-    if isinstance(at, Path):
-        path = str(at / f"store-{secrets.token_hex(4)}")
-        if hasattr(socket, "AF_UNIX") and len(os.fsencode(path)) <= LONGEST_PATH:
-            listener = socket.socket(socket.AF_UNIX)
-            try:
-                listener.bind(path)
-                os.chmod(path, 0o600)
-                listener.listen(4096)
-                return path, listener
-            except OSError:  # a file system without sockets
-                listener.close()
-        at = "127.0.0.1"
-    family = socket.AF_INET6 if ":" in at else socket.AF_INET
-    listener = socket.create_server((at, 0), family=family, backlog=4096)
-    return endpoint_of(at, listener.getsockname()[1]), listener
-
-
-def _who(opened: socket.socket, address: object) -> str:
-    """Who is at the other side of a connection: the address, or the user where that is on this host."""
-    if opened.family == socket.AF_UNIX:
-        if not hasattr(socket, "SO_PEERCRED"):
-            return "a process of this host"
-        pid, uid, _ = _ROOM.unpack(opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ROOM.size))
-        return f"process {pid} of user {uid}"
-    assert isinstance(address, tuple)
-    host = str(address[0])
-    user = None
-    if host == opened.getsockname()[0] or ip_address(host.partition("%")[0]).is_loopback:
-        user = _user_of(opened.family == socket.AF_INET6, address[1])
-    return host if user is None else f"user {user} of this host"
-
-
-def _user_of(v6: bool, port: int) -> str | None:
-    """The user whose connected TCP socket of this host has the local `port`; None if that cannot be told."""
-    with suppress(OSError):
-        for line in Path(f"/proc/net/tcp{'6' if v6 else ''}").read_text().splitlines()[1:]:
-            columns = line.split()
-            if int(columns[1].rpartition(":")[2], 16) == port and columns[3] == _ESTABLISHED:
-                return columns[7]
-    return None
 
 
 def _waits(connection: _Connection, number: int) -> bool:

@@ -10,8 +10,6 @@ An entry is a hard link to a whole file, which only one of several islands can m
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, field
@@ -75,14 +73,10 @@ class IslandLog:
     def append(self, number: int, entry: Entry) -> bool:
         """Make `entry` the entry `number`; False if another one is."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        whole = self.folder / f".{secrets.token_hex(8)}"
-        whole.write_text(json.dumps(asdict(entry)), encoding="utf-8")
         try:
-            os.link(whole, self.folder / f"entry-{number:08d}.json")
+            atomic.create(self.folder / f"entry-{number:08d}.json", json.dumps(asdict(entry)))
         except FileExistsError:
             return False
-        finally:
-            whole.unlink()
         return True
 
     def entries(self) -> Iterator[Entry]:

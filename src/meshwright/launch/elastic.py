@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.authentication import shared_secret
-from meshwright.comm.store_server import StoreServer, endpoint_of
+from meshwright.comm.store_endpoint import endpoint_of
+from meshwright.comm.store_server import StoreServer
 from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, Membership, State, World, decide
 from meshwright.launch.restarts import RestartPolicy
 from meshwright.launch.start import End, Generation, Job, Place, Tell, stopped_by

@@ -12,8 +12,6 @@ which only one of several proposals can make, and never changes; all hosts follo
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -96,11 +94,8 @@ class Membership:
 
     def propose(self, world: World) -> None:
         """Make `world` the newest generation, unless another host has proposed that number before."""
-        whole = self.folder / f".tmp-{secrets.token_hex(8)}"
-        whole.write_text(json.dumps(asdict(world)), encoding="utf-8")
         with suppress(FileExistsError):
-            os.link(whole, self.folder / f"generation-{world.number}.json")
-        whole.unlink()
+            atomic.create(self.folder / f"generation-{world.number}.json", json.dumps(asdict(world)))
 
     def look(self, now: float) -> None:
         """Read the newest generation and what the hosts say; `now` is this process's clock."""

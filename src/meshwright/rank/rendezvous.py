@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.comm.authentication import AuthenticationError, read_secret, write_secret
-from meshwright.comm.store_server import StoreServer, endpoint_of
+from meshwright.comm.store_endpoint import endpoint_of
+from meshwright.comm.store_server import StoreServer
 from meshwright.rank.network import only_address
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError

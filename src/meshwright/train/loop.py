@@ -6,7 +6,7 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,33 +14,26 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright.checkpoint.directory import published
-from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.snapshots import snapshots_of
+from meshwright.checkpoint.snapshots import NoSnapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
-from meshwright.comm.mesh import Mesh
-from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Batch
-from meshwright.data.verification import Check
-from meshwright.distil.teacher import Teaching
-from meshwright.optim.offload import MomentMemory, check_offload
+from meshwright.data.corpus import Corpus
+from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.flat_param import Stored
-from meshwright.profile.machine import free_memory
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard.guard import Guard
-from meshwright.train.held_out import Likelihood, likelihoods, total
-from meshwright.train.island_world import world_of
+from meshwright.train.island_world import World
 from meshwright.train.metrics import Metrics
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
+from meshwright.train.validation import Validation
 
 Row = dict[str, Any]
 MOST_NOTES = 100
@@ -50,66 +43,36 @@ MOST_NOTES = 100
 class TrainingRun:
     """One run of one spec on one rank; `execute` does all of it and returns the result.
 
-    `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
-    `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
-    for snapshots, two or four descriptors for each rank of this host. Checkpoints are saved on `disk`.
-    `teaching` gives what answers about a corpus to a run with a teacher, and `weights` opens the weights that
-    a start without a checkpoint takes, None for random ones.
+    `train/open_run.py` opens what it is made of. `weights` opens the weights that a start without a
+    checkpoint takes, None for random ones.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
-        mesh: Mesh,
         out: Path,
         observers: Observers,
-        check: Check = "files",
-        lease: Lease | None = None,
-        slots: Sequence[Sequence[int]] = (),
-        disk: Disk | None = None,
-        teaching: Callable[[Corpus], Teaching | None] = lambda _corpus: None,
-        weights: Callable[[], Weights | None] = lambda: None,
-        host: str = "127.0.0.1",
+        corpus: Corpus,
+        world: World,
+        loader: Loader,
+        trainer: Trainer,
+        store: CheckpointStore,
+        snapshots: NoSnapshots,
+        weights: Callable[[], Weights | None],
     ) -> None:
-        self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
-        self._weights = weights
-        self.control, self.heartbeat = mesh.control, mesh.heartbeat
-        self.corpus: Corpus = self.control.together(lambda: open_corpus(spec, check))
-        self.control.agree(
-            {"the digest of data.corpus": self.corpus.digest},
-            "give all hosts the same corpus, tokenizer and data.cache",
-        )
-        self.world = world_of(spec, mesh, out, host, observers.on_event)
-        self.loader = self.world.loader(self.corpus)
-        if "host" in (spec.train.offload, spec.train.offload_activations):
-            self.control.together(lambda: check_offload(spec, mesh.device, mesh.pipeline.rank))
-        memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
-        teacher, arrivals = teaching(self.corpus), self.world.arrivals
-        self.trainer = Trainer(spec, mesh, memory=memory, teacher=teacher, arrivals=arrivals)
-        self.samples = SampleRecord(mesh)
-        folder = spec.checkpoint.folder(out)
-        self.store = CheckpointStore(
-            folder,
-            spec.checkpoint.keep,
-            mesh.background,
-            keep_every=spec.checkpoint.keep_every,
-            lease=lease and lease.beside(folder),
-            disk=disk,
-            wire=mesh.wire,
-        )
-        self.saves = Saves(spec, mesh.control, self.store, observers)
-        self.store.claim()
-        self.snapshots = snapshots_of(
-            spec.recovery.snapshot_every, slots, mesh, free_memory, self.store.warnings
-        )
+        self.spec, self.mesh = trainer.spec, trainer.mesh
+        self.control, self.heartbeat = self.mesh.control, self.mesh.heartbeat
+        self.out, self.observers, self.corpus = out, observers, corpus
+        self.world, self.loader, self.trainer = world, loader, trainer
+        self.store, self.snapshots, self._weights = store, snapshots, weights
+        self.samples = SampleRecord(self.mesh)
+        self.saves = Saves(self.spec, self.control, store, observers)
+        self.guard = Guard(trainer, loader, observers)
+        self.metrics = Metrics(trainer)
+        self.validation = Validation(trainer, corpus, loader, observers)
         self.done = 0
         self.from_memory = False
-        self.skipped = self.steps_timed = 0
-        self.guard = Guard(self.trainer, self.loader, observers)
-        self.metrics = Metrics(self.trainer)
+        self.skipped = self.steps_timed = self.warned = 0
         self.loss = math.nan
-        self.validation: Row = {}
-        self.warned = 0
 
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
@@ -323,7 +286,7 @@ class TrainingRun:
         """Do what is due after the last step done."""
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
-            self._validate()
+            self.validation.measure(self.done)
         if self.saves.due(self.done) and self.saves.saved != self.done:
             self._save(self.spec.checkpoint.asynchronous)
 
@@ -359,35 +322,6 @@ class TrainingRun:
         self.guard.skip(goal, spiked, before)
         self.batch = self.control.together(lambda: self.loader.step(self.done))
         self.trainer.expect(self.batch)
-
-    def _validate(self) -> None:
-        """Evaluate on the first `train.eval_tokens` held-out tokens; no held-out text, no validation."""
-        if self.corpus.validation.target_tokens == 0:
-            return
-        self.heartbeat.phase("evaluate")
-        self.validation = {"step": self.done}
-        for name, weights in self.trainer.models():
-            with weights:
-                parts = self._likelihoods()
-            found = total(parts)
-            if name:
-                self.validation[f"val_loss_{name}"] = found.loss
-                continue
-            self.validation |= {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
-            self.validation |= {"val_sources": self._by_source(parts)} if len(parts) > 1 else {}
-        self.observers.on_eval(self.validation)
-
-    def _likelihoods(self) -> list[Likelihood]:
-        max_tokens = self.spec.train.eval_tokens
-        return likelihoods(self.loader.validation, self.trainer.nll, self.mesh, max_tokens)
-
-    def _by_source(self, parts: Sequence[Likelihood]) -> Row:
-        """Return the loss and the bits per byte of each source that has held-out text."""
-        return {
-            name: {"loss": part.loss, "bits_per_byte": part.bits_per_byte}
-            for name, part in zip(self.corpus.names, parts, strict=True)
-            if part.tokens
-        }
 
     def _keep_snapshot(self) -> None:
         """Keep the state in memory, where that is due."""
@@ -449,18 +383,14 @@ class TrainingRun:
     def _end(self, seconds: float) -> Row:
         self.guard.at_end(self.done)
         self.world.leave("done")
-        self._validate()
+        self.validation.measure(self.done)
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
-        losses = [f"val_loss_{name}" for name, _ in self.trainer.models()]
         with self.trainer.outer.in_place_of_weights():
             digest = parameters_sha256(self.trainer)
         return {
             "final_loss": self.loss,
-            "val_loss": self.validation.get("val_loss"),
-            "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
-            **({"val_sources": self.validation["val_sources"]} if "val_sources" in self.validation else {}),
-            **{key: self.validation.get(key) for key in losses if key != "val_loss_"},
+            **self.validation.result(),
             **self.metrics.summary(),
             "parameters": self.spec.model.parameters,
             "parameters_sha256": digest,

@@ -27,6 +27,7 @@ from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import AVERAGE, reference_losses
@@ -112,7 +113,7 @@ def _run(
 ) -> dict[str, Any] | None:
     try:
         with tiled(small_tiles(spec)):
-            watch.run = TrainingRun(spec, mesh, folder, watch, slots=slots)
+            watch.run = open_run(spec, mesh, folder, watch, slots=slots)
             watch.run.execute(resume)
     finally:
         for descriptor in chain.from_iterable(slots):

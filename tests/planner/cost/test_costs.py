@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.comm.mesh import rank_grid
-from meshwright.hardware.cluster import Rates, with_network
+from meshwright.hardware.cluster import Rates
 from meshwright.hardware.find import cluster
+from meshwright.hardware.network import with_network
 from meshwright.planner.cost import step as estimate
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts, peak

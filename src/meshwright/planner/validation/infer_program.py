@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from meshwright.hardware.cluster import Cluster, with_network
+from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import catalogue, cluster
+from meshwright.hardware.network import with_network
 from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
 from meshwright.planner.validation.table import PredictionError, Row, first_match, phrase, short
