@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from meshwright import atomic
-from meshwright.exchange.gguf_metadata import ARCHITECTURES, check_computed, rope_factors, write_metadata
+from meshwright.exchange.gguf_metadata import check_computed, rope_factors, write_metadata
 from meshwright.exchange.gguf_tokenizer import read_tokenizer
 from meshwright.exchange.hf_config import write_hf_config
 from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.hf.families import FAMILIES
 
 GGUF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
 """Number formats of matrices -> names of `gguf.GGMLQuantizationType`."""
@@ -61,7 +62,7 @@ def export_gguf(
     tokenizer, quantized = read_tokenizer(tokenizer_file, spec.vocab_size), GGUF_DTYPES[dtype]
     try:
         with atomic.file(file) as unfinished:
-            writer = gguf.GGUFWriter(unfinished, ARCHITECTURES[spec.family])
+            writer = gguf.GGUFWriter(unfinished, FAMILIES[spec.family].gguf)
             writer.add_file_type(_FILE_TYPES[quantized])
             if quantized == "Q8_0":
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -86,7 +87,7 @@ def gguf_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tup
     """Yield (llama.cpp's name, value in fp32) of each tensor."""
     import gguf
 
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[spec.family])
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == FAMILIES[spec.family].gguf)
     names = gguf.get_tensor_name_map(arch, spec.layers)
     for piece in hf_tensors(spec):
         if piece.expert:
@@ -104,14 +105,14 @@ def _converted(
     spec: ModelSpec, piece: HfTensor, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what becomes of a tensor of the HF folder, under names of the HF folder's form."""
-    hf, parts = piece.hf, piece.hf.split(".")
+    hf, parts, family = piece.hf, piece.hf.split("."), FAMILIES[spec.family]
     if piece.expert == 0:
         block, _, leaf = hf.rpartition(".experts.0.")
-        if spec.family == "mixtral":
-            block = block.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+        if (module := family.expert_names.module) != "mlp":
+            block = block.removeprefix("model.").replace(module, "feed_forward")
         yield f"{block}.experts.{leaf}", tensors[piece.parameters[0]].detach().float()
         return
-    if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and ARCHITECTURES[spec.family] == "llama":
+    if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and family.gguf == "llama":
         heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
         piece = replace(piece, rotary=(heads, spec.head_dim))
     value = replace(piece, transposed=False).join(tensors, torch.float32)

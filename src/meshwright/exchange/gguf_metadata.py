@@ -16,15 +16,11 @@ from torch import Tensor
 from meshwright.model.rope import attention_factor, frequencies
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.architecture import LinearRope, Llama3Rope, YarnRope
+from meshwright.spec.hf.families import FAMILIES
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-    "gpt2": "gpt2", "deepseek_v3": "deepseek2",
-}  # fmt: skip
-"""Family -> llama.cpp's name for its architecture."""
 _BETAS = (32.0, 1.0)
 """YaRN's `beta_fast` and `beta_slow` in llama.cpp, which reads them for other families only."""
 _LATENT_EPS = 1e-6
@@ -35,7 +31,7 @@ _LITE = (26, 27)
 
 def check_computed(spec: ModelSpec) -> None:
     """Raise `UserError` for a model that llama.cpp computes otherwise, or not at all."""
-    arch = ARCHITECTURES[spec.family]
+    arch = FAMILIES[spec.family].gguf
     for key, what in _not_computed(spec):
         raise UserError(
             f"model.{key}: llama.cpp's {arch} does not compute {what}; export to a folder, for transformers "
@@ -45,12 +41,12 @@ def check_computed(spec: ModelSpec) -> None:
 
 def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
-    scaling, moe = spec.rope_scaling, spec.moe
+    scaling, moe, arch = spec.rope_scaling, spec.moe, FAMILIES[spec.family].gguf
     if spec.activation == "gelu":
         yield "activation", "the exact GELU (it has gelu_tanh)"
-    if spec.family.startswith("qwen3") and spec.out_bias:
+    if arch in ("qwen3", "qwen3moe") and spec.out_bias:
         yield "out_bias", "a bias after attention"
-    if isinstance(scaling, Llama3Rope) and ARCHITECTURES[spec.family] != "llama":
+    if isinstance(scaling, Llama3Rope) and arch != "llama":
         yield "rope_scaling", "Llama 3's scaling of positions"
     if isinstance(scaling, YarnRope) and not scaling.truncate:
         yield "rope_scaling.truncate", "YaRN with a ramp between fractions of channels"
@@ -62,11 +58,11 @@ def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "rope_scaling.mscale", "YaRN with an mscale that is not mscale_all_dim"
     if moe is None:
         return
-    if spec.family == "qwen3_moe" and not moe.renormalise:
+    if arch == "qwen3moe" and not moe.renormalise:
         yield "moe.renormalise", "experts whose weights do not add up to 1"
-    if spec.family == "qwen3_moe" and not all(map(spec.has_experts, range(spec.layers))):
+    if arch == "qwen3moe" and not all(map(spec.has_experts, range(spec.layers))):
         yield "moe", "layers without experts"
-    if spec.family == "deepseek_v3" and not moe.shared_ffn:
+    if arch == "deepseek2" and not moe.shared_ffn:
         yield "moe.shared_ffn", "a mixture without a shared expert"
     if spec.mla is not None and spec.mla.q_rank is not None and spec.layers in _LITE:
         yield "layers", f"a latent of queries in a model of {spec.layers} layers"
@@ -82,7 +78,8 @@ def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     writer.add_embedding_length(spec.hidden)
     writer.add_block_count(spec.layers)
     writer.add_vocab_size(spec.vocab_size)
-    writer.add_feed_forward_length(spec.moe.ffn if spec.moe and spec.family == "mixtral" else spec.ffn)
+    routed = None if FAMILIES[spec.family].dense_ffn else spec.moe
+    writer.add_feed_forward_length(spec.ffn if routed is None else routed.ffn)
     writer.add_head_count(spec.heads)
     if spec.norm == "layernorm":
         writer.add_layer_norm_eps(spec.norm_eps)
@@ -139,10 +136,10 @@ def _write_experts(writer: GGUFWriter, spec: ModelSpec) -> None:
     assert moe is not None
     writer.add_expert_count(moe.experts)
     writer.add_expert_used_count(moe.top_k)
-    if spec.family == "mixtral":
+    if not FAMILIES[spec.family].dense_ffn:
         return
     writer.add_expert_feed_forward_length(moe.ffn)
-    if spec.family == "deepseek_v3":
+    if FAMILIES[spec.family].deepseek_router:
         writer.add_leading_dense_block_count(moe.dense_first)
         writer.add_expert_shared_count(moe.shared_ffn // moe.ffn)
         writer.add_expert_weights_scale(moe.scale)

@@ -28,6 +28,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.quantisation import DYNAMIC, Codes
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.special_tokens import copy_side_files
 from meshwright.spec.hf.special_tokens import side_files as find_side_files
@@ -167,7 +168,7 @@ class HfWeights:
         if self._spec.tied and name == _HEAD:
             return True
         layer = ".".join(name.split(".")[:3])
-        return self._spec.family == "deepseek_v3" and f"{layer}.eh_proj.weight" in self._files
+        return FAMILIES[self._spec.family].deepseek_router and f"{layer}.eh_proj.weight" in self._files
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.hf.config_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS, written
+from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, written
 from meshwright.spec.hf.config_read import model_fields
+from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import Config
 from meshwright.spec.model import ModelSpec
 
-_TABLES = {"moe": tuple(MOE_KEYS), "mla": ("deepseek_v3",)}
+_TABLES = {
+    "moe": tuple(name for name, family in FAMILIES.items() if family.experts is not None),
+    "mla": tuple(name for name, family in FAMILIES.items() if family.latents),
+}
 """The families that have a table of the spec, and cannot do without it."""
 
 
@@ -26,12 +30,12 @@ def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
                 f"model.family: HF's {model.family} {has} model.{table}; "
                 f"families with it are {', '.join(families)}"
             )
-    causal_lm = f"{model.family.title().replace('_', '')}ForCausalLM"  # such as Qwen3MoeForCausalLM
+    family = FAMILIES[model.family]
     config = {
-        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else causal_lm],
+        "architectures": [family.causal_lm],
         "model_type": model.family,
-        **written(model, MODEL_KEYS[model.family]),
-        **(_gpt2(model) if model.family == "gpt2" else _llama_like(model)),
+        **written(model, family.keys),
+        **(_gpt2(model) if family.conv1d else _llama_like(model, family)),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -47,8 +51,8 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     ignored = {"preset", "hf", "weights", "moe", *trained}
     if model.position == "learned":
         ignored |= {"rope_theta", "rope_scaling"}
-    if model.family == "mixtral":
-        ignored.add("ffn")  # it has no dense layers
+    if not FAMILIES[model.family].dense_ffn:
+        ignored.add("ffn")
     layers = range(model.layers)
     if all(model.has_experts(layer) == described.has_experts(layer) for layer in layers):
         ignored |= {"moe.dense_first", "moe.every"}
@@ -75,7 +79,7 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _llama_like(model: ModelSpec) -> dict[str, Any]:
+def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
     rope: dict[str, Any] | None = None
     if (scaling := model.rope_scaling) is not None:
         keys = written(scaling, ROPE_KEYS[scaling.kind]).items()
@@ -89,7 +93,7 @@ def _llama_like(model: ModelSpec) -> dict[str, Any]:
         "attention_bias": model.qkv_bias,
         "attention_dropout": 0.0,
     }
-    if model.family in ("mistral", "mixtral"):
+    if family.windows:
         fields["sliding_window"] = model.sliding_window
     if model.mla is None:
         fields["head_dim"] = model.head_dim
@@ -98,11 +102,12 @@ def _llama_like(model: ModelSpec) -> dict[str, Any]:
         fields |= {"qk_nope_head_dim": model.head_dim - model.mla.rope_dim, "rope_interleave": True}
     if (moe := model.moe) is None:
         return fields
-    fields |= written(moe, MOE_KEYS[model.family])
-    if model.family == "qwen3_moe":
+    assert family.experts is not None
+    fields |= written(moe, family.experts)
+    if family.lists_sparse_layers:
         dense = [layer for layer in range(model.layers) if not moe.has_experts(layer)]
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-    if model.family == "deepseek_v3":
+    if family.deepseek_router:
         fields |= {
             "n_shared_experts": moe.shared_ffn // moe.ffn,
             "scoring_func": "sigmoid",

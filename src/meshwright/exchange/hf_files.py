@@ -15,6 +15,7 @@ from meshwright.exchange.hf_state_dict import hf_tensors
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.hf.config_read import other_weights
+from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.special_tokens import check_within
 
@@ -142,11 +143,9 @@ def _causal_names(names: Iterable[str], spec: ModelSpec) -> dict[str, str]:
     ):  # files of quantised layers, as they are written
         return {name: name for name in names}
     short = {name: _WRAPPERS.sub("", name) for name in names}
-    prefix, bare = (
-        ("transformer.", "wte.weight") if spec.family == "gpt2" else ("model.", "embed_tokens.weight")
-    )
-    embedding = prefix + bare
-    if bare in short.values():  # a base model; the head is not of it
+    family = FAMILIES[spec.family]
+    prefix, embedding = family.prefix, family.embedding
+    if embedding.removeprefix(prefix) in short.values():  # a base model; the head is not of it
         short = {name: each if each.startswith("lm_head.") else prefix + each for name, each in short.items()}
     if spec.tied and embedding not in short.values():
         short = {name: embedding if each == "lm_head.weight" else each for name, each in short.items()}

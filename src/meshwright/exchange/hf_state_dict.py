@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
+from meshwright.spec.hf.families import FAMILIES, ExpertNames
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -81,7 +82,7 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
     Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for
     all. `paired` is True if DeepSeek's rotary channels are in pairs.
     """
-    return _gpt2(spec) if spec.family == "gpt2" else _llama(spec, stacked, paired)
+    return _gpt2(spec) if FAMILIES[spec.family].conv1d else _llama(spec, stacked, paired)
 
 
 def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[HfTensor]:
@@ -136,8 +137,8 @@ def _mlp(ours: str, theirs: str, bias: bool) -> Iterator[HfTensor]:
 
 def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[HfTensor]:
     assert spec.moe is not None
-    mixtral = spec.family == "mixtral" and not stacked
-    theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    names = ExpertNames() if stacked else FAMILIES[spec.family].expert_names
+    theirs = f"{layer}.{names.module}"
     yield from _leaves(f"{theirs}.gate", f"{ours}.router")
     if spec.moe.bias:
         yield HfTensor(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
@@ -146,8 +147,7 @@ def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[
         yield HfTensor(f"{theirs}.experts.gate_up_proj", both, dim=1)
         yield HfTensor(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
     else:
-        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        for name, hf in zip(("gate", "up", "down"), names, strict=True):
+        for name, hf in zip(("gate", "up", "down"), names.linears, strict=True):
             for expert in range(spec.moe.experts):
                 of_one = f"{theirs}.experts.{expert}.{hf}.weight"
                 yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf.config_read import has_weights, read_hf_config
+from meshwright.spec.hf.families import FamilyName
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
@@ -74,9 +75,7 @@ class Architecture(FrozenModel):
         description="what a run starts from: 'random', the folder of an HF model or of a run, or that of one "
         "of its checkpoints; default model.hf where that folder has weights",
     )
-    family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
-        "llama", description="names used by HF export"
-    )
+    family: FamilyName = Field("llama", description="names used by HF export")
     layers: int = Field(ge=1, le=MAX_LAYERS)
     hidden: int = Field(ge=1, le=MAX_WIDTH)
     ffn: int = Field(ge=1, le=MAX_WIDTH)

@@ -15,6 +15,7 @@ from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.linear import Linear
 from meshwright.model.quantisation import DYNAMIC, Codes, quantise
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.parameters import parameters
 from meshwright.spec.precision import Quantised
 from meshwright.weights.gptq import gptq
@@ -34,7 +35,7 @@ def plan_quantisation(
     Raises `UserError` for a family without linear layers that clients know, a group that does not divide a
     width, and a pattern that matches no layer, or a part of layers that servers compute as one.
     """
-    if model.family == "gpt2":
+    if FAMILIES[model.family].conv1d:
         raise UserError(
             "quantise: GPT-2's layers are stored as Conv1D, which compressed-tensors does not know; give a "
             "model of another family"
@@ -77,7 +78,7 @@ def _kept(
     """
     kept = ["lm_head"]
     if model.moe is not None:
-        place = "block_sparse_moe" if model.family == "mixtral" else "mlp"
+        place = FAMILIES[model.family].expert_names.module
         layers = filter(model.has_experts, range(model.layers))
         kept += [f"model.layers.{layer}.{place}.gate" for layer in layers]
     if model.mla is not None and recipe in DYNAMIC:

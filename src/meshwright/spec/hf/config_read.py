@@ -7,14 +7,11 @@ from typing import Any
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
-from meshwright.spec.hf.config_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
+from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, Keys
+from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.special_tokens import check_within
 from meshwright.spec.records import show
-
-# Defaults of transformers for keys that are absent, by family.
-_KV_HEADS = {"qwen3": 32, "mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # llama: as many as attention heads
-_WINDOWS = {"mistral": 4096, "mixtral": None}  # the others have none
 
 
 def read_hf_config(where: str | Path) -> dict[str, Any]:
@@ -54,43 +51,45 @@ def other_weights(folder: Path) -> list[str]:
 
 def model_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` for a config of any family."""
-    family = config.values.get("model_type")
-    if not isinstance(family, str) or family not in MODEL_KEYS:
-        raise config.wrong("model_type", f"the families read are {', '.join(MODEL_KEYS)}")
-    return {"family": family, **(_gpt2(config) if family == "gpt2" else _llama_like(config, family))}
+    name = config.values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise config.wrong("model_type", f"the families read are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    return {"family": name, **(_gpt2(config, family) if family.conv1d else _llama_like(config, family))}
 
 
-def _llama_like(config: Config, family: str) -> dict[str, Any]:
+def _llama_like(config: Config, family: Family) -> dict[str, Any]:
     _check_computed(config, family)
-    fields = config.fields(MODEL_KEYS[family])
+    fields = config.fields(family.keys)
     heads = fields["heads"]
     rope = _rope(config)
-    theta = 1e6 if family == "mixtral" else 1e4
+    theta = (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, family.rope_theta)
     fields |= {
-        "rope_theta": (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, theta),
+        "rope_theta": theta,
         "rope_scaling": _rope_scaling(rope, config, fields["max_seq_len"]),
         "sliding_window": None,
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qk_norm": family.qk_norm,
     }
-    if family in _WINDOWS:
+    if family.windows:
         fields["sliding_window"] = _window(config, family, fields["layers"])
-    if family == "deepseek_v3":
+    if family.latents:
         fields |= _latents(config, heads)
     else:
-        bias = family not in _WINDOWS and config.read("attention_bias", FLAG, False)  # Mistral's has none
+        bias = family.attention_bias and config.read("attention_bias", FLAG, False)
         fields |= {"kv_heads": _kv_heads(config, family, heads), "head_dim": _head_dim(config, family, heads)}
         fields |= {"qkv_bias": bias, "out_bias": bias}
-    if family in MOE_KEYS:
-        fields["moe"] = _experts(config, family, fields["layers"])
+    if family.experts is not None:
+        fields["moe"] = _experts(config, family, family.experts, fields["layers"])
     return fields
 
 
-def _check_computed(config: Config, family: str) -> None:
+def _check_computed(config: Config, family: Family) -> None:
     """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
     if config.values.get("hidden_act") != "swish":  # another name of it
         config.check("hidden_act", "silu")
-    if family in ("qwen3", "qwen3_moe") and config.read("use_sliding_window", FLAG, False):
-        raise config.wrong("use_sliding_window", f"it is not computed for {family}; set it to false")
+    if family.window_switch and config.read("use_sliding_window", FLAG, False):
+        name = config.values["model_type"]
+        raise config.wrong("use_sliding_window", f"it is not computed for {name}; set it to false")
     for place in (_rope(config), config):
         place.check("partial_rotary_factor", 1.0)
 
@@ -104,10 +103,10 @@ def _rope(config: Config) -> Config:
     return older if older.values else newer
 
 
-def _window(config: Config, family: str, layers: int) -> int | None:
+def _window(config: Config, family: Family, layers: int) -> int | None:
     """Return the window of all layers. transformers reads a Mistral with `layer_types` by those."""
-    window: int | None = config.read("sliding_window", SIZE, _WINDOWS[family], nullable=True)
-    kinds = config.values.get("layer_types") if family == "mistral" else None
+    window: int | None = config.read("sliding_window", SIZE, family.window, nullable=True)
+    kinds = config.values.get("layer_types") if family.window_by_layer else None
     if kinds is None:
         return window
     if kinds == ["full_attention"] * layers:
@@ -121,8 +120,8 @@ def _window(config: Config, family: str, layers: int) -> int | None:
     return window
 
 
-def _kv_heads(config: Config, family: str, heads: int) -> int:
-    default = _KV_HEADS.get(family, heads)
+def _kv_heads(config: Config, family: Family, heads: int) -> int:
+    default = family.kv_heads or heads
     kv_heads: int = config.read("num_key_value_heads", SIZE, default, nullable=True) or heads
     if heads % kv_heads:
         raise config.wrong(
@@ -133,12 +132,12 @@ def _kv_heads(config: Config, family: str, heads: int) -> int:
     return kv_heads
 
 
-def _head_dim(config: Config, family: str, heads: int) -> int:
-    if family == "qwen3":
-        return int(config.read("head_dim", SIZE, 128))
+def _head_dim(config: Config, family: Family, heads: int) -> int:
+    if family.head_dim is not None:
+        return int(config.read("head_dim", SIZE, family.head_dim))
     hidden = config.values["hidden_size"]
     given = config.read("head_dim", SIZE, nullable=True)
-    if given is None and (hidden < heads or (family == "llama" and hidden % heads)):
+    if given is None and (hidden < heads or (family.even_heads and hidden % heads)):
         raise config.wrong("hidden_size", f"num_attention_heads {heads} does not divide it; give a head_dim")
     return given or hidden // heads
 
@@ -158,12 +157,12 @@ def _rope_scaling(scaling: Config, config: Config, max_seq_len: int) -> dict[str
     return {"kind": kind, **scaling.fields(ROPE_KEYS[kind])}
 
 
-def _experts(config: Config, family: str, layers: int) -> dict[str, Any]:
+def _experts(config: Config, family: Family, keys: Keys, layers: int) -> dict[str, Any]:
     """Return the fields of a `MoeSpec`."""
-    moe = config.fields(MOE_KEYS[family])
-    if family == "qwen3_moe":
+    moe = config.fields(keys)
+    if family.lists_sparse_layers:
         moe |= _sparse_layers(config, layers)
-    if family == "deepseek_v3":
+    if family.deepseek_router:
         _check_deepseek(config, moe, layers)
         shared = config.read("n_shared_experts", SIZE, 1)
         moe |= {"shared_ffn": shared * moe["ffn"], "router": "sigmoid", "bias": True}
@@ -220,14 +219,14 @@ def _latents(config: Config, heads: int) -> dict[str, Any]:
     return {"kv_heads": heads, "head_dim": head_dim, "mla": mla}
 
 
-def _gpt2(config: Config) -> dict[str, Any]:
+def _gpt2(config: Config, family: Family) -> dict[str, Any]:
     activation = config.values.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu", "gelu_pytorch_tanh"):
         raise config.wrong("activation_function", "computed are gelu and gelu_new")
     config.check("scale_attn_weights", True)
     config.check("scale_attn_by_inverse_layer_idx", False)
     config.check("add_cross_attention", False)
-    fields = config.fields(MODEL_KEYS["gpt2"])
+    fields = config.fields(family.keys)
     hidden, heads = fields["hidden"], fields["heads"]
     if hidden % heads:
         raise config.wrong("n_embd", f"n_head {heads} does not divide it, and GPT-2's heads share it evenly")
