@@ -27,7 +27,7 @@ from meshwright.planner.validation.metrics import validate
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS, training_time
 from meshwright.spec import Layout, RunSpec, UserError, load
-from meshwright.spec.layout import SCHEDULES
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.toml import to_toml
 
 WISH: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": "256k"}

@@ -27,7 +27,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.rank.failure import RanksFailed
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import CollectiveError
-from meshwright.spec.layout import ContextMode, ScheduleName, ulysses_ranks
+from meshwright.spec.layout import ContextMode, ulysses_ranks
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.train.step import Trainer
 from meshwright.verify import sweep as swept
 from meshwright.verify import verify as verification
@@ -81,7 +82,7 @@ def test_the_layouts_are_all_that_the_rules_accept(model: dict[str, object], ran
         "zero": [0, 1, 2, 3],
         "sequence_parallel": [True, False],
         "context_mode": list(get_args(ContextMode)),
-        "schedule": list(get_args(ScheduleName)),
+        "schedule": list(SCHEDULES),
         "virtual": [None, 1, 2],
         "micro_batch": [1, 2, 4, 8],
     }

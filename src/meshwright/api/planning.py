@@ -20,8 +20,8 @@ from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
-from meshwright.spec.layout import WHOLE_SCHEDULE
 from meshwright.spec.load import Overrides
+from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.spec.teacher import refuse_distillation
 
 Result = dict[str, Any]

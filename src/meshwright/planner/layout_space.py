@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, get_args
 
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.layout import ONE_STAGE, SPLIT, ContextMode, Order, ScheduleName, ulysses_ranks
+from meshwright.spec.layout import ContextMode, Order, ulysses_ranks
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES, breaks
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from meshwright.spec.stages import balanced, even
@@ -36,7 +37,6 @@ POLICIES: dict[str, RecomputeSpec] = {
     "full": FullRecompute(),
 }
 """Recompute policies by name."""
-LOOPED = ("interleaved", "bfs")
 """Schedules with any number of stages a rank."""
 
 
@@ -120,7 +120,7 @@ class LayoutSpace:
         fixed: Mapping[str, Any] | None = None,
         policies: Sequence[str] = tuple(POLICIES),
         levels: Sequence[int] = (),
-        schedules: Sequence[str] = get_args(ScheduleName),
+        schedules: Sequence[str] = tuple(SCHEDULES),
     ) -> None:
         self.base, self.model, self.ranks = base, base.model, ranks
         self.fixed, self._levels, self._schedule_names = dict(fixed or {}), levels, schedules
@@ -281,11 +281,11 @@ class LayoutSpace:
         if "virtual" not in self.fixed and not isinstance(self.fixed.get("stages"), tuple):
             most = min(most, max(2, _STAGES // pp))
         for name in self._schedule_names:
-            if wanted not in (None, name) or (self.base.train.compile and name in SPLIT):
+            if wanted not in (None, name) or (self.base.train.compile and SCHEDULES[name].splits):
                 continue
-            if name in LOOPED:
+            if SCHEDULES[name].stages is None:
                 yield from ((name, chunks) for chunks in range(1 if wanted else 2, most + 1))
-            elif (chunks := 1 if name in ONE_STAGE else 2) <= most:
+            elif (chunks := SCHEDULES[name].stages or 2) <= most:
                 yield name, chunks
 
     # States.

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from meshwright.schedule.actions import Action, Kind
 from meshwright.schedule.registry import make
-from meshwright.spec.layout import HOLD_ALL, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.pipeline_schedules import SCHEDULES
 
 
 class InFlight(NamedTuple):
@@ -38,7 +39,7 @@ def in_flight(layout: Layout, microbatches: int) -> tuple[InFlight, ...]:
 
 @lru_cache(maxsize=4096)
 def _of_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> tuple[InFlight, ...]:
-    if name in HOLD_ALL:
+    if SCHEDULES[name].holds_all:
         held = (microbatches,) * virtual + (0,) * virtual
         return (InFlight((held,), ((virtual * microbatches, 0),)),) * ranks
     made = make(name, ranks, virtual, microbatches)

@@ -9,7 +9,7 @@ from meshwright.schedule import builders
 from meshwright.schedule.actions import Lists, Schedule, ScheduleError, looped, v_shape
 from meshwright.schedule.v_half_min import v_half, v_min
 from meshwright.spec import Layout
-from meshwright.spec.layout import SCHEDULES, TWO_STAGES, virtual_problem
+from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 
 NAMES = SCHEDULES
 """Values of `layout.schedule`."""
@@ -50,7 +50,7 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
             f"but layout.schedule '{name}' needs at least 1; a larger batch, a smaller layout.micro_batch "
             f"or fewer data ranks would work"
         )
-    rank_of = v_shape(ranks) if name in TWO_STAGES else looped(ranks, virtual)
+    rank_of = v_shape(ranks) if SCHEDULES[name].stages == 2 else looped(ranks, virtual)
     if name in _BLOCKS:
         lists = _BLOCKS[name](ranks, microbatches)
     else:

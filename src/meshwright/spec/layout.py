@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
 
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.base import MAX_RANKS, FrozenModel
 from meshwright.spec.errors import UserError
+from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 from meshwright.spec.records import show
 
 ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
-
-ScheduleName = Literal[
-    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "v-half", "v-min", "dualpipe-v"
-]
-"""Names of the schedules in `meshwright.schedule`; listed here because the spec is the floor below."""
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Schedules with one stage a rank."""
-TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules with two stages a rank, in a V; the others take any number."""
-HOLD_ALL = ("gpipe", "bfs")
-"""Schedules whose ranks hold the activations of all microbatches at a time."""
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules that defer gradients of weights."""
-DEFAULT_SCHEDULE: ScheduleName = "zb-h1"
-"""The default schedule, but of blocks that are compiled or recomputed."""
-WHOLE_SCHEDULE: ScheduleName = "1f1b"
-"""The default schedule of blocks that are compiled or recomputed: it does not split backwards."""
 
 Cut = Literal["even", "balanced"]
 GENERATION_KEYS = tuple(f"layout.{name}" for name in ("dp", "tp", "pp", "ep", "etp", "stages", "order"))
@@ -37,22 +20,6 @@ GENERATION_KEYS = tuple(f"layout.{name}" for name in ("dp", "tp", "pp", "ep", "e
 
 Order = Literal["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"]
 """Order of the axes in the numbers of ranks, outermost first; cp is inside dp."""
-
-
-def virtual_problem(schedule: str, virtual: int) -> str:
-    """Return the reason why a schedule cannot have `virtual` stages per rank, or an empty string."""
-
-    def allows(name: str) -> bool:
-        return virtual == 1 if name in ONE_STAGE else virtual == 2 if name in TWO_STAGES else virtual > 0
-
-    if allows(schedule):
-        return ""
-    needed = "1" if schedule in ONE_STAGE else "2" if schedule in TWO_STAGES else "at least 1"
-    others = f", or one of the schedules {', '.join(filter(allows, SCHEDULES))}" if virtual > 0 else ""
-    return (
-        f"layout.virtual: {virtual} stages a rank do not go with layout.schedule = '{schedule}', which has "
-        f"{needed}; give layout.virtual = {needed[-1]}{others}"
-    )
 
 
 def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
@@ -138,7 +105,7 @@ class Layout(FrozenModel):
             return 1
         if self.virtual is not None:
             return self.virtual
-        return 1 if self.schedule in ONE_STAGE else 2
+        return SCHEDULES[self.schedule].stages or 2
 
     @property
     def axes_in_order(self) -> tuple[tuple[str, int], ...]:
@@ -180,7 +147,7 @@ class Layout(FrozenModel):
     @property
     def splits_backward(self) -> bool:
         """True if the schedule of a pipeline defers gradients of weights."""
-        return self.pp > 1 and self.schedule in SPLIT
+        return self.pp > 1 and SCHEDULES[self.schedule].splits
 
     @property
     def shard_ranks(self) -> int:

@@ -16,9 +16,10 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
-from meshwright.spec.layout import DEFAULT_SCHEDULE, WHOLE_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
+from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables

@@ -12,11 +12,11 @@ from meshwright.spec.base import MAX_RANKS
 from meshwright.spec.distil_rules import DISTIL_RULES
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer_rules import OUTER_RULES, islands_are_several
 from meshwright.spec.parameter_groups import GROUP_RULES
+from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
@@ -160,7 +160,7 @@ def stages_hold_every_layer(spec: Sections) -> None:
     made = f"layout.pp = {layout.pp} x {layout.chunks} stages a rank"
     if count > layers + 2:
         key, fits = "pp", (layers + 2) // layout.chunks
-        if layout.schedule not in TWO_STAGES and layout.chunks > 1 and layers + 2 >= layout.pp:
+        if SCHEDULES[layout.schedule].stages != 2 and layout.chunks > 1 and layers + 2 >= layout.pp:
             key, fits = "virtual", (layers + 2) // layout.pp
         raise UserError(
             f"layout.{key}: {made} are {count} stages, more than model.layers = {layers} with the embedding "

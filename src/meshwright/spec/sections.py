@@ -10,9 +10,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.spec.base import MAX_LENGTH, FrozenModel
 from meshwright.spec.distil import DistilSpec
-from meshwright.spec.layout import WHOLE_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
+from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.train import TrainSpec
 

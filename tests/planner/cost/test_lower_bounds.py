@@ -12,7 +12,7 @@ from meshwright.planner.cost.lower_bounds import rank_ends
 from meshwright.planner.cost.model import CostModel
 from meshwright.schedule import MOST_HELD, NAMES, Kind, Link, StageCost, ends, make
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import SPLIT
+from meshwright.spec.pipeline_schedules import SCHEDULES
 
 VIRTUAL = {"interleaved": (1, 2, 3), "bfs": (1, 2)} | dict.fromkeys(
     ("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)
@@ -57,7 +57,7 @@ def test_no_rank_holds_more_than_bounds_take_it_to(name: str, ranks: int) -> Non
 def test_what_holds_little_is_bounded_by_what_it_waits_for(name: str) -> None:
     """The middle of a V of equal stages waits for its first backward, but for forwards it may hold."""
     ranks, count = 16, 32
-    assert name in SPLIT
+    assert SCHEDULES[name].splits
     own = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
     (*_, middle) = rank_ends([StageCost(1.0, 1.0, 1.0)] * 2 * ranks, own, 0.0, name, count)
     assert middle == 3 * ranks - 1 - MOST_HELD[name](ranks) + 6 * count

@@ -14,7 +14,7 @@ from meshwright.schedule import NAMES, make
 from meshwright.schedule.in_flight import in_flight
 from meshwright.schedule.validate import peak
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import HOLD_ALL, ONE_STAGE
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from small import spec_of
 
 LAYERS = 18
@@ -33,7 +33,7 @@ def run(name: str, ranks: int, microbatches: int) -> RunSpec:
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str, ranks: int) -> None:
     few, many = 2 * ranks, 11 * ranks
-    virtual = 1 if name in ONE_STAGE else 2
+    virtual = SCHEDULES[name].stages or 2
     spec = run(name, ranks, many)
     found = in_flight(spec.layout, held_microbatches(spec))
     made = make(name, ranks, virtual, many)
@@ -45,7 +45,7 @@ def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str, rank
             by_stage = dict(zip(made.stages_of(rank), sizes, strict=True))
             every = [by_stage.get(stage, 0.0) for stage in range(virtual * ranks)]
             assert found[rank].most(sizes, left) == pytest.approx(peak(listed, every, [share] * len(every)))
-    assert held_microbatches(run(name, ranks, many)) == (many if name in HOLD_ALL else few)
+    assert held_microbatches(run(name, ranks, many)) == (many if SCHEDULES[name].holds_all else few)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +56,7 @@ def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str, rank
     for rank in range(ranks):
         assert states(few, rank) == states(many, rank) == states(shortened(many), rank)
         assert peak_activations(shortened(many), rank) == peak_activations(many, rank)
-    if name in HOLD_ALL:
+    if SCHEDULES[name].holds_all:
         assert memory_model(on).peak(many).activations > 2 * memory_model(on).peak(few).activations
         assert Generic(on).peak(many).activations > 2 * Generic(on).peak(few).activations
     else:

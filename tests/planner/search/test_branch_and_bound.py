@@ -25,7 +25,8 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.results import TimedLayout, kind, simplicity
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.layout import ContextMode, Order, ScheduleName
+from meshwright.spec.layout import ContextMode, Order
+from meshwright.spec.pipeline_schedules import SCHEDULES
 
 
 def run(model: dict[str, Any], seq_len: int = 64, sequences: int = 8) -> RunSpec:
@@ -69,7 +70,7 @@ def accepted(base: RunSpec, ranks: int) -> Iterator[RunSpec]:
         orders: list[tuple[str, int | None, str]] = [("1f1b", None, "even")]
         if mesh["pp"] > 1:
             counts = range(1, (base.model.layers + 2) // mesh["pp"] + 2)
-            orders = list(product(get_args(ScheduleName), counts, ("even", "balanced")))
+            orders = list(product(tuple(SCHEDULES), counts, ("even", "balanced")))
         for name, virtual, stages in orders:
             layout = {**mesh, "zero": zero, "sequence_parallel": shared, "context_mode": mode}
             layout |= {"ep": ep, "etp": etp, "micro_batch": micro}

@@ -23,7 +23,7 @@ from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.traffic.messages import Message, Phase
 from meshwright.schedule import MOST_HELD, Path, StageCost
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.layout import SPLIT
+from meshwright.spec.pipeline_schedules import SCHEDULES
 
 
 class Floor(LayerCost):
@@ -163,7 +163,7 @@ def rank_ends(
     `own` are each rank's stages, `hop` the seconds of a message between ranks, `name` the schedule's, and
     `paths` the known ones through its lists.
     """
-    whole = name not in SPLIT
+    whole = not SCHEDULES[name].splits
     back = [cost.input + cost.weight if whole else cost.input for cost in costs]
     rank_of = {stage: rank for rank, mine in enumerate(own) for stage in mine}
     hops = [hop * (rank_of[stage] != rank_of[stage + 1]) for stage in range(len(costs) - 1)]

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from meshwright.hardware.sourced import read_tables
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.layout import ScheduleName
+from meshwright.spec.pipeline_schedules import ScheduleName
 from meshwright.spec.records import Count, Integer, NotNegative, Record
 
 Operators = Literal["unfused", "eager", "fused", "compiled"]

@@ -24,7 +24,7 @@ from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import Layout, ModelSpec, RunSpec
-from meshwright.spec.layout import TWO_STAGES
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.stages import Stage, stages
 
 _TENSORS = 7
@@ -96,7 +96,7 @@ def placed_stages(spec: RunSpec) -> PlacedStages:
 def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
     """The stages of each pipeline rank, by index."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    in_v = cut.schedule in TWO_STAGES and cut.chunks == 2  # without a pipeline there is one stage
+    in_v = SCHEDULES[cut.schedule].stages == 2 and cut.chunks == 2  # without a pipeline there is one stage
     for stage, rank in enumerate(v_shape(ranks) if in_v else looped(ranks, cut.chunks)):
         found[rank].append(stage)
     return found

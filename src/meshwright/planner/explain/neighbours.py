@@ -14,10 +14,11 @@ from itertools import permutations
 from typing import Any, Literal, get_args
 
 from meshwright.planner.explain.candidate import TIE, Candidate
-from meshwright.planner.layout_space import LOOPED, POLICIES, context_modes
+from meshwright.planner.layout_space import POLICIES, context_modes
 from meshwright.planner.memory.generic import Memory
 from meshwright.spec import Layout, RunSpec, UserError
-from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, Order, ScheduleName
+from meshwright.spec.layout import Order
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.rules import check
 from meshwright.units import gigabytes, percent, seconds
 
@@ -105,7 +106,7 @@ Update = dict[str, Any]
 _ON_OFF = {True: "on", False: "off"}
 
 
-def changes(spec: RunSpec, schedules: Sequence[str] = get_args(ScheduleName)) -> dict[str, RunSpec]:
+def changes(spec: RunSpec, schedules: Sequence[str] = tuple(SCHEDULES)) -> dict[str, RunSpec]:
     """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
 
     The microbatch stays too, where it is not the change, and islands stay as many: others learn otherwise. A
@@ -175,9 +176,9 @@ def _traded(layout: Layout, axes: Sequence[str]) -> Iterator[Update]:
 def _schedules(layout: Layout, schedules: Sequence[str]) -> Iterator[Update]:
     """Another schedule, with as many stages a rank as it has, or another number of stages."""
     for name in schedules:
-        chunks = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else max(2, layout.chunks)
+        chunks = SCHEDULES[name].stages or max(2, layout.chunks)
         yield {"schedule": name} if chunks == layout.chunks else {"schedule": name, "virtual": chunks}
-    if layout.schedule in LOOPED:
+    if SCHEDULES[layout.schedule].stages is None:
         yield from _scaled("virtual", layout.chunks)
 
 

@@ -20,7 +20,7 @@ from meshwright.planner.cost.stages import Contents, placed_stages, stored, toge
 from meshwright.planner.rank_view import moment_width, widths
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import Layout, RunSpec
-from meshwright.spec.layout import HOLD_ALL
+from meshwright.spec.pipeline_schedules import SCHEDULES
 
 _CONTEXT = 0.6e9
 """Bytes of a CUDA context with its kernels."""
@@ -188,7 +188,8 @@ class Generic:
 def held_microbatches(spec: RunSpec) -> int:
     """Microbatches after which a rank of the schedule holds no more than before."""
     layout = spec.layout
-    return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, max(2 * layout.pp, 3))
+    most = spec.microbatches if SCHEDULES[layout.schedule].holds_all else max(2 * layout.pp, 3)
+    return min(spec.microbatches, most)
 
 
 def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) -> float:

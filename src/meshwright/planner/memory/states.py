@@ -40,10 +40,10 @@ from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import MAP_SIZE, PREFIXES, block_of
-from meshwright.spec.layout import HOLD_ALL
 from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameter_groups import group_of
 from meshwright.spec.parameters import Parameter, Piece, parameters
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiling
 
@@ -271,7 +271,7 @@ def gradients_meet(spec: RunSpec) -> bool:
     layout = spec.layout
     if layout.chunks == 1 and not layout.splits_backward:
         return spec.microbatches > 1
-    return layout.schedule not in HOLD_ALL and spec.microbatches >= 2 * layout.pp
+    return not SCHEDULES[layout.schedule].holds_all and spec.microbatches >= 2 * layout.pp
 
 
 def packed_width(view: RankView, unit: StateShard) -> int:

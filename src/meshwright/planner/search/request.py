@@ -20,8 +20,8 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
-from meshwright.spec.layout import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_outer, read_tree
+from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.teacher import refuse_distillation
 from meshwright.units import amount, duration

@@ -38,7 +38,7 @@ from meshwright.planner.memory.states import gradients_meet
 from meshwright.planner.search.results import SearchResult, TimedLayout
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import SPLIT, TWO_STAGES
+from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.sections import NoRecompute
 from meshwright.spec.stages import placed
 
@@ -256,7 +256,7 @@ class SearchTree:
         each, link = message(spec, self.costs, blocks)
         speed = lower_bounds.pace(blocks, self.model, 0.0 if link is None else each)
         for cut in self._cuts_of(mesh.pp):
-            whole = cut.split.schedule not in SPLIT
+            whole = not SCHEDULES[cut.split.schedule].splits
             bound = lower_bounds.pace_bound(cut.setters, speed, spec.microbatches, whole)
             bound += self.costs.stack.numbers.step
             if self.found.hopeful(bound, partial(branch.spec, cut=cut.split)):
@@ -288,7 +288,7 @@ class SearchTree:
         spec = mesh.spec(mesh.shardings[0], cut.split)
         fitting = partial(mesh.fitting, cut, spec, mesh.most_shared)
         if fitting(one=True) and fitting():
-            key = cut.split.blocks, cut.split.schedule in TWO_STAGES
+            key = cut.split.blocks, SCHEDULES[cut.split.schedule].stages == 2
             if key not in mesh.pipelines:
                 mesh.pipelines[key] = PipelineBranch(mesh, spec, cut.placed)
             pipeline = mesh.pipelines[key]

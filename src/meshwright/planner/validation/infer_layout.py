@@ -9,7 +9,7 @@ from itertools import product
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.validation.table import PredictionError, Row, short
 from meshwright.spec import Layout, ModelSpec, RunSpec
-from meshwright.spec.layout import ONE_STAGE, SCHEDULES, TWO_STAGES, virtual_problem
+from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 from meshwright.spec.sections import FullRecompute, NoRecompute, SelectiveRecompute
 
 _SCHEDULES = {
@@ -72,9 +72,9 @@ def _schedule(row: Row, ranks: int) -> tuple[str, int]:
         )
     if schedule == "1f1b" and virtual > 1:
         schedule = "interleaved"
-    if schedule not in ONE_STAGE and not virtual:
-        virtual = 2 if schedule in TWO_STAGES else row.infer("vp", 2)
-    if virtual_problem(schedule, virtual or 1) or (virtual == 1 and schedule not in ONE_STAGE):
+    if SCHEDULES[schedule].stages != 1 and not virtual:
+        virtual = SCHEDULES[schedule].stages or row.infer("vp", 2)
+    if virtual_problem(schedule, virtual or 1) or (virtual == 1 and SCHEDULES[schedule].stages != 1):
         raise PredictionError(f"its schedule {schedule} does not have vp = {virtual} stages a rank")
     if named:
         row.derive("schedule", schedule)
