@@ -11,7 +11,7 @@ from meshwright.schedule.v_half_min import v_half, v_min
 from meshwright.spec import Layout
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 
-NAMES = SCHEDULES
+NAMES = tuple(SCHEDULES)
 """Values of `layout.schedule`."""
 
 _PATTERNS: dict[str, Callable[[builders.ScheduleBuilder], None]] = {
