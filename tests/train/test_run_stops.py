@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from test_run import HALF, Notes, run_and_watch, spec_of, start
 
 from meshwright.checkpoint.directory import latest_step, published
 from meshwright.checkpoint.errors import CheckpointError
@@ -20,6 +19,7 @@ from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from ranks import Ranks
+from training_runs import HALF, Notes, run_and_watch, spec_of, start
 
 
 class Signals(Notes):
