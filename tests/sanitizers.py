@@ -9,6 +9,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+TESTS = Path(__file__).parent
+
 
 @cache
 def address_sanitizer() -> str | None:
@@ -21,8 +23,9 @@ def address_sanitizer() -> str | None:
 
 
 def output(program: Path, *options: str) -> str:
-    """Return what a program in Python prints under the address sanitizer."""
+    """Return what a program prints under the address sanitizer; it may import the tests' helpers."""
     environment = os.environ | {"LD_PRELOAD": str(address_sanitizer()), "ASAN_OPTIONS": "detect_leaks=0"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     call = [sys.executable, str(program), *options]
     ended = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]

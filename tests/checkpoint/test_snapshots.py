@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_reshard import LAYOUTS, blank, check_equal, full_tensors, placed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -26,6 +25,7 @@ from meshwright.rank import shared_memory
 from meshwright.rank.shared_memory import SharedMemory, new_file
 from meshwright.spec import Layout
 from meshwright.spec.errors import UserError
+from placed_tensors import LAYOUTS, blank, check_equal, full_tensors, placed
 from ranks import RANKS, Ranks
 
 PLENTY = 1 << 40

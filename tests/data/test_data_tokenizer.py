@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from sample_texts import texts
+from sample_tokenizers import sentencepiece_like
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import models, pre_tokenizers, processors
 
 from meshwright.data import tokenize as cutting
 from meshwright.data.tokenize import bpe_size, build_tokenizer
@@ -228,22 +229,6 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(UserError, match="Permission denied"):
             byte_tokenizer().save(tmp_path / "closed")
-
-
-def sentencepiece_like(kind: str) -> Tokenizer:
-    """Words begin with U+2581, which also stands before a text: Llama 2's way, or Metaspace's."""
-    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True))
-    metaspace = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "first" else "always")
-    backend.pre_tokenizer = metaspace
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "</s>"], show_progress=False)
-    backend.train_from_iterator(texts(60), trainer)
-    backend.decoder = decoders.Metaspace()
-    if kind == "llama 2":
-        backend.pre_tokenizer = None
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        )
-    return Tokenizer(backend, end_id=1, bos_id=None)
 
 
 @pytest.mark.parametrize("kind", ["llama 2", "always", "first"])

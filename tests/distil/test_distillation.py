@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_run import spec_of, start
 
 from meshwright import api
 from meshwright.comm.mesh import Mesh
@@ -25,6 +24,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks, RanksFailedError
 from small import first_batches
+from training_runs import spec_of, start
 
 BIGGER: dict[str, object] = {"model__layers": 3, "model__hidden": 48, "model__ffn": 64, "model__kv_heads": 4}
 SHORT: dict[str, object] = {"train__steps": 4, "layout__micro_batch": 1}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_runs import mesh_of, spec_of
 
-from meshwright.comm.mesh import Mesh, build_mesh
-from meshwright.rank.process_group import process_group
-from meshwright.spec import RunSpec, load
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from meshwright.verify.verify import verify
@@ -20,24 +17,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[dist.ProcessGroup]:
-    with process_group(None, "cuda") as group:
-        yield group
-
-
-def spec_of(**flags: object) -> RunSpec:
-    base = {"data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 2048, "train.steps": 30}
-    given = base | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in given.items()])
-
-
-def mesh_of(spec: RunSpec) -> Mesh:
-    mesh = build_mesh(spec.layout, torch.device("cuda", 0), experts=spec.model.moe is not None)
-    assert mesh is not None
-    return mesh
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

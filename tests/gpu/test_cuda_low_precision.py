@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_cuda import mesh_of, spec_of, world
+from cuda_runs import mesh_of, spec_of
 from torch import Tensor, nn
 
 from meshwright.kernels.low_precision import E4M3, E5M2, round_nvfp4, round_tensor, round_tiles
@@ -20,8 +20,6 @@ from meshwright.spec.precision import PrecisionSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from meshwright.verify.precision import verify_in_own_precision
-
-__all__ = ["world"]  # the fixture of this name
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+import cuda_runs
 import pytest
 import torch
-import torch.distributed as dist
 
-from meshwright.comm.mesh import Mesh, build_mesh
-from meshwright.rank.process_group import process_group
-from meshwright.spec import RunSpec, load
+from meshwright.spec import RunSpec
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.callbacks import Observers
 from meshwright.train.guard.nonfinite import bad_state
@@ -21,27 +18,18 @@ from meshwright.train.open_run import open_run
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("world"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[dist.ProcessGroup]:
-    with process_group(None, "cuda") as group:
-        yield group
-
-
 def spec_of(**flags: object) -> RunSpec:
-    base = {"data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 1024, "train.steps": 4}
-    given = base | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in given.items()])
+    return cuda_runs.spec_of(**({"train__batch_tokens": 1024, "train__steps": 4} | flags))
 
 
 def run_of(spec: RunSpec, out: Path) -> TrainingRun:
-    mesh = build_mesh(spec.layout, torch.device("cuda", 0))
-    assert isinstance(mesh, Mesh)
     with tiled(Tiling(moment_elements=100_000)):
-        return open_run(spec, mesh, out, Observers([]))
+        return open_run(spec, cuda_runs.mesh_of(spec), out, Observers([]))
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+import cuda_runs
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.kernels.splitmix64 import mix64_, stream
 from meshwright.model.init import fill_
 from meshwright.optim.lr_schedule import learning_rate
-from meshwright.rank.process_group import process_group
-from meshwright.spec import RunSpec, load
+from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import parameters_sha256
 from meshwright.train.loop import TrainingRun
@@ -25,32 +23,19 @@ from meshwright.verify.reference.optimisers import update
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("world"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
 DEVICE = "cuda"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[dist.ProcessGroup]:
-    with process_group(None, DEVICE) as group:
-        yield group
-
-
 def spec_of(**flags: object) -> RunSpec:
-    base = {"data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 1024, "train.steps": 4}
-    given = base | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in given.items()])
-
-
-def mesh_on(device: str, spec: RunSpec) -> Mesh:
-    mesh = build_mesh(spec.layout, torch.device(device, 0), experts=spec.model.moe is not None)
-    assert mesh is not None
-    return mesh
+    return cuda_runs.spec_of(**({"train__batch_tokens": 1024, "train__steps": 4} | flags))
 
 
 def trainer_on(device: str, spec: RunSpec) -> Trainer:
-    trainer = Trainer(spec, mesh_on(device, spec))
+    trainer = Trainer(spec, cuda_runs.mesh_of(spec, device))
     trainer.initialise()
     return trainer
 
@@ -129,7 +114,7 @@ def test_one_rank_steps_saves_loads_and_validates(tmp_path: Path) -> None:
     spec = spec_of(precision__compute="bf16", train__eval_every=1, checkpoint__every=2, train__stop_at=2)
 
     def run() -> TrainingRun:
-        return open_run(spec, mesh_on(DEVICE, spec), tmp_path, Observers([]))
+        return open_run(spec, cuda_runs.mesh_of(spec, DEVICE), tmp_path, Observers([]))
 
     half = run()
     first = half.execute(None)

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_generate import make
 
 from meshwright.infer import batching
 from meshwright.infer.batching import Batching, Request
@@ -14,6 +13,7 @@ from meshwright.infer.generate import continue_requests
 from meshwright.infer.paged_cache import PagedCache, PageTable, Run, places
 from meshwright.infer.sampling import Sampling
 from meshwright.spec import UserError
+from small_decoders import make_decoder
 
 PROMPTS = [list(range(5, 25)), [9, 9], [40] * 7, [1, 2, 3, 4, 5, 6, 7], list(range(60, 90))]
 NEW = 40
@@ -22,7 +22,7 @@ NEW = 40
 def continued(shape: str, rows: int, cache_tokens: int | None = None) -> list[list[int]]:
     requests = [Request(number, prompt, NEW) for number, prompt in enumerate(PROMPTS)]
     sampling = Sampling(temperature=1.0, seed=5)
-    continue_requests(make(shape), requests, sampling, None, rows, cache_tokens=cache_tokens)
+    continue_requests(make_decoder(shape), requests, sampling, None, rows, cache_tokens=cache_tokens)
     assert all(len(request.new) == NEW and not request.pages for request in requests)
     return [request.new for request in requests]
 
@@ -62,7 +62,7 @@ def test_pages_come_back_and_none_is_had_twice() -> None:
 
 def test_pages_of_rows_that_are_evenly_spaced_are_read_where_they_lie() -> None:
     """And hold the same as a copy of the same pages, for rows that are not."""
-    attention = make("llama").blocks[0].get_submodule("attn")
+    attention = make_decoder("llama").blocks[0].get_submodule("attn")
     cache = PagedCache(attention, 9, torch.zeros(0, dtype=torch.float64))
     x = torch.randn(2, 20, 4, 16, dtype=torch.float64)
     for rows, even in (([[2, 3], [5, 6]], True), ([[5, 6], [2, 3]], False), ([[2, 4], [5, 7]], False)):

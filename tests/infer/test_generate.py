@@ -18,24 +18,9 @@ from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError
+from small_decoders import SHAPES, SMALL, make_decoder
 
-SMALL = {
-    "preset": None, "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
-    "vocab_size": 97, "max_seq_len": 40, "init_std": 0.3,
-}  # fmt: skip
-SHAPES = {
-    "llama": {},
-    "qwen": {"qk_norm": True, "tied": True},
-    "window": {"sliding_window": 5},
-    "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
-    "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "qkv_bias": True},
-}
 PROMPT = [5, 17, 3, 96, 41, 5, 0]
-
-
-def make(shape: str = "llama") -> Decoder:
-    spec = ModelSpec.model_validate(SMALL | SHAPES[shape])
-    return init_whole_(Decoder(spec).double(), seed=1).eval()
 
 
 def without_cache(decoder: Decoder, prompt: list[int], new: int) -> list[int]:
@@ -48,7 +33,7 @@ def without_cache(decoder: Decoder, prompt: list[int], new: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_recomputing_without_cache(shape: str) -> None:
-    decoder = make(shape)
+    decoder = make_decoder(shape)
     expected = without_cache(decoder, PROMPT, 30)
     assert len(set(expected)) > 3, "a constant continuation would prove little"
     assert generate(decoder, PROMPT, 30) == expected
@@ -56,14 +41,14 @@ def test_greedy_equals_recomputing_without_cache(shape: str) -> None:
 
 
 def test_rows_of_a_batch_are_independent() -> None:
-    decoder = make()
+    decoder = make_decoder()
     prompts = [PROMPT, PROMPT[::-1], [9] * 7]
     together = generate(decoder, torch.tensor(prompts), 12)
     assert together.tolist() == [generate(decoder, prompt, 12) for prompt in prompts]
 
 
 def test_a_row_ends_at_the_stop_token() -> None:
-    decoder = make()
+    decoder = make_decoder()
     free = generate(decoder, PROMPT, 20)
     stop = free[7]
     expected = free[: free.index(stop)]
@@ -75,13 +60,13 @@ def test_a_row_ends_at_the_stop_token() -> None:
 
 
 def test_sampling_follows_the_seed() -> None:
-    decoder = make()
+    decoder = make_decoder()
     draws = [generate(decoder, PROMPT, 20, Sampling(1.0, seed=seed)) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_a_temperature_near_0_takes_the_likeliest_token() -> None:
-    decoder = make()
+    decoder = make_decoder()
     assert generate(decoder, PROMPT, 12, Sampling(1e-320)) == generate(decoder, PROMPT, 12)
 
 
@@ -97,7 +82,7 @@ def test_last_bits_of_logits_move_few_draws() -> None:
 
 def test_sampling_draws_from_the_distribution() -> None:
     """Frequencies of one drawn token over 5,000 rows, within five standard errors."""
-    decoder, rows = make(), 5_000
+    decoder, rows = make_decoder(), 5_000
     with torch.no_grad():
         wanted = (decoder(torch.tensor([[5]]))[0, -1] / 0.7).softmax(-1)
     found = generate(decoder, torch.full((rows, 1), 5), 1, Sampling(0.7))
@@ -106,7 +91,7 @@ def test_sampling_draws_from_the_distribution() -> None:
 
 
 def test_top_k_and_top_p_keep_the_likeliest() -> None:
-    decoder, rows = make(), 2_000
+    decoder, rows = make_decoder(), 2_000
     with torch.no_grad():
         likely = decoder(torch.tensor([[5]]))[0, -1].softmax(-1).sort(descending=True)
     prompt = torch.full((rows, 1), 5)
@@ -141,7 +126,7 @@ def test_mistakes_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         options = {"tokens": PROMPT, "max_new_tokens": 3} | arguments
         of_prompt = {name: options.pop(name) for name in ("tokens", "max_new_tokens")}
-        generate(make("gpt"), **of_prompt, sampling=Sampling(**options))
+        generate(make_decoder("gpt"), **of_prompt, sampling=Sampling(**options))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
-from test_generate import SHAPES, make
 
 from meshwright.infer.batching import Request
 from meshwright.infer.forward import StageForward
@@ -13,6 +12,7 @@ from meshwright.infer.generate import continue_requests
 from meshwright.infer.lookup import Lookup
 from meshwright.infer.packed_linears import pack_linears
 from meshwright.infer.sampling import Sampling
+from small_decoders import SHAPES, make_decoder
 
 PROMPTS = [[5, 17, 3, 5, 17, 3, 5], [9, 9], [40] * 7, [1, 2, 3, 1, 2], list(range(20, 26)) * 2]
 
@@ -21,7 +21,7 @@ def continued(
     shape: str, rows: int, sampling: Sampling, lookup: int, packed: bool = False, cache: int | None = None
 ) -> tuple[list[list[int]], int]:
     """The new tokens of each prompt, and the number of turns."""
-    decoder = pack_linears(make(shape)) if packed else make(shape)
+    decoder = pack_linears(make_decoder(shape)) if packed else make_decoder(shape)
     requests = [Request(number, prompt, 20 + number, stop_ids=(96,)) for number, prompt in enumerate(PROMPTS)]
     run = StageForward.__call__
     with patch.object(StageForward, "__call__", autospec=True, side_effect=run) as spy:

@@ -6,13 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_generate import SMALL
 
 from meshwright.infer import generate, packed_linears
 from meshwright.infer.packed_linears import pack_linears
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec
+from small_decoders import SMALL
 
 SHAPES = {
     "llama": {},
@@ -24,7 +24,7 @@ SHAPES = {
 PROMPTS = torch.tensor([[5, 17, 3, 96, 41, 5, 0], [9] * 7, [1, 2, 3, 4, 5, 6, 7]])
 
 
-def make(shape: str) -> Decoder:
+def make_decoder(shape: str) -> Decoder:
     spec = ModelSpec.model_validate(SMALL | SHAPES[shape])
     decoder = init_whole_(Decoder(spec), seed=1).eval()
     with torch.no_grad():
@@ -37,7 +37,7 @@ def make(shape: str) -> Decoder:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_weights_choose_the_same_tokens(shape: str) -> None:
     """Equal, and not only close: these models leave no two tokens so near each other."""
-    decoder = make(shape)
+    decoder = make_decoder(shape)
     expected = generate(decoder, PROMPTS, 20)
     assert len(expected.unique()) > 5
     with patch.object(packed_linears, "_SMALLEST", 0):
@@ -50,7 +50,7 @@ def test_packed_weights_choose_the_same_tokens(shape: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "smallest"), [(torch.float64, 0), (torch.float32, 2**18)])
 def test_weights_in_float64_and_small_ones_stay_as_they_are(dtype: torch.dtype, smallest: int) -> None:
-    decoder = make("llama").to(dtype)
+    decoder = make_decoder("llama").to(dtype)
     expected = generate(decoder, PROMPTS, 5)
     with patch.object(packed_linears, "_SMALLEST", smallest):
         packed = pack_linears(decoder)
@@ -61,6 +61,6 @@ def test_weights_in_float64_and_small_ones_stay_as_they_are(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_formats_generate_whether_or_not_this_cpu_has_products_of_them(dtype: torch.dtype) -> None:
-    decoder = make("llama").to(dtype)
+    decoder = make_decoder("llama").to(dtype)
     with patch.object(packed_linears, "_SMALLEST", 0):
         assert generate(pack_linears(decoder), PROMPTS, 5).shape == (3, 5)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_run import EXPERTS, HALF, STEPS, spec_of, start
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -17,6 +16,7 @@ from meshwright.train import state
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches
+from training_runs import EXPERTS, HALF, STEPS, spec_of, start
 
 ISLANDS = {"layout__replicate": 2, "outer__every": 3}
 STREAMING = ISLANDS | {"outer__every": 4, "outer__fragments": 2, "outer__delay": 2}

@@ -6,9 +6,9 @@ from __future__ import annotations
 import ctypes
 import sys
 
-import test_attention_cpu_kernel as attention
 import torch
 
+import attention_kernel_cases as attention
 from meshwright.cpp_library import cache_folder
 from meshwright.kernels import attention_cpu_kernel, cpu_kernels, elementwise_cpu
 

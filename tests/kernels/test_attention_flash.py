@@ -13,22 +13,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import by_definition
-from test_partial_attention import (
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention_cases import (
     DIM,
     GROUP,
     HEADS,
     KV_HEADS,
+    by_definition,
     deal,
     documents_of,
     draw,
     visible,
     whole_softmax,
 )
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
 from meshwright.kernels.attention_cpu import blocked_attention
 from meshwright.kernels.attention_flash import (
     FLASH,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attention_cases import GROUP, HEADS, KV_HEADS, deal, documents_of, draw, visible, whole_softmax
 from meshwright.kernels import attention_cpu_kernel
 from meshwright.kernels.attention_cpu import blocked_attention
 from meshwright.kernels.attention_intervals import AttentionIntervals, attention_intervals
@@ -27,9 +28,6 @@ from meshwright.kernels.partial_attention import (
 )
 from meshwright.model.attention import attention_mask
 from meshwright.spec.tiling import Tiling, tiled
-
-HEADS, KV_HEADS, DIM = 4, 2, 4
-GROUP = HEADS // KV_HEADS
 
 problems = st.fixed_dictionaries(
     {
@@ -49,26 +47,6 @@ def small_tiles() -> Iterator[None]:
     sizes = Tiling(part_queries=8, least_part_queries=2, part_keys=16, part_scores=3 * GROUP * 8 * 16)
     with tiled(sizes):
         yield
-
-
-def documents_of(length: int, batch: int, chance: float | None, seed: int) -> Tensor | None:
-    if chance is None:
-        return None
-    make = torch.Generator().manual_seed(seed)
-    return (torch.rand(batch, length, generator=make) < chance).cumsum(1)
-
-
-def deal(length: int, pieces: int, seed: int) -> list[Tensor]:
-    """The places in `pieces` parts: runs of random lengths, dealt out at random."""
-    make = torch.Generator().manual_seed(seed)
-    runs = (torch.rand(length, generator=make) < 0.15).cumsum(0)
-    owner = torch.randint(pieces, (int(runs[-1]) + 1,), generator=make)[runs]
-    return [torch.nonzero(owner == piece).flatten() for piece in range(pieces)]
-
-
-def visible(seen: AttentionIntervals, keys_at: Tensor) -> Tensor:
-    """(B, T, S) of whether a query sees a key, by definition."""
-    return (keys_at >= seen.first.unsqueeze(2)) & (keys_at <= seen.positions.unsqueeze(1))
 
 
 @given(problems)
@@ -123,14 +101,6 @@ def test_tiles_hold_each_visible_pair_once() -> None:
     check()
 
 
-def whole_softmax(q: Tensor, k: Tensor, v: Tensor, seen: AttentionIntervals) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp) (B, T, H, d), (B, T, H) of the whole by definition, with probabilities."""
-    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(GROUP, 2)) * DIM**-0.5
-    scores = scores.masked_fill(~visible(seen, torch.arange(seen.length)).unsqueeze(1), -math.inf)
-    out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v.repeat_interleave(GROUP, 2))
-    return out, scores.logsumexp(-1).transpose(1, 2)
-
-
 def in_parts(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: AttentionIntervals, pieces: list[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
@@ -148,16 +118,6 @@ def in_parts(
         grad_k[:, keys_at], grad_v[:, keys_at] = (from_key_head(x, k[:, keys_at]) for x in found)
     results = [from_query_head(out, q), from_query_head(grad_q, q), grad_k, grad_v]
     return results, from_query_head(lse.unsqueeze(-1), q[..., :1].to(lse.dtype)).squeeze(-1)
-
-
-def draw(batch: int, length: int, seed: int, loud: float = 1.0) -> list[Tensor]:
-    """q, k, v and the output's gradient in float64."""
-    make = torch.Generator().manual_seed(seed)
-    made = [
-        torch.randn(batch, length, heads, DIM, generator=make, dtype=torch.float64)
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    ]
-    return [made[0] * loud, *made[1:]]
 
 
 @pytest.mark.usefixtures("small_tiles")

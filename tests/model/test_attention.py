@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from attention_cases import by_definition
 from meshwright.kernels.attention_cpu import blocked_attention
 from meshwright.model.attention import attend, attention_mask, sdpa
 
@@ -21,15 +20,6 @@ def draw(
     return [
         torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes
     ]
-
-
-def by_definition(q: Tensor, k: Tensor, v: Tensor, visible_BTS: Tensor) -> Tensor:
-    """Row by row, without any fused operator."""
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~visible_BTS.unsqueeze(1), float("-inf"))
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
 
 
 def visible(queries: int, keys: int, window: int | None, documents: Tensor | None, batch: int) -> Tensor:

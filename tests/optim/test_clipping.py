@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run import HALF, spec_of, start
 
 from meshwright.comm.mesh import Mesh
 from meshwright.optim.clipping import ZClip
@@ -18,6 +17,7 @@ from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import sums_of_infinite_gradients
+from training_runs import HALF, spec_of, start
 
 ZCLIP: dict[str, object] = {"train__zclip": 0.5, "train__zclip_warmup": 3, "train__clip": "none"}
 

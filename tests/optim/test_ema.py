@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_run import EXPERTS, HALF, STEPS, spec_of, start
 
 from meshwright import api
 from meshwright.checkpoint.store import CheckpointStore
@@ -23,6 +22,7 @@ from meshwright.train.step import Trainer
 from meshwright.weights.load import load_run
 from ranks import Ranks
 from small import sums_of_infinite_gradients
+from training_runs import EXPERTS, HALF, STEPS, spec_of, start
 
 EMA: dict[str, object] = {"train__ema": 0.8}
 LAYOUTS: list[dict[str, object]] = [

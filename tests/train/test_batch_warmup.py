@@ -8,8 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_run import Notes, spec_of, start
-from test_spikes import FLAGS, never_seen, rollbacks, run_spiked
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
@@ -18,6 +16,8 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks
+from spiked_runs import FLAGS, never_seen, rollbacks, run_spiked
+from training_runs import Notes, spec_of, start
 
 T = 16
 WARMUP: dict[str, object] = {"train__batch_warmup": f"{4 * T}:{12 * T},{8 * T}:{25 * T}"}

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from test_run import Notes
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -17,6 +16,7 @@ from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import spec_of
+from training_runs import Notes
 
 BASE = {
     "model.vocab_size": 61,

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_run import EXPERTS, Notes, spec_of, start
 
 from meshwright.checkpoint.directory import latest_step
 from meshwright.comm.mesh import Mesh
@@ -28,6 +27,7 @@ from meshwright.train.open_run import open_run
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 from small import first_batches
+from training_runs import EXPERTS, Notes, spec_of, start
 
 BAD_STEP = 2
 

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import small
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
@@ -23,68 +22,16 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks, RanksFailedError
-
-VOCABULARY = 300
-STEPS, HALF = 10, 5
-EXPERTS: dict[str, object] = {
-    "model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "model__moe__router": "sigmoid",
-    "model__moe__bias": "true", "model__moe__bias_rate": 0.01, "model__moe__shared_ffn": 8,
-    "model__moe__dense_first": 1, "model__layers": 3,
-}  # fmt: skip
-
-
-def spec_of(corpus: Path, **flags: object) -> RunSpec:
-    base = {
-        "model.vocab_size": VOCABULARY,
-        "data.corpus": corpus,
-        "data.tokenizer": "byte",
-        "data.seq_len": 16,
-        "data.val_fraction": 0.1,
-        "data.cache": corpus.parent / "tokens",
-        "train.batch_tokens": 8 * 16,
-        "train.steps": STEPS,
-        "train.eval_tokens": 512,
-        "train.lr": 1e-2,
-    }
-    return small.spec_of(base, **flags)
-
-
-class Notes:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-
-    def on_start(self, info: dict[str, Any]) -> None:
-        self.events.append(("start", info))
-
-    def on_step(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def on_eval(self, row: dict[str, Any]) -> None:
-        self.events.append(("eval", row))
-
-    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
-        self.events.append((kind, fields))
-
-    def on_end(self, result: dict[str, Any]) -> None:
-        self.events.append(("end", result))
-
-    def close(self) -> None:
-        pass
-
-
-def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result, and the parameters as float lists by name."""
-    run = open_run(spec, mesh, out, Observers([]))
-    result = run.execute(resume)
-    tensors = {name: tensor.full_tensor().clone() for name, tensor in run.trainer.states.parameters()}
-    return result, tensors
-
-
-def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> tuple[dict[str, Any], Any]:
-    return ranks.run(spec.layout, run_it, spec, out, resume)[0]
+from training_runs import (
+    EXPERTS,
+    VOCABULARY,
+    Notes,
+    poisoned,
+    run_and_watch,
+    run_it,
+    spec_of,
+    start,
+)
 
 
 def started_with(mesh: Mesh, specs: list[RunSpec], out: Path) -> str:
@@ -188,14 +135,6 @@ def test_a_gather_in_8_bits_may_end_on_resume(corpus: Path) -> None:
         state.check_same_run(other, record, "same", "it")
 
 
-def run_and_watch(
-    mesh: Mesh, spec: RunSpec, out: Path, resume: str | None = None
-) -> tuple[list[Any], list[Any]]:
-    notes = Notes()
-    open_run(spec, mesh, out, Observers([notes])).execute(resume)
-    return notes.rows, notes.events
-
-
 def test_what_observers_are_told(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(corpus, train__steps=6, train__eval_every=2, checkpoint__every=3, layout__dp=2)
     rows, events = ranks.run(spec.layout, run_and_watch, spec, tmp_path)[0]
@@ -237,26 +176,6 @@ def test_the_result_counts_the_gradients_of_a_sharded_layout(
     spec = spec_of(corpus, layout__dp=2, layout__zero=3, train__steps=1)
     result, _ = start(ranks, spec, tmp_path)
     assert result["memory"]["gradients"] >= 4 * spec.model.parameters / 2
-
-
-def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[list[Any], list[Any], bool]:
-    """Make this one rank's gradient NaN in some steps; whether the parameters stayed finite comes last."""
-    run = open_run(spec, mesh, out, Observers([notes := Notes()]))
-    states = run.trainer.states
-    honest = states._sum_over_tensor
-
-    def spoil() -> None:
-        if run.done in bad_steps and mesh.rank == mesh.world.size - 1:
-            unit = states.units[1]
-            assert unit.gradient is not None
-            unit.gradient[:1] = math.nan
-            states._norms.append(unit.gradient.double().norm().view(1))
-        honest()
-
-    states._sum_over_tensor = spoil  # type: ignore[method-assign]
-    run.execute(None)
-    finite = all(bool(tensor.full_tensor().isfinite().all()) for _, tensor in run.trainer.states.parameters())
-    return notes.rows, notes.events, finite
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])

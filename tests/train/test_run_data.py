@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run import Notes
 
 import small
 from meshwright.comm.mesh import Mesh
@@ -15,6 +14,7 @@ from meshwright.spec.errors import DataError
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks
+from training_runs import Notes
 
 STEPS = 6
 

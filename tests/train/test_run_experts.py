@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_run import EXPERTS, run_and_watch, spec_of, start
-from test_run_resume import digests, loaded, trained
 
 from meshwright.spec import RunSpec
 from ranks import Ranks
+from training_runs import EXPERTS, digests, loaded, run_and_watch, spec_of, start, trained
 
 
 @pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.full) for zero in (0, 1)), 3])

@@ -9,8 +9,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from test_run import Notes
-
 from meshwright.comm.heartbeat import Beat
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -18,6 +16,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks
 from small import spec_of
+from training_runs import Notes
 
 
 class Rounds(Notes):

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
-from test_run import EXPERTS, HALF, STEPS, spec_of, start
 
 from covering import marked
 from meshwright import api
-from meshwright.checkpoint.store import CheckpointStore
-from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train import state
-from meshwright.train.callbacks import Observers
-from meshwright.train.open_run import open_run
-from meshwright.train.step import Trainer
 from ranks import Ranks
+from training_runs import EXPERTS, HALF, STEPS, digests, loaded, spec_of, start, trained
 
 RESUMED: list[dict[str, object]] = [
     {**{f"layout__{key}": size for key, size in axes.items()}, "precision__compute": compute}
@@ -135,29 +128,6 @@ def test_quantisation_aware_training_begins_and_ends_at_any_checkpoint(
         done, _ = start(ranks, spec_of(corpus), out, "auto")
         assert done["steps"] == STEPS
     assert digests[0] != digests[1]
-
-
-def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:
-    """Every parameter and moment of the run's last step, whole."""
-    run = open_run(spec, mesh, out, Observers([]))
-    run.execute(None)
-    return {name: tensor.full_tensor() for name, tensor in state.tensors(run.trainer).items()}
-
-
-def loaded(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, str]:
-    """Digests of the same, loaded under another layout."""
-    trainer = Trainer(spec, mesh)
-    tensors = state.tensors(trainer)
-    CheckpointStore(out / "checkpoints", 1, mesh.background).load(None, tensors)
-    return digests({name: tensor.full_tensor() for name, tensor in tensors.items()})
-
-
-def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Digests of tensors' type, shape and bytes: as good as the tensor for equality, and quick to send."""
-    return {
-        name: f"{tensor.dtype} {tuple(tensor.shape)} {sha256(tensor.numpy().tobytes()).hexdigest()}"
-        for name, tensor in tensors.items()
-    }
 
 
 @pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.full)])

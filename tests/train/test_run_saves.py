@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from test_run import STEPS, Notes, spec_of, start
 
 from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk
@@ -23,6 +22,7 @@ from meshwright.train import saves
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks
+from training_runs import STEPS, Notes, spec_of, start
 
 
 def failing_disk(mesh: Mesh, fails: Callable[[int, int], bool]) -> Any:

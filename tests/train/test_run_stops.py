@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from test_run import HALF, Notes, run_and_watch, spec_of, start
 
 from meshwright.checkpoint.directory import latest_step, published
 from meshwright.checkpoint.errors import CheckpointError
@@ -21,6 +20,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from meshwright.train.validation import Validation
 from ranks import Ranks
+from training_runs import HALF, Notes, run_and_watch, spec_of, start
 
 
 class Signals(Notes):

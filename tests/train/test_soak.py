@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run import Notes
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -17,6 +16,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks
 from small import spec_of
+from training_runs import Notes
 
 MOST_BYTES = 8 << 20
 """Allocators round; 8,000 steps that each left a kilobyte behind would be as much."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_run import EXPERTS, HALF, STEPS, poisoned, spec_of, start
 
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.stale_gradients import StaleGradients
@@ -15,6 +14,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 from small import first_batches
+from training_runs import EXPERTS, HALF, STEPS, poisoned, spec_of, start
 
 LATE = {"layout__replicate": 2, "outer__staleness": 2}
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_verify_experts
-import test_verify_layouts
-import test_verify_pipelines
 import torch
-from test_run import EXPERTS, Notes, spec_of
 
+import expert_cases
+import layout_cases
+import pipeline_cases
 import small
 from covering import marked
 from meshwright.checkpoint.directory import latest_step
@@ -26,6 +25,7 @@ from meshwright.train.guard.vote import Divergence, Vote
 from meshwright.train.open_run import open_run
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
+from training_runs import EXPERTS, Notes, spec_of
 
 
 def flip(flat: torch.Tensor, element: int, bit: int) -> None:
@@ -159,9 +159,9 @@ def quiet(mesh: Mesh, spec: RunSpec) -> list[object]:
 def good_runs() -> list[Any]:
     """Every layout of the tables of `verify`, some of them in `make test`."""
     tables = {
-        "layouts": (test_verify_layouts.BASE, test_verify_layouts.CASES),
-        "pipelines": (test_verify_pipelines.BASE, test_verify_pipelines.AXES),
-        "experts": (test_verify_experts.BASE, test_verify_experts.ROUTED),
+        "layouts": (layout_cases.BASE, layout_cases.CASES),
+        "pipelines": (pipeline_cases.BASE, pipeline_cases.AXES),
+        "experts": (expert_cases.BASE, expert_cases.ROUTED),
     }
     found = []
     for table, (base, cases) in tables.items():
@@ -177,7 +177,7 @@ def good_runs() -> list[Any]:
                     "model__tied": number % 2 == 0,
                 }
             if router := flags.pop("router", None):
-                flags |= test_verify_experts.ROUTERS[str(router)]
+                flags |= expert_cases.ROUTERS[str(router)]
             marks = () if number in (3, 19) else pytest.mark.full
             compute = ("fp32", "bf16", "fp16")[number % 3]
             flags |= {"precision__compute": compute}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from broken_trainers import Plant, in_own_precision
 from meshwright import api
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels import low_precision
@@ -33,22 +34,6 @@ BASE = {
     "model.vocab_size": 61, "data.seq_len": 16, "train.batch_tokens": 8 * 16, "train.steps": 3,
     "layout.micro_batch": 1,
 }  # fmt: skip
-Plant = Callable[[train_step.Trainer], None]
-
-
-def in_own_precision(
-    mesh: Mesh, spec: RunSpec, steps: int = 3, plant: Plant | None = None
-) -> dict[str, Any] | None:
-    """The comparison, of a trainer that `plant` has changed."""
-
-    class Planted(train_step.Trainer):
-        def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
-            super().__init__(spec, mesh)
-            if plant is not None:
-                plant(self)
-
-    with patch.object(subject, "Trainer", Planted):
-        return subject.verify_in_own_precision(spec, mesh, steps)
 
 
 def found(

@@ -14,9 +14,8 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
-from test_precision_run import in_own_precision
-from test_verify import verify_broken
 
+from broken_trainers import in_own_precision, verify_broken
 from meshwright import api
 from meshwright.api import sweeps as subject
 from meshwright.cli.parser import parse

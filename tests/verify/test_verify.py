@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
-from unittest.mock import patch
 
 import pytest
-from torch import Tensor
 
+from broken_trainers import verify_broken
 from covering import covered
 from equality import equal_to_one_device
-from meshwright.comm.mesh import Mesh
-from meshwright.data.loader import Batch
-from meshwright.spec import RunSpec, load
+from meshwright.spec import load
 from meshwright.verify import verify as subject
 from meshwright.verify.narrow import MOST_WORK, narrow
 from ranks import Ranks
-from small import measure_gradients, scale_gradients, spec_of
+from small import scale_gradients, spec_of
 
 BASE = {
     "model.vocab_size": 61,  # prime: no axis divides it
@@ -81,22 +77,6 @@ def scale_all(trainer: subject.Trainer) -> None:
 
 def change_one(trainer: subject.Trainer) -> None:
     dict(trainer.states.gradients())["blocks.1.attn_norm.weight"].to_local().mul_(1 + 1e-6)
-
-
-def verify_broken(
-    mesh: Mesh, spec: RunSpec, harm: Callable[[subject.Trainer], None]
-) -> dict[str, object] | None:
-    """`verify` of a trainer that does `harm` to its gradients after each backward."""
-
-    class Broken(subject.Trainer):
-        def gradients(self, batch: Batch) -> Tensor:
-            loss = super().gradients(batch)
-            harm(self)
-            measure_gradients(self.states)
-            return loss
-
-    with patch.object(subject, "Trainer", Broken):
-        return subject.verify(spec, mesh, 1)
 
 
 def test_gradients_off_by_an_axis_are_found(ranks: Ranks) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.verify.verify import verify
+from optimiser_cases import BASE, LAYOUTS
 from ranks import Ranks
 from small import spec_of
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.verify.reference.steps import averaged
+from optimiser_cases import BASE, LAYOUTS
 from ranks import Ranks
 from small import spec_of
 

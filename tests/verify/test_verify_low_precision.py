@@ -7,32 +7,18 @@ import torch
 
 from covering import marked, name
 from equality import Counted, equal_to_one_device, verify_and_count
+from low_precision_cases import BASE, EXPERTS, MLA, RECIPES, losses
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
-from meshwright.train.step import Trainer
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference.data import batches
 from meshwright.verify.reference.steps import reference_steps
 from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.verify import exact
 from ranks import Ranks
-from small import first_batches, spec_of
+from small import spec_of
 
-BASE: dict[str, object] = {
-    "model.hidden": 128, "model.ffn": 256, "model.heads": 8, "model.kv_heads": 4, "model.head_dim": 64,
-    "model.vocab_size": 61, "data.seq_len": 512, "train.steps": 3, "train.warmup_steps": 1,
-    "train.batch_tokens": 2 * 512, "layout.micro_batch": 1,
-}  # fmt: skip
-RECIPES = ("fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
-EXPERTS = {
-    "model__moe__experts": 4, "model__moe__top_k": 2, "model__moe__ffn": 256, "data__seq_len": 256,
-    "train__batch_tokens": 4 * 256,
-}  # fmt: skip
-MLA = {
-    "model__mla__kv_rank": 32, "model__mla__rope_dim": 16, "model__mla__v_dim": 64, "model__mla__q_rank": 48,
-    "model__kv_heads": 8, "model__head_dim": 80,
-}  # fmt: skip
 LAYOUTS: list[dict[str, object]] = [
     {},
     {"layout__dp": 2, "layout__zero": 3, "recompute__policy": "selective"},
@@ -75,12 +61,6 @@ def verify_and_count_second(mesh: Mesh, spec: RunSpec) -> Counted:
     result, stage, (first, second) = verify_and_count(mesh, spec)
     assert spec.precision.compute != "fp8" or first != second
     return result, stage, [second, second]
-
-
-def losses(mesh: Mesh, spec: RunSpec) -> list[float]:
-    trainer = Trainer(spec, mesh)
-    trainer.initialise()
-    return [trainer.step(batch, number).loss for number, batch in enumerate(first_batches(spec, mesh, 3), 1)]
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-blockwise"])

@@ -7,20 +7,10 @@ from typing import Any
 import pytest
 
 from covering import name
-from meshwright.comm.mesh import Mesh
-from meshwright.spec import RunSpec
-from meshwright.verify.verify import verify
+from island_cases import BASE, BIASED, EXPERTS, verify_islands
 from ranks import Ranks
 from small import spec_of
 
-STEPS = 6  # the last is that of the run, after which all is exchanged
-BASE = {
-    "model.layers": 4, "model.heads": 8, "model.head_dim": 4, "model.vocab_size": 61, "data.seq_len": 32,
-    "train.steps": STEPS, "train.warmup_steps": 1, "train.batch_tokens": 8 * 32, "layout.micro_batch": 1,
-    "layout.replicate": 2, "outer.every": 2,
-}  # fmt: skip
-EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12}
-BIASED = EXPERTS | {"model__moe__router": "sigmoid", "model__moe__bias": "true"}
 STREAMING = {"outer__every": 4, "outer__fragments": 2, "outer__delay": 1}
 CASES: list[dict[str, Any]] = [
     {},
@@ -61,7 +51,7 @@ COMPRESSED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", CASES + COMPRESSED, ids=name)
 def test_islands_equal_their_papers(ranks: Ranks, case: dict[str, Any]) -> None:
     spec = spec_of(BASE, **case)
-    found = ranks.run(spec.layout, _verify, spec, rules="nccl")[0]
+    found = ranks.run(spec.layout, verify_islands, spec, rules="nccl")[0]
     assert found["narrowed"] is None
     assert found["equal"], found["first"]["sentence"]
     kinds = {row["kind"]: row["compared"] for row in found["rows"]}
@@ -70,7 +60,3 @@ def test_islands_equal_their_papers(ranks: Ranks, case: dict[str, Any]) -> None:
     assert kinds["step 6 loss"] == spec.layout.replicate
     errors = spec.layout.replicate * kinds["step 6 outer momentum"] if spec.outer.kept_error else 0
     assert kinds.get("step 6 outer error", 0) == errors
-
-
-def _verify(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
-    return verify(spec, mesh, STEPS)

@@ -10,15 +10,12 @@ from covering import covered, marked, pairwise
 from equality import equal_to_one_device
 from meshwright.schedule import NAMES
 from meshwright.verify.narrow import narrow
+from pipeline_cases import AXES, BASE
 from ranks import Ranks
 from small import spec_of
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 LOOPED = ("interleaved", "bfs")
-BASE = {
-    "model.layers": 7, "model.vocab_size": 61, "model.kv_heads": 2, "data.seq_len": 16, "train.steps": 3,
-    "train.warmup_steps": 1, "layout.micro_batch": 1,
-}  # fmt: skip
 
 
 def check(ranks: Ranks, sequences: int, **flags: object) -> None:
@@ -43,20 +40,6 @@ MICROBATCHES = {("few", 2): 2, ("many", 2): 5, ("few", 4): 4, ("many", 4): 9}
 def test_every_schedule_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     flags = dict(case)
     check(ranks, MICROBATCHES[str(flags.pop("microbatches")), int(str(case["layout__pp"]))], **flags)
-
-
-AXES: list[dict[str, object]] = [
-    *({"layout__dp": 2, "layout__zero": zero} for zero in range(4)),
-    {"layout__tp": 2},
-    {"layout__cp": 2},
-    {"layout__tp": 2, "layout__cp": 2},
-    {"layout__dp": 2, "layout__tp": 2, "layout__zero": 2},
-    {"layout__dp": 2, "layout__cp": 2, "layout__zero": 3},
-    {"layout__replicate": 2, "layout__dp": 2, "layout__zero": 1},
-    {"layout__pp": 4, "layout__dp": 2, "layout__zero": 3},
-    {"layout__pp": 4, "layout__tp": 2},
-    {"layout__pp": 4, "layout__cp": 2},
-]
 
 
 def with_the_rest(axes: dict[str, object], schedule: str) -> dict[str, object]:

@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_verify_low_precision import EXPERTS, MLA, losses
 from torch import Tensor
 from torchao.quantization import quant_primitives as primitives
 
 from covering import marked, name
 from equality import equal_to_one_device
+from low_precision_cases import EXPERTS, MLA, losses
 from meshwright.comm.mesh import Mesh
 from meshwright.model import low_precision_linear
 from meshwright.model.quantisation import fake_quantise, fake_quantise_tokens, quantise

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_verify_outer import BASE, BIASED, EXPERTS, STEPS, _verify
 
 from covering import name
+from island_cases import BASE, BIASED, EXPERTS, STEPS, verify_islands
 from meshwright.spec.outer import scripted_arrivals
 from ranks import Ranks
 from small import spec_of
@@ -40,7 +40,7 @@ def test_islands_that_come_by_a_script_equal_one_device_each(ranks: Ranks, case:
         each for step in range(1, STEPS + 1) for each in scripted_arrivals(step, spec.islands, spec.outer)
     ]
     assert len(exchanges) > 2
-    found = ranks.run(spec.layout, _verify, spec, rules="nccl")[0]
+    found = ranks.run(spec.layout, verify_islands, spec, rules="nccl")[0]
     assert found["equal"], found["first"]["sentence"]
     kinds = {row["kind"]: row["compared"] for row in found["rows"]}
     assert f"step {STEPS} outer momentum" in kinds

@@ -8,7 +8,6 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
@@ -22,6 +21,7 @@ from meshwright.train.guard.vote import Vote
 from meshwright.train.step import Trainer
 from meshwright.verify.reference.rounding import stochastic
 from meshwright.verify.reference.weights import initial_weights
+from optimiser_cases import BASE, LAYOUTS
 from ranks import Ranks
 from small import first_batches, spec_of
 

@@ -1,0 +1,24 @@
+"""Small decoders of every family in float64, whose logits are far apart."""
+
+from __future__ import annotations
+
+from meshwright.model.decoder import Decoder
+from meshwright.model.init import init_whole_
+from meshwright.spec import ModelSpec
+
+SMALL = {
+    "preset": None, "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
+    "vocab_size": 97, "max_seq_len": 40, "init_std": 0.3,
+}  # fmt: skip
+SHAPES = {
+    "llama": {},
+    "qwen": {"qk_norm": True, "tied": True},
+    "window": {"sliding_window": 5},
+    "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
+    "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "qkv_bias": True},
+}
+
+
+def make_decoder(shape: str = "llama") -> Decoder:
+    spec = ModelSpec.model_validate(SMALL | SHAPES[shape])
+    return init_whole_(Decoder(spec).double(), seed=1).eval()
