@@ -38,8 +38,8 @@ FREE = {
 
 
 def tensors(trainer: Trainer) -> dict[str, Stored]:
-    """Every tensor that a resume needs, by name, sharing the run's memory."""
-    found = {f"model/{name}": tensor for name, tensor in trainer.states.parameters()}
+    """Every tensor that changes and that a resume needs, by name, sharing the run's memory."""
+    found = {f"model/{name}": tensor for name, tensor in trainer.states.trained_parameters()}
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     for part in trainer.parts:
         found.update(part.tensors())
