@@ -21,8 +21,8 @@ backward, which comes next; the first block stays whole from its backward to its
 microbatch, and during that backward the embedding is gathered for it. Tied ends are one unit, which stays
 whole for the step.
 
-Parameters that are not trained are units of their own (`fsdp_unit.py`). With ZeRO-3 they are gathered with the
-rest of their group, and released when the backward has passed it; otherwise they never move.
+Parameters that are not trained are units of their own (`fsdp_unit.py`). With ZeRO-3 they are gathered with
+the rest of their group, and released when the backward has passed it; otherwise they never move.
 
 A reduction is waited for one block later, those over the shard axis and those over replicas each in a queue
 of its own, and the last ones while the gradient's norm is computed. All are sums; the one division is that
@@ -67,9 +67,9 @@ class DataParallel:
 
     The decoder may be on the meta device: its parameters are replaced by views of the units' buffers. After
     construction the values are zeros; fill them through `stored_slots` or a checkpoint. `names` are those of
-    the decoder's parameters. Modules before the one with number `first_trained` have no backward. `apart` names a parameter that the first and the last rank of a pipeline each
+    the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
     hold: tied embeddings. With `stale` gradients are left as sums over the ranks of a replica, without
-    squares, for `stale_gradients.py`.
+    squares, for `stale_gradients.py`. Modules before `first_trained` have no backward.
     """
 
     def __init__(

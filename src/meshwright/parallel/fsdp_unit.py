@@ -9,9 +9,9 @@ Each rank stores rows of every parameter in one flat buffer, so that a unit cros
                           or exact          exact where several microbatches are added up first
     gradient  flat (P/n,) exact format      the sum over all ranks and microbatches
 
-Parameters that are not trained are units of their own, without packed and summed gradients. They are stored in
-the compute format, since no update needs more digits, and only ZeRO-3 shards them: then they take P b/n bytes
-for b of a number, and otherwise P b on each rank, of which nothing crosses the wire.
+Parameters that are not trained are units of their own, without packed and summed gradients. They are stored
+in the compute format, since no update needs more digits, and only ZeRO-3 shards them: then they take P b/n
+bytes for b of a number, and otherwise P b on each rank, of which nothing crosses the wire.
 
 n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
 DTensor's `Shard(0)` deals them (ceil(rows / n) to each rank until none is left); the flat buffers are padded

@@ -65,7 +65,7 @@ def moment_width(spec: RunSpec) -> float:
 
 
 class BlockTraining(NamedTuple):
-    """What is trained in a block, and so which parts of it have a backward."""
+    """Parameters of a block that are trained, from which follows which parts of it have a backward."""
 
     before: bool = True
     """True if a module before the block is trained: then the block's input has a gradient."""
@@ -140,8 +140,11 @@ class RankView:
         return {unit: made[blocks.get(unit, unit)] for unit in listed}
 
 
+ALL_TRAINED = BlockTraining()
+
+
 def training_of(spec: RunSpec, layer: int) -> BlockTraining:
-    """What is trained in a block."""
+    """The parameters of a block that are trained."""
     listed, first = run_parameters(spec)[f"blocks.{layer}"], first_trained(spec)
     names = frozenset(p.name.split(".", 2)[2] for p in listed if p.trainable)
     return BlockTraining(first <= layer, None if len(names) == len(listed) else names)

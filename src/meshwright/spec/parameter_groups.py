@@ -1,5 +1,5 @@
-"""Which parameters are trained, and the learning rate and weight decay of each: patterns of names in `[train]`,
-and factors of muP.
+"""The parameters that are trained, and the learning rate and weight decay of each: patterns of names in
+`[train]`, and factors of muP.
 
 In a pattern `*` stands for any characters and `?` for one. Of several that match a name the one with most
 other characters holds, wherever it stands: so a table means the same in any order.
@@ -29,8 +29,13 @@ class Group(NamedTuple):
 
 
 def run_parameters(spec: Sections) -> Mapping[str, tuple[Parameter, ...]]:
-    """The parameters of each unit of a run's model, of which `train.frozen` names those that are not trained."""
+    """The parameters of each unit of a run's model; `train.frozen` names those that are not trained."""
     return parameters(spec.model, spec.train.frozen)
+
+
+def frozen_names(spec: Sections) -> frozenset[str]:
+    """Names of the parameters that a run does not train."""
+    return frozenset(p.name for unit in run_parameters(spec).values() for p in unit if not p.trainable)
 
 
 def group_of(spec: Sections, name: str, dims: int) -> Group:

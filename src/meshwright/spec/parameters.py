@@ -22,8 +22,8 @@ class Parameter:
     `split` says what dim `dim` counts; None if every tensor rank holds the whole parameter. `after_reduce` is
     True if the parameter acts on the residual stream, which sequence parallelism shards, so that each rank's
     gradient is then partial; if it is False, the parameter acts on the rank's own heads or tokens. `expert`
-    marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`. One that
-    is not `trainable` is frozen: it has no gradient, and keeps its first value.
+    marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`. One
+    that is not `trainable` is frozen: it has no gradient, and keeps its first value.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Piece(ShardedTensor):
     There are `parts` different pieces, each on `copies` ranks. A piece reaches beyond the end of the
     parameter by `padding` rows of zeros where a vocabulary is not divided evenly. `summed` says that the
     ranks which hold the same piece have partial gradients. Pieces of routed experts also hold only some
-    indices of dim 0, the experts; their `parts` are those of one expert. `trainable` is that of the parameter.
+    indices of dim 0, the experts; their `parts` are those of one expert. `trainable` is the parameter's.
     """
 
     dim: int

@@ -55,7 +55,7 @@ class TrainSpec(FrozenModel):
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
     lr_factors: dict[str, Factor] = Field(
         default_factory=dict,
-        description="factors on the learning rate, by patterns of parameters' names; 0 updates nothing, see frozen",
+        description="factors on the learning rate, by patterns of parameters' names; 0 keeps their values",
     )
     weight_decays: dict[str, Factor] = Field(
         default_factory=dict, description="decay in place of the usual one, by patterns of parameters' names"

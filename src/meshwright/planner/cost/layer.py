@@ -24,7 +24,7 @@ from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.rank_view import BlockTraining, share
+from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, share
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.messages import Message, Overlap, Phase, end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
@@ -281,7 +281,7 @@ class LayerCost:
 
     # Messages.
 
-    def messages(self, routed: bool, training: BlockTraining = BlockTraining()) -> list[Message]:
+    def messages(self, routed: bool, training: BlockTraining = ALL_TRAINED) -> list[Message]:
         """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them.
 
         Full recomputation is charged a whole forward, compute and messages alike, as the lower bounds of the

@@ -1,4 +1,5 @@
-"""Which parameters are trained, and their learning rates and weight decays, written apart from `spec/parameter_groups.py`."""
+"""The parameters that are trained, and learning rates and weight decays of single ones, written apart from
+`spec/parameter_groups.py`."""
 
 from __future__ import annotations
 
