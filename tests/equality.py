@@ -13,6 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import run_parameters
 from meshwright.train.step import Step, Sums, Trainer
 from meshwright.verify import verify as subject
 from meshwright.verify.sweep import KnownReferences
@@ -39,9 +40,12 @@ def equal_to_one_device(
     assert found["equal"], found["first"]["sentence"]
     assert found["worst_relative"] <= tolerance, found["worst_name"]
     kinds = {row["kind"]: row["compared"] for row in found["rows"]}
-    tensors = len(parameter_names(spec))
+    every = [parameter for unit in run_parameters(spec).values() for parameter in unit]
+    trained = sum(parameter.trainable for parameter in every)
     for step in range(1, STEPS + 1):
-        assert kinds[f"step {step} gradient"] == kinds[f"step {step} parameter"] == tensors
+        assert kinds[f"step {step} parameter"] == len(parameter_names(spec)) == len(every)
+        assert kinds[f"step {step} gradient"] == trained
+        assert kinds.get(f"step {step} frozen", 0) == len(every) - trained
         assert {f"step {step} loss", f"step {step} grad norm"} <= kinds.keys()
     if spec.model.moe is None:
         exact = subject.exact(spec, STEPS)

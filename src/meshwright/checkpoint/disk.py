@@ -17,6 +17,8 @@ from meshwright.spec.tiling import tiling
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
+FROZEN = "frozen-"
+"""Prefix of the directories of tensors that no step changes, which checkpoints refer to."""
 TEMPORARY = ".tmp-"
 """Prefix of names that were never published, or that are about to be removed."""
 

@@ -75,8 +75,9 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
         try:
             manifest = parse_manifest(path, read_manifest_text(path, disk))
             for number in range(manifest.part_count):
+                folder = path / manifest.folder_of(number)
                 for file, size in read_part(path, manifest, number, disk).files.items():
-                    with opened(path / file, size, disk):
+                    with opened(folder / file, size, disk):
                         pass
             info = replace(
                 info,
@@ -128,7 +129,7 @@ def verify_checkpoint(
             part = read_part(path, manifest, number, disk)
             for name, pieces in part.tensors.items():
                 places[name] += [piece.rectangle for piece in pieces]
-            _verify_part(path, manifest, part, disk, problems)
+            _verify_part(path / manifest.folder_of(number), manifest, part, disk, problems)
     if not problems:
         for name, rectangles in places.items():
             with _collected(problems), reading(path / MANIFEST):

@@ -9,7 +9,9 @@
 H is over the body as it is written, and a file whose text is not exactly what this module would write is
 refused, so no altered byte passes. A part lists the pieces that some consecutive ranks wrote. A tensor's
 spread, an index into the list since many tensors have an equal one, gives the rectangle around its pieces in
-each part that has any: a reader opens the parts that touch what it needs. Version 1 had no parts: the root
+each part that has any: a reader opens the parts that touch what it needs. A part may lie in a directory
+beside that of the checkpoint, with its pieces: those are of tensors that no step changes, which several
+checkpoints have in common. Version 1 had no parts: the root
 lists the pieces and the files, so it is read as a root with one part inside.
 
 Hashes find accidents, not forgers: `Part.check` sees that pieces lie within their tensors and tile their
@@ -22,8 +24,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -140,7 +143,7 @@ class Part(Record):
 class PartFile(NamedTuple):
     """A part of the manifest: a file of the directory, its bytes and its SHA-256."""
 
-    file: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}\.json$")]
+    file: Annotated[str, Field(pattern=r"^(\.\./frozen-[0-9a-f]{16}/)?part-[0-9]{5,9}\.json$")]
     bytes: Count
     sha256: str
 
@@ -183,6 +186,16 @@ class Manifest(_Head):
         """Number of parts that can be read."""
         return 1 if self.inside is not None else len(self.parts)
 
+    def folder_of(self, number: int) -> str:
+        """Return the directory of a part and its pieces, as seen from that of the checkpoint."""
+        return "." if self.inside is not None else os.path.dirname(self.parts[number].file) or "."
+
+    @property
+    def frozen(self) -> str | None:
+        """Name of the directory beside this one that holds what no step changes; None if there is none."""
+        folders = {self.folder_of(number) for number in range(self.part_count)} - {"."}
+        return next((os.path.basename(folder) for folder in folders), None)
+
     def parts_of(self, name: str, rectangles: Iterable[Rectangle]) -> set[int]:
         """Return the numbers of the parts that may have pieces of these rectangles of a tensor."""
         wanted = list(rectangles)
@@ -192,6 +205,21 @@ class Manifest(_Head):
             for number, offsets, sizes in spread
             if any(common((offsets, sizes), rectangle) for rectangle in wanted)
         }
+
+    def with_frozen(self, frozen: Manifest, folder: str) -> Manifest:
+        """Return this manifest with the tensors of another one, whose parts lie in `folder` beside it."""
+        first, places = len(self.parts), len(self.spreads)
+        parts = [file._replace(file=f"../{folder}/{file.file}") for file in frozen.parts]
+        spreads = [[hull._replace(part=hull.part + first) for hull in listed] for listed in frozen.spreads]
+        tensors = {
+            name: replace(entry, spread=entry.spread + places) for name, entry in frozen.tensors.items()
+        }
+        return replace(
+            self,
+            tensors={**self.tensors, **tensors},
+            spreads=[*self.spreads, *spreads],
+            parts=[*self.parts, *parts],
+        )
 
     def render(self) -> str:
         """Return the text of manifest.json."""

@@ -16,7 +16,7 @@ import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.directory import candidates, latest_step
-from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
+from meshwright.checkpoint.disk import FROZEN, MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, reading, retried
-from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
+from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest, Part, Piece
 from meshwright.checkpoint.rectangles import check_cover, common
 from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, narrow
@@ -76,6 +76,21 @@ def parse_manifest(path: Path, text: str) -> Manifest:
             f"{path / MANIFEST} cannot be trusted: its state is of step {show(step)}, not {manifest.step}"
         )
     return manifest
+
+
+def parse_frozen(path: Path, text: str) -> Manifest:
+    """Return the manifest of a directory of what no step changes, checked. Raises BadCheckpointError."""
+    with reading(path / MANIFEST):
+        manifest = Manifest.parse(text)
+    if frozen_name(manifest) != path.name:
+        raise BadCheckpointError(f"{path} holds other tensors than its name says")
+    return manifest
+
+
+def frozen_name(manifest: Manifest) -> str:
+    """The name of the directory of what no step changes, which depends on all its bytes."""
+    parts = json.dumps([[file, digest] for file, _, digest in manifest.parts])
+    return f"{FROZEN}{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
@@ -134,8 +149,16 @@ def newest_state(directory: Path) -> dict[str, Any] | None:
     return dict(parse_manifest(path, read_manifest_text(path, Disk())).state)
 
 
-def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], where: Path) -> None:
-    """Raise UserError, naming the tensor, unless the checkpoint has each with its dtype and shape."""
+def match_tensors(
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor | UnpaddedDTensor],
+    where: Path,
+    converted: Collection[str] = (),
+) -> None:
+    """Raise UserError, naming the tensor, unless the checkpoint has each with its dtype and shape.
+
+    Those in `converted` may have another dtype.
+    """
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
         if entry is None:
@@ -146,7 +169,7 @@ def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTe
                 f"{where}: tensor '{name}' has shape {list(entry.shape)}, this model has "
                 f"{list(tensor.shape)}; load it with the model that wrote it"
             )
-        if entry.dtype != DTYPE_NAMES.get(tensor.dtype):
+        if entry.dtype != DTYPE_NAMES.get(tensor.dtype) and name not in converted:
             raise UserError(
                 f"{where}: tensor '{name}' is {entry.dtype}, this run keeps it as "
                 f"{str(tensor.dtype).removeprefix('torch.')}; use the precision that wrote it"
@@ -167,6 +190,7 @@ class Fetch:
 
     name: str
     piece: Piece
+    dtype: torch.dtype
     overlaps: list[tuple[StagedTensor, Rectangle]]
 
     def run(self, descriptor: int, path: Path, disk: Disk, digest: Digest) -> None:
@@ -174,10 +198,9 @@ class Fetch:
         _read_into(memoryview(content), descriptor, self.piece.start, path, disk)
         _check_digest(digest(content), self.name, self.piece, path)
         for staged, shared in self.overlaps:
-            target = staged.data
-            source = torch.frombuffer(content, dtype=torch.uint8).view(target.dtype).view(self.piece.sizes)
+            source = torch.frombuffer(content, dtype=torch.uint8).view(self.dtype).view(self.piece.sizes)
             part = narrow(source, shared, self.piece.offsets)
-            narrow(target, shared, staged.chunk.offset).copy_(part)
+            narrow(staged.data, shared, staged.chunk.offset).copy_(part)
 
 
 class Reading:
@@ -219,9 +242,10 @@ class Reading:
         sizes: dict[str, int] = {}
         for number in sorted(numbers):
             part = read_part(self.path, self.manifest, number, self.disk)
-            sizes |= part.files
+            folder = self.manifest.folder_of(number)
+            sizes |= {os.path.normpath(f"{folder}/{file}"): size for file, size in part.files.items()}
             for fetch in self._fetches(part):
-                fetches[fetch.piece.file].append(fetch)
+                fetches[os.path.normpath(f"{folder}/{fetch.piece.file}")].append(fetch)
         self._check_cover(fetch for listed in fetches.values() for fetch in listed)
         return {file: (sizes[file], listed) for file, listed in fetches.items()}
 
@@ -252,7 +276,7 @@ class Reading:
                     if (shared := common(piece.rectangle, staged.chunk.rectangle)) is not None
                 ]
                 if overlaps:
-                    yield Fetch(name, piece, overlaps)
+                    yield Fetch(name, piece, DTYPES[self.manifest.tensors[name].dtype], overlaps)
 
     def _check_cover(self, fetches: Iterable[Fetch]) -> None:
         """Raise BadCheckpointError unless pieces fill each staged rectangle once."""

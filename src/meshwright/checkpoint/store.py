@@ -4,6 +4,7 @@
                       part-00000.json    where each piece of some ranks lies, with its SHA-256
                       rank-00000.bin     the pieces that rank 0 wrote
     DIR/LATEST                           the name of the newest
+    DIR/frozen-0123456789abcdef/         tensors that no step changes, once for all checkpoints
     DIR/lease.json, lease.lock           who may write
 
 A save: every rank writes its own pieces into a directory with a temporary name and syncs them; one of every
@@ -23,7 +24,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,7 @@ from meshwright.checkpoint.directory import (
     published,
 )
 from meshwright.checkpoint.disk import (
+    FROZEN,
     LATEST,
     MANIFEST,
     TEMPORARY,
@@ -50,7 +52,14 @@ from meshwright.checkpoint.disk import (
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, SaveError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, lists, report
-from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
+from meshwright.checkpoint.reader import (
+    Reading,
+    frozen_name,
+    match_tensors,
+    parse_frozen,
+    parse_manifest,
+    read_manifest_text,
+)
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
@@ -100,6 +109,8 @@ class CheckpointStore:
         self._copy = HostImage()
         self._plan = SavePlan(self._ranks)
         self._claimed = False
+        self.frozen: str | None = None
+        """Name of the directory of what no step changes, which further checkpoints refer to."""
         self.published: int | None = None
         """The step that this store published last, once this rank knows that it is."""
         self._thread: threading.Thread | None = None
@@ -130,19 +141,55 @@ class CheckpointStore:
         text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
         self._plan.agree(description)
-        image = self._ranks.together(lambda: self._image(tensors, asynchronous))
+        image = self._ranks.together(lambda: self._image(self._plan, tensors, asynchronous, self._copy))
+
+        def publish(temporary: Path, parts: list[Any]) -> None:
+            self._publish(temporary, step, json.loads(text), parts)
+
         if not asynchronous:
-            self._commit(step, text, image)
+            self._commit(step, image, self._plan, publish)
+            self.published = step
             return
 
         def commit() -> None:
             try:
-                self._commit(step, text, image)
+                self._commit(step, image, self._plan, publish)
+                self.published = step
             except Exception as error:
                 self._failure = error
 
         self._thread = threading.Thread(target=commit, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
+
+    def save_frozen(self, tensors: Tensors) -> None:
+        """Write `tensors` (this rank's), which no step changes, for all checkpoints from now on.
+
+        Its directory is named by what it holds, so the same tensors are not kept twice. Directories that no
+        checkpoint refers to are removed.
+        """
+        self._join()
+        _, description = self._ranks.together(lambda: self._prepare(tensors, {}))
+        self.claim()
+        plan = SavePlan(self._ranks)
+        plan.agree(description)
+        image = self._ranks.together(lambda: self._image(plan, tensors, False, HostImage()))
+        names: list[str] = []
+        self._commit(
+            0,
+            image,
+            plan,
+            lambda temporary, parts: names.append(self._publish_frozen(temporary, plan, parts)),
+        )
+        self.frozen = self._ranks.broadcast(names[0] if names else None)
+
+    def load_frozen(self, name: str, tensors: Tensors) -> None:
+        """Fill `tensors` in place from the directory `name` of what no step changes, of any layout."""
+        path = self.directory / name
+        text = self._ranks.on_first(lambda: read_manifest_text(path, self._disk))
+        manifest = self._ranks.together(lambda: parse_frozen(path, text))
+        self._ranks.together(lambda: match_tensors(manifest, tensors, path))
+        self._fill(path, manifest, tensors)
+        self.frozen = name
 
     def poll(self) -> None:
         """Raise what a background save raised, once, or that the lease is lost. Local: call it every step.
@@ -209,22 +256,26 @@ class CheckpointStore:
         self._ranks.on_first(point)
 
     def load(
-        self, step: int | None, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None = None
+        self,
+        step: int | None,
+        tensors: Tensors,
+        check: Callable[[dict[str, Any]], None] | None = None,
+        converted: Collection[str] = (),
     ) -> dict[str, Any]:
         """Fill `tensors` in place from a checkpoint written under any layout; return its state.
 
         `step` None takes the latest, or, where that is damaged, the best before it, and says so in
         `warnings`; a damaged one asked for by number is refused. Every byte that is read is verified before
         the first tensor changes on any rank. `check` is given the state first and may raise UserError.
-        Raises UserError when a tensor is missing or differs in shape or dtype, when all checkpoints are
-        damaged, and when there is none.
+        Tensors with a name in `converted` may be stored in another dtype. Raises UserError when a tensor is
+        missing or differs in shape or dtype, when all checkpoints are damaged, and when there is none.
         """
         self._join()
         failures: list[str] = []
         names = self._ranks.on_first(lambda: self._candidates(step))
         for name in names:
             try:
-                state = self._load(self.directory / name, tensors, check)
+                state = self._load(self.directory / name, tensors, check, converted)
             except BadCheckpointError as error:
                 if step is not None:
                     raise
@@ -250,17 +301,25 @@ class CheckpointStore:
         return step
 
     def _load(
-        self, path: Path, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None
+        self,
+        path: Path,
+        tensors: Tensors,
+        check: Callable[[dict[str, Any]], None] | None,
+        converted: Collection[str],
     ) -> dict[str, Any]:
         text = self._ranks.on_first(lambda: read_manifest_text(path, self._disk))
         manifest = self._ranks.together(lambda: parse_manifest(path, text))
         if check is not None:
             self._ranks.together(lambda: check(manifest.state))
-        self._ranks.together(lambda: match_tensors(manifest, tensors, path))
+        self._ranks.together(lambda: match_tensors(manifest, tensors, path, converted))
+        self._fill(path, manifest, tensors)
+        self.frozen = manifest.frozen
+        return manifest.state
+
+    def _fill(self, path: Path, manifest: Manifest, tensors: Tensors) -> None:
         reading = Reading(path, manifest, tensors, self._disk)
         self._ranks.together(reading.read)
         reading.commit(self._wire)
-        return manifest.state
 
     # -- the steps of a save ---------------------------------------------------
 
@@ -269,17 +328,20 @@ class CheckpointStore:
         self._deliver()
         return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
 
-    def _image(self, tensors: Tensors, asynchronous: bool) -> LiveImage:
-        """This rank's pieces as they are now: a copy, but where training waits and all are in host memory."""
-        share = self._plan.own_share(tensors)
+    @staticmethod
+    def _image(plan: SavePlan, tensors: Tensors, asynchronous: bool, copy: HostImage) -> LiveImage:
+        """This rank's pieces as they are now: in `copy`, unless training waits and all are on the host."""
+        share = plan.own_share(tensors)
         if not asynchronous and not devices_of(share):
             return LiveImage(share)
-        self._copy.stage(share)
-        return self._copy
+        copy.stage(share)
+        return copy
 
-    def _commit(self, step: int, state: str, image: LiveImage) -> None:
-        """Write the image and publish it."""
-        temporary = self.directory / self._ranks.on_first(lambda: self._open(step))
+    def _commit(
+        self, step: int, image: LiveImage, plan: SavePlan, publish: Callable[[Path, list[Any]], None]
+    ) -> None:
+        """Write the image, and publish it on rank 0."""
+        temporary = self.directory / self._ranks.on_first(lambda: self._open(step, plan.bytes))
         try:
             rows = self._ranks.together(lambda: self._write_pieces(temporary, step, image))
             count = max(tiling().manifest_ranks, -(-self._ranks.size // PARTS))
@@ -289,18 +351,17 @@ class CheckpointStore:
             files = self._ranks.broadcast([list(each["file"]) for each in parts])
             first = self._ranks.rank - self._ranks.rank % count
             self._ranks.together(lambda: self._check_part(temporary, step, files, first, rows))
-            self._ranks.on_first(lambda: self._publish(temporary, step, json.loads(state), parts))
-            self.published = step
+            self._ranks.on_first(lambda: publish(temporary, parts))
         except Exception:
             if self._ranks.rank == 0:
                 self._discard(temporary)
             raise
 
-    def _open(self, step: int) -> str:
-        """On rank 0: make the directory under a temporary name, which is returned."""
+    def _open(self, step: int, needed: int) -> str:
+        """On rank 0: make the directory of so many bytes under a temporary name, which is returned."""
         temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{secrets.token_hex(6)}"
         with self._explained("begin", step):
-            if shutil.disk_usage(self.directory).free < self._plan.bytes:
+            if shutil.disk_usage(self.directory).free < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._disk.make_directory(temporary)
         return temporary.name
@@ -346,17 +407,11 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
         """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
-        tensors, spreads, files = join(self._plan.forms, parts)
-        manifest = Manifest(
-            step=step,
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            ranks=self._ranks.size,
-            generation=self._lease.generation,
-            state=state,
-            tensors=tensors,
-            spreads=spreads,
-            parts=files,
-        )
+        manifest = self._manifest(step, state, self._plan, parts)
+        if self.frozen is not None:
+            path = self.directory / self.frozen
+            frozen = parse_frozen(path, read_manifest_text(path, self._disk))
+            manifest = manifest.with_frozen(frozen, self.frozen)
         token = temporary.name.rpartition("-")[2]
         with self._explained("publish", step):
             self._lease.check()
@@ -369,6 +424,43 @@ class CheckpointStore:
                 self._disk.replace_file(self.directory / LATEST, latest_line(target.name), token)
                 self._retention.retire(token)
         self._retention.sweep()
+
+    def _manifest(self, step: int, state: dict[str, Any], plan: SavePlan, parts: list[Any]) -> Manifest:
+        tensors, spreads, files = join(plan.forms, parts)
+        return Manifest(
+            step=step,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ranks=self._ranks.size,
+            generation=self._lease.generation,
+            state=state,
+            tensors=tensors,
+            spreads=spreads,
+            parts=files,
+        )
+
+    def _publish_frozen(self, temporary: Path, plan: SavePlan, parts: list[Any]) -> str:
+        """On rank 0: the root of what no step changes, and one rename; returns the new name."""
+        manifest = self._manifest(0, {}, plan, parts)
+        name = frozen_name(manifest)
+        with self._explained("publish", 0):
+            self._lease.check()
+            self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
+            self._disk.sync_directory(temporary)
+            with self._lease.fenced():
+                used = {found for path in published(self.directory).values() if (found := self._refers(path))}
+                for old in self.directory.glob(f"{FROZEN}*"):
+                    if old.name not in used:
+                        self._disk.remove_tree(old)
+                if name in used:
+                    self._disk.remove_tree(temporary)
+                else:
+                    self._disk.rename(temporary, self.directory / name)
+                self._disk.sync_directory(self.directory)
+        return name
+
+    def _refers(self, path: Path) -> str | None:
+        """The directory of what no step changes that a checkpoint refers to."""
+        return parse_manifest(path, read_manifest_text(path, self._disk)).frozen
 
     def _next_name(self, step: int) -> Path:
         existing = published(self.directory).get(step)

@@ -65,7 +65,7 @@ class Teacher:
         head.hooks = replace(head.hooks, predict=partial(answers, self.how, head.hooks.predict))
         self._exchanges = lru_cache(self._exchanges_of)
         self._places = coordinates(student.layout)
-        pieces = parameter_pieces(student.model, mesh)
+        pieces = parameter_pieces(student, mesh)
         self._rows = pieces["embed.weight" if student.model.tied else "head.weight"].size
         exact = torch.promote_types(self.states.formats.compute, torch.float32)
         self._empty = torch.empty(0, self._columns, dtype=exact, device=mesh.device)

@@ -131,7 +131,7 @@ class Outer(NoIslands):
         self._spec, self.prefix = spec, f"island.{mesh.replicate.rank}/"
         self._last, exact, blocks = spec.train.total_steps, states.formats.exact, blocks_of(spec.model)
         self._parts: list[list[Anchored]] = [[] for _ in range(self.outer.fragments)]
-        for unit in states.units:
+        for unit in states.trained:
             anchor, momentum = (torch.zeros_like(unit.stored, dtype=exact) for _ in range(2))
             fragment = self.outer.fragment_of(unit.slots[0].key, spec.model.tied)
             compression = Compression(self.outer, unit, blocks, exact) if self.outer.compressed else None

@@ -69,10 +69,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
-        grad_x = torch.empty_like(x) if with_grad else None
+        of_x, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        grad_x = torch.empty_like(x) if of_x else None
         # Sums over chunks are kept in fp32, also for bf16 weights.
         empty = torch.empty_like if len(x) else torch.zeros_like
-        grad_weight = empty(weight, dtype=exact) if with_grad else None
+        grad_weight = empty(weight, dtype=exact) if of_weight else None
         for first in range(0, len(x), chunk):
             rows = slice(first, first + chunk)
             logits = x[rows] @ weight.T
@@ -89,10 +90,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
                 students.append((tokens, student))
                 total += loss
-            if grad_x is not None and grad_weight is not None:  # the logits have become their gradients
+            if grad_x is not None:  # the logits have become their gradients
                 torch.mm(logits, weight, out=grad_x[rows])
                 for tokens, student in students:
                     student.add_grad_x(grad_x[tokens], _scales(targets[tokens] != IGNORE, exact, scale))
+            if grad_weight is not None:
                 RunningSum(grad_weight, first > 0).add_product(logits.T, x[rows])
             del students, logits  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
@@ -104,8 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the loss was differentiated before, and its gradients were used up")
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
-        grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 7
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        if grad_x is not None:
+            grad_x = grad_x.mul_(grad.to(grad_x.dtype))
+        return grad_x, grad_weight, *[None] * 7
 
 
 def _loss(

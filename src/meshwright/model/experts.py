@@ -91,17 +91,18 @@ class _Experts(torch.autograd.Function):
         grad_gate, grad_up, grad_weight, inner = _inner_backward_(grad_inner, gate_x, up_x, weight)
         grad_x = of_input(grad_up, up, of_up, onto=of_input(grad_gate, gate, of_gate))
 
+        def weight_grad(gradient: Tensor, inputs: Tensor, parameter: nn.Parameter) -> Tensor | None:
+            if not parameter.requires_grad:
+                return None
+            return grouped_outer(
+                products.rows(gradient, "gradient", parameter),
+                products.rows(inputs, "input", parameter),
+                groups,
+                ctx.hooks.gradient_sum(parameter),
+            )
+
         def weight_grads() -> list[Tensor | None]:
-            found = zip((grad_gate, grad_up, grad), (x, x, inner), parameters, strict=True)
-            return [
-                grouped_outer(
-                    products.rows(gradient, "gradient", each),
-                    products.rows(inputs, "input", each),
-                    groups,
-                    ctx.hooks.gradient_sum(each),
-                )
-                for gradient, inputs, each in found
-            ]
+            return list(map(weight_grad, (grad_gate, grad_up, grad), (x, x, inner), parameters))
 
         if ctx.hooks.defer(parameters, weight_grads):
             return grad_x, grad_weight, *[None] * 5

@@ -38,9 +38,10 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return (grad @ _exact(weight)).to(x.dtype), (grad.T @ _exact(x)).to(weight.dtype)
+        of_weight = (grad.T @ _exact(x)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return (grad @ _exact(weight)).to(x.dtype), of_weight
 
 
 def _exact(x: Tensor) -> Tensor:

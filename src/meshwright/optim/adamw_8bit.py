@@ -62,17 +62,17 @@ class AdamW8bit(AdamW):
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
         super().__init__(states, spec, memory)
         device, exact, blocks = states.mesh.device, states.formats.exact, blocks_of(spec.model)
-        self._scale_slots = [_scale_slots(unit, blocks) for unit in states.units]
+        self._scale_slots = [_scale_slots(unit, blocks) for unit in states.trained]
         counts = [sum(slot.padded for slot in slots) for slots in self._scale_slots]
         self._eight_bit = {
             name: _Moment(
-                [unit.stored.new_zeros(unit.decayed, dtype=torch.uint8) for unit in states.units],
+                [unit.stored.new_zeros(unit.decayed, dtype=torch.uint8) for unit in states.trained],
                 [torch.zeros(count, dtype=exact, device=device) for count in counts],
                 DynamicMap.make(values, exact, device),
             )
             for name, values in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED))
         }
-        index = {id(unit): number for number, unit in enumerate(states.units)}
+        index = {id(unit): number for number, unit in enumerate(states.trained)}
         self._matrices: list[tuple[int, Part, list[_Run]]] = []
         for part in self.parts:
             if not part.moments:
@@ -128,7 +128,7 @@ class AdamW8bit(AdamW):
         yield from super().buffers()
         for name, moment in self._eight_bit.items():
             for unit, codes, scales, slots in zip(
-                self.states.units, moment.codes, moment.scales, self._scale_slots, strict=True
+                self.states.trained, moment.codes, moment.scales, self._scale_slots, strict=True
             ):
                 yield StateBuffer(name, unit, codes, [slot for slot in unit.slots if slot.decay])
                 yield StateBuffer(f"{name}_scale", unit, scales, slots)

@@ -85,7 +85,7 @@ class ParameterNorms:
         """This rank's share of the squares, in float64 on the device."""
         states = self._states
         squares = torch.zeros(len(self._places), dtype=torch.float64, device=states.mesh.device)
-        for unit in states.units:
+        for unit in states.trained:
             for slot in unit.counted_slots(states.elsewhere):
                 norm = torch.linalg.vector_norm(unit.gradient_of(slot), dtype=torch.float64)
                 squares[self._places[slot.key]] += norm.square()
@@ -98,7 +98,7 @@ class ParameterNorms:
         """
         norms = [math.sqrt(square) * gradient_factor for square in self.squares]
         factors = [min(1.0, largest / (norm + 1e-6)) for norm in norms]
-        for unit in self._states.units:
+        for unit in self._states.trained:
             for slot in unit.slots:
                 if factors[self._places[slot.key]] < 1.0:
                     unit.gradient_of(slot).mul_(factors[self._places[slot.key]])

@@ -25,19 +25,19 @@ _CHUNK = 2**22
 
 
 class Ema(StepPart):
-    """The moving average of the parameters that a rank stores, one flat buffer for each unit."""
+    """The moving average of the trained parameters that a rank stores, one flat buffer for each unit."""
 
     component = "optimiser"
 
     def __init__(self, states: DataParallel, decay: float) -> None:
         self.states, self.decay = states, decay
         exact = states.formats.exact
-        self.flats = [torch.zeros_like(unit.stored, dtype=exact) for unit in states.units]
+        self.flats = [torch.zeros_like(unit.stored, dtype=exact) for unit in states.trained]
 
     @torch.no_grad()
     def begin(self) -> None:
         """Set the average to the weights."""
-        for flat, unit in zip(self.flats, self.states.units, strict=True):
+        for flat, unit in zip(self.flats, self.states.trained, strict=True):
             flat.copy_(unit.stored)
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class Ema(StepPart):
         """Move the average towards the weights, where these were updated."""
         if not end.updated:
             return
-        for flat, unit in zip(self.flats, self.states.units, strict=True):
+        for flat, unit in zip(self.flats, self.states.trained, strict=True):
             for average, weights in zip(flat.split(_CHUNK), unit.stored.split(_CHUNK), strict=True):
                 average.lerp_(weights.to(average.dtype), 1 - self.decay)
 
@@ -69,7 +69,7 @@ class Ema(StepPart):
 
     def averages(self) -> Iterator[tuple[str, Unit, Tensor]]:
         """("ema", unit, flat buffer) of all units."""
-        for unit, flat in zip(self.states.units, self.flats, strict=True):
+        for unit, flat in zip(self.states.trained, self.flats, strict=True):
             yield "ema", unit, flat
 
     def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
@@ -82,7 +82,7 @@ class Ema(StepPart):
 
         Between two steps only: a copy of the weights takes the room that gradients have left.
         """
-        units = self.states.units
+        units = self.states.trained
         kept = [unit.stored.clone() for unit in units]
         try:
             self._store(self.flats)
@@ -92,7 +92,7 @@ class Ema(StepPart):
 
     @torch.no_grad()
     def _store(self, flats: list[torch.Tensor]) -> None:
-        for unit, flat in zip(self.states.units, flats, strict=True):
+        for unit, flat in zip(self.states.trained, flats, strict=True):
             unit.expire()
             unit.stored.copy_(flat)
 

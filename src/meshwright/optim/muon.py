@@ -172,7 +172,7 @@ class Muon(AdamW):
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
         super().__init__(states, spec, memory)
         self.exchanges: list[tuple[list[Part], _Exchange]] = []
-        for unit in states.units:
+        for unit in states.trained:
             if matrices := matrices_of(unit):
                 parts = [part for part in self.parts if part.unit is unit and len(part.moments) == 1]
                 self.exchanges.append((parts, _Exchange(unit, states.mesh, matrices)))

@@ -76,7 +76,7 @@ class Optimiser:
 
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
         self.states, self.train, self.updates = states, spec.train, 0
-        sizes = {name: [u.part - self.begins(name, u) for u in states.units] for name in spec.train.moments}
+        sizes = {name: [u.part - self.begins(name, u) for u in states.trained] for name in spec.train.moments}
         flats = iter(
             memory.zeros([size for listed in sizes.values() for size in listed], states.formats.exact)
         )
@@ -84,11 +84,11 @@ class Optimiser:
         """Name -> for each unit the flat buffer of the moment, or of what it has from `begins` on."""
         self.staging: Staging | None = None
         if memory.staged:
-            rows = [slot.part[-1] for unit in states.units for slot in unit.slots]
+            rows = [slot.part[-1] for unit in states.trained for slot in unit.slots]
             least = max(rows, default=0) if states.formats.rounded else 0  # chunks end at whole rows
             self.staging = Staging([*self.moments.values()], memory, states.mesh.device, least)
         self.parts: list[Part] = []
-        for index, unit in enumerate(states.units):
+        for index, unit in enumerate(states.trained):
             begins = {name: self.begins(name, unit) for name in self.moments}
 
             def alike(slot: ParamSlot) -> tuple[bool, Group]:
@@ -186,7 +186,7 @@ class Optimiser:
     def buffers(self) -> Iterator[StateBuffer]:
         """The flat buffers of all states."""
         for moment, flats in self.moments.items():
-            for unit, flat in zip(self.states.units, flats, strict=True):
+            for unit, flat in zip(self.states.trained, flats, strict=True):
                 begin = unit.part - len(flat)
                 slots = [replace(slot, start=slot.start - begin) for slot in unit.slots_in(flat)]
                 yield StateBuffer(moment, unit, flat, slots)

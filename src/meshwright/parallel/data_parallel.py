@@ -21,6 +21,9 @@ backward, which comes next; the first block stays whole from its backward to its
 microbatch, and during that backward the embedding is gathered for it. Tied ends are one unit, which stays
 whole for the step.
 
+Parameters that are not trained are units of their own (`fsdp_unit.py`). With ZeRO-3 they are gathered with
+the rest of their group, and released when the backward has passed it; otherwise they never move.
+
 A reduction is waited for one block later, those over the shard axis and those over replicas each in a queue
 of its own, and the last ones while the gradient's norm is computed. All are sums; the one division is that
 of `train/step.py` (`gradient_factor`).
@@ -29,7 +32,8 @@ of `train/step.py` (`gradient_factor`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from weakref import WeakMethod
 
 import torch
@@ -65,7 +69,7 @@ class DataParallel:
     construction the values are zeros; fill them through `stored_slots` or a checkpoint. `names` are those of
     the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
     hold: tied embeddings. With `stale` gradients are left as sums over the ranks of a replica, without
-    squares, for `stale_gradients.py`.
+    squares, for `stale_gradients.py`. Modules before `first_trained` have no backward.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class DataParallel:
         observer: UnitObserver | None = None,
         encoding: Encoding | None = None,
         stale: bool = False,
+        first_trained: int = 0,
     ) -> None:
         self._observer, self._encoding, self._stale = observer, encoding, stale
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
@@ -90,8 +95,15 @@ class DataParallel:
         """Modules that use the units of each group, in the order of the forward."""
         self._groups = [list(self._make_units(modules)) for modules in units]
         self.units = [unit for group in self._groups for unit in group]
-        self._places = {unit.parameters[slot.key]: (unit, slot) for unit in self.units for slot in unit.slots}
-        self._depth = {id(unit): len(group) for group in self._groups for unit in group}
+        self.trained = [unit for unit in self.units if unit.trainable]
+        """Units of parameters that are trained."""
+        self._first_trained = first_trained
+        self._places = {
+            unit.parameters[slot.key]: (unit, slot) for unit in self.trained for slot in unit.slots
+        }
+        self._depth = {
+            id(unit): sum(each.trainable for each in group) for group in self._groups for unit in group
+        }
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
         """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
@@ -113,24 +125,26 @@ class DataParallel:
         """Groups whose backward comes next after the last forward: the last block and the head."""
         self._head = turns[-1][0] if turns else None  # a stage may hold nothing
         on_gradient = _weak(self._on_gradient)
-        for unit in self.units:
+        for unit in self.trained:
             for parameter in unit.parameters.values():
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _make_units(self, modules: UnitModules) -> Iterator[Unit]:
-        """Units of these modules: one of their parameters, and a second one of their routed experts."""
+        """Units of these modules: one of their parameters, and a second one of their routed experts; of both
+        those that are not trained are apart."""
         owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for root in modules:
             for module in root.modules():
                 for attribute, parameter in module.named_parameters(recurse=False):
                     owners.setdefault(self._names[parameter], []).append((module, attribute))
         mesh = self.mesh
-        for routed, ranks in ((False, mesh.shard), (True, mesh.expert_data)):
-            pieces = [(self._pieces[name], tuple(places)) for name, places in owners.items()]
-            own = [(piece, places) for piece, places in pieces if piece.routed == routed]
+        pieces = [(self._pieces[name], tuple(places)) for name, places in owners.items()]
+        for routed, trainable in product((False, True), (True, False)):
+            own = [each for each in pieces if (each[0].routed, each[0].trainable) == (routed, trainable)]
             if not own:
                 continue
-            shards = ranks if self.zero and ranks.size > 1 else None
+            ranks = mesh.expert_data if routed else mesh.shard
+            shards = ranks if mesh.layout.shards(trainable) and ranks.size > 1 else None
             replicas = mesh.replicate if shards is not None or mesh.replicate.size > 1 else ranks
             slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
             yield Unit(slots, mesh, shards, replicas, self.formats, self._observer, self._encoding)
@@ -155,10 +169,13 @@ class DataParallel:
         modules = self.modules[index]
         if self.zero < 3 or module is not modules[-1]:
             return
-        if not (torch.is_grad_enabled() and output.requires_grad):
+        if not torch.is_grad_enabled():
             self._release(index)
             return
         if not self.each_microbatch:
+            return
+        if not output.requires_grad:  # nothing up to here is trained
+            self._release(index)
             return
         if index not in self._before_head:
             self._release(index)
@@ -172,9 +189,21 @@ class DataParallel:
     def _before_backward(self, index: int) -> None:
         """Gather for the backward of block `index`, and for what comes next.
 
-        The embedding's backward reads no weights, but its forward in the next microbatch does.
+        The embedding's backward reads no weights, but its forward in the next microbatch does, and that comes
+        next where no module before the block has a backward.
         """
-        self._gather(index, None if index == 1 and self._last_microbatch else index - 1)
+        self._release_frozen(index + 1)
+        if index > max(1, self._first_trained):
+            self._gather(index, index - 1)
+        else:
+            self._gather(index, None if self._last_microbatch else 0)
+
+    def _release_frozen(self, index: int) -> None:
+        """Release what is not trained of group `index`, whose backward is over; trained units are released
+        when they are done."""
+        for unit in self._groups[index] if index < len(self._groups) else ():
+            if not unit.trainable:
+                unit.release()
 
     def _stays(self, unit: Unit) -> bool:
         """True if a unit stays gathered after its backward for the next forward: tied ends, the first
@@ -221,12 +250,14 @@ class DataParallel:
     def begin_microbatch(self, last: bool) -> None:
         """Call before each microbatch's forward; `last` says that the step's gradients are due after it."""
         if self.each_microbatch:
+            if self._first_trained > 1:  # the first block stays, as `_stays` says
+                self._release_frozen(self._first_trained)
             self._last_microbatch = last
             self._expect(1)
 
     def _expect(self, gradients: int) -> None:
         """Expect so many gradients of each parameter from each stage that reads it before a unit is done."""
-        for unit in self.units:
+        for unit in self.trained:
             # In a pipeline two stages of a rank may each have a gradient of tied ends.
             readers = {slot.key: 1 if self.each_microbatch else len(slot.owners) for slot in unit.slots}
             waits = not self.each_microbatch or self.zero < 2 or unit.shards is None
@@ -240,6 +271,9 @@ class DataParallel:
         """
         self.unreached = []
         for unit in self.units:
+            if self.zero == 3 and not unit.trainable:
+                unit.release()
+        for unit in self.trained:
             if unit.waiting:  # a parameter that the loss does not depend on
                 self.unreached += [name for name in unit.waiting if name not in unit.arrived]
                 unit.waiting = {}
@@ -261,7 +295,7 @@ class DataParallel:
     def _sum_over_tensor(self) -> None:
         """Sum the partial gradients of pieces that several tensor ranks hold."""
         of_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
-        for unit in self.units:
+        for unit in self.trained:
             for axis, slot in unit.slots_summed():
                 key = "tensor" if axis is self.mesh.tensor else "copies"
                 of_axis.setdefault(key, (axis, []))[1].append(unit.gradient_of(slot))
@@ -338,7 +372,7 @@ class DataParallel:
         if self._stale:
             return
         flats = []
-        for unit in self.units:
+        for unit in self.trained:
             early = {slot.key for slot in unit.slots} - self._late(unit)
             flats += unit.counted_gradients(early | self.elsewhere)
         self._norms += norms(flats)
@@ -356,38 +390,50 @@ class DataParallel:
         """
         if not exact:
             return sum_of_squares(self._norms, self.mesh.device)
-        flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
+        flats = [flat for unit in self.trained for flat in unit.counted_gradients(self.elsewhere)]
         return sum_of_squares(norms(flats, exact=True), self.mesh.device)
 
     # Stale gradients --------------------------------------------------------------------------------
 
     def take_gradients(self) -> list[Tensor]:
-        """Each unit's gradient as `finish_step` left it; units keep none, nor its memory."""
+        """Each trained unit's gradient as `finish_step` left it; units keep none, nor its memory."""
         taken = []
-        for unit in self.units:
+        for unit in self.trained:
             assert unit.gradient is not None
             taken.append(unit.gradient)
             unit.gradient = unit.packed = None
         return taken
 
     def put_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Give each unit a gradient, which is summed over all ranks, and take its norm."""
-        for unit, gradient in zip(self.units, gradients, strict=True):
+        """Give each trained unit a gradient, which is summed over all ranks, and take its norm."""
+        for unit, gradient in zip(self.trained, gradients, strict=True):
             unit.set_gradient(gradient)
-        flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
+        flats = [flat for unit in self.trained for flat in unit.counted_gradients(self.elsewhere)]
         self._norms = norms(flats)
 
     # After the step ---------------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[tuple[str, Stored]]:
-        """(name, gradient) of every parameter, between `finish_step` and `end_step`."""
-        for unit in self.units:
+        """(name, gradient) of every trained parameter, between `finish_step` and `end_step`."""
+        for unit in self.trained:
             assert unit.gradient is not None
             yield from unit.tensors(unit.gradient)
 
     def parameters(self) -> Iterator[tuple[str, Stored]]:
         """(name, parameter) as stored; they share the memory that the optimiser updates."""
-        for unit in self.units:
+        return self._stored(self.units)
+
+    def trained_parameters(self) -> Iterator[tuple[str, Stored]]:
+        """Those of `parameters` that are trained."""
+        return self._stored(self.trained)
+
+    def frozen_parameters(self) -> Iterator[tuple[str, Stored]]:
+        """Those of `parameters` that are not trained."""
+        return self._stored(unit for unit in self.units if not unit.trainable)
+
+    @staticmethod
+    def _stored(units: Iterable[Unit]) -> Iterator[tuple[str, Stored]]:
+        for unit in units:
             yield from unit.tensors(unit.stored)
 
     def end_step(self) -> None:
@@ -395,7 +441,7 @@ class DataParallel:
         take before its own gradients come; parameters are gathered anew when next used."""
         self._gradient_bytes = self._bytes_of_gradients()
         self._norms.clear()
-        for unit in self.units:
+        for unit in self.trained:
             unit.gradient = unit.packed = None
             unit.arrived = set()
             unit.expire()
@@ -411,7 +457,7 @@ class DataParallel:
 
     def _bytes_of_gradients(self) -> int:
         held = [
-            tensor for unit in self.units for tensor in (unit.packed, unit.gradient) if tensor is not None
+            tensor for unit in self.trained for tensor in (unit.packed, unit.gradient) if tensor is not None
         ]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return sum(storages.values())

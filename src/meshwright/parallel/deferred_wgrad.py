@@ -33,9 +33,10 @@ class WeightGradStore:
         return self._works is not None
 
     def put(self, parameters: Sequence[nn.Parameter], compute: Callable[[], Gradients]) -> None:
-        """Defer `compute`, which returns the gradient of each of `parameters`."""
+        """Defer `compute`, which returns the gradient of each of `parameters`, if any of them is trained."""
         assert self._works is not None
-        self._works.append((parameters, compute))
+        if any(parameter.requires_grad for parameter in parameters):
+            self._works.append((parameters, compute))
 
     @contextmanager
     def during(self) -> Iterator[list[Work]]:

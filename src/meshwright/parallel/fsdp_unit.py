@@ -9,6 +9,10 @@ Each rank stores rows of every parameter in one flat buffer, so that a unit cros
                           or exact          exact where several microbatches are added up first
     gradient  flat (P/n,) exact format      the sum over all ranks and microbatches
 
+Parameters that are not trained are units of their own, without packed and summed gradients. They are stored
+in the compute format, since no update needs more digits, and only ZeRO-3 shards them: then they take P b/n
+bytes for b of a number, and otherwise P b on each rank, of which nothing crosses the wire.
+
 n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
 DTensor's `Shard(0)` deals them (ceil(rows / n) to each rank until none is left); the flat buffers are padded
 with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: nothing is copied.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
@@ -73,7 +78,13 @@ class Unit:
         observer: UnitObserver | None = None,
         encoding: Encoding | None = None,
     ) -> None:
-        """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too."""
+        """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too.
+
+        Either all of them are trained, or none.
+        """
+        self.trainable = slots[0].piece.trainable
+        if not self.trainable:
+            formats = replace(formats, master=formats.compute)
         self._encoding = encoding
         self._observer = observer or UnitObserver()
         self.slots, self.shards, self.replicas = slots, shards, replicas
@@ -121,7 +132,8 @@ class Unit:
 
     def _compute_parameter(self, slot: ParamSlot) -> nn.Parameter:
         rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
-        parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.piece.local_shape[slot.dim]))
+        whole = rows.narrow(slot.dim, 0, slot.piece.local_shape[slot.dim])
+        parameter = nn.Parameter(whole, requires_grad=self.trainable)
         for module, attribute in slot.owners:
             setattr(module, attribute, parameter)
         return parameter

@@ -34,7 +34,7 @@ from meshwright.parallel.tensor_parallel import (
 from meshwright.parallel.vocab_parallel import VocabParallel
 from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
-from meshwright.spec.stages import stages
+from meshwright.spec.stages import first_trained, first_trained_stage, stages
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
     with torch.device("meta"):
         decoder = Decoder(model, hooks)
-    pieces = parameter_pieces(model, mesh)
+    pieces = parameter_pieces(spec, mesh)
     if max(mesh.tensor.size, mesh.expert.size) > 1:
         shard_parameters(decoder, pieces)
     names = {parameter: name for name, parameter in decoder.named_parameters()}
@@ -85,11 +85,18 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     if spec.precision.fp8_gather and isinstance(products, LowPrecision):
         fp8 = Fp8Gather(products)
     stale = spec.outer.staleness > 0
-    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale)
+    first = first_trained(spec)
+    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first)
     store.gradient_sum = states.gradient_sum
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
-        modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
+        modules,
+        mesh,
+        partial(schedule_of, layout),
+        store,
+        states.begin_microbatch,
+        states.take,
+        first_trained_stage(spec, every),
     )
     return ParallelDecoder(decoder, states, balance, pipeline, products, offload)
 
@@ -113,7 +120,7 @@ def decoder_hooks(
     attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products, splits)
     hooks = Hooks(attention=attention, mlp=mlp)
     if mesh.tensor.size > 1:
-        pieces = parameter_pieces(model, mesh)
+        pieces = parameter_pieces(spec, mesh)
         head = pieces["embed.weight" if model.tied else "head.weight"]
         vocabulary = VocabParallel(mesh.tensor, sequence, pieces["embed.weight"], head)
         hooks = replace(hooks, embed=vocabulary.embed, predict=vocabulary.predict)
@@ -151,8 +158,11 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
         for slot in unit.slots:
             local, indices = unit.local(unit.stored, slot), slot.indices()
             whole = torch.Size(slot.global_shape)
-            init_part_(local, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
-            local[indices[0] >= whole[0]] = 0.0  # padding
+            drawn = local.to(states.formats.master)  # `local` itself, but for what is not trained
+            init_part_(drawn, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
+            drawn[indices[0] >= whole[0]] = 0.0  # padding
+            if drawn is not local:
+                local.copy_(drawn)
     round_stored(states)
 
 

@@ -77,7 +77,8 @@ class Pipeline:
 
     `make` gives the schedule for a number of microbatches; `begin` is told before each forward whether it is
     the last microbatch's; `take` gets each gradient that a schedule puts off. `peak` is the most activations
-    (of one microbatch in one stage) that the last run held at a time.
+    (of one microbatch in one stage) that the last run held at a time. Nothing is trained in the stages before
+    `first_trained`, which have no backward.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Pipeline:
         store: WeightGradStore,
         begin: Callable[[bool], None],
         take: Callable[[nn.Parameter, Tensor | None], None],
+        first_trained: int = 0,
     ) -> None:
+        self.first_trained = first_trained
         self.stages, self.mesh, self.store, self.begin, self.take = stages, mesh, store, begin, take
         self.make = lru_cache(make)
         self._posting = lru_cache(self._checked_posting)
@@ -245,28 +248,41 @@ class _Run:
         training = torch.is_grad_enabled()
         if training:
             self.of.begin(number == len(self.microbatches) - 1)
-        x = x.requires_grad_() if training and x is not None else x
+        if x is not None and training and stage > self.of.first_trained:
+            x.requires_grad_()
         out = self.of.stages[stage](self.microbatches[number], x)
         last = stage == self.schedule.stages - 1
         if last:
             out = self.objective(out)
             self.results.append(out.detach())
-        if training:
+        if training and stage >= self.of.first_trained:
             # Of what is sent on only the graph is needed here.
             self.held[place] = x, out if last else torch.autograd.graph.get_gradient_edge(out)
             self.peak = max(self.peak, len(self.held.keys() | self.deferred.keys()))
         return None if last else out.detach()
 
     def _backward(self, place: tuple[int, int], grad: Tensor | None) -> Tensor | None:
-        x, begin = self.held.pop(place)
-        torch.autograd.backward([begin], [grad])
-        return None if x is None else x.grad
+        """The gradient of a stage's input; zeros for a stage before that has no backward.
+
+        Such a stage learns from the message that its activations have come, as the schedule relies on.
+        """
+        stage, number = place
+        if stage >= self.of.first_trained:
+            x, begin = self.held.pop(place)
+            torch.autograd.backward([begin], [grad])
+            if stage > self.of.first_trained:
+                assert x is not None
+                return x.grad
+        return (
+            None if stage == 0 else torch.zeros_like(self.of.stages[stage].empty(self.microbatches[number]))
+        )
 
     @torch.no_grad()
     def _weights(self, place: tuple[int, int]) -> None:
         for parameters, found in weight_gradients(self.deferred.pop(place)):
             for parameter, grad in zip(parameters, found, strict=True):
-                self.of.take(parameter, grad)
+                if parameter.requires_grad:
+                    self.of.take(parameter, grad)
 
 
 def _waits(action: Action) -> Action:

@@ -196,13 +196,13 @@ class RouterBalance(StepPart):
     def after_update(self, end: StepEnd) -> None:
         """Move each bias one step towards an even load of this step's tokens (Wang et al. 2024).
 
-        Equal on every rank.
+        Equal on every rank. The bias of a router that is not trained stays as it is.
         """
         if not end.counted:
             return
         for layer, router in self._routers.items():
             bias = router.bias
-            if bias is not None and self.counts is not None:
+            if bias is not None and router.weight.requires_grad and self.counts is not None:
                 load = self.counts[self._layers.index(layer), : self.moe.experts]
                 bias += (self.moe.bias_rate * torch.sign(load.mean() - load)).to(bias.dtype)
 

@@ -96,7 +96,7 @@ class StaleGradients(DueGradients):
         """(`stale/0/name`, sum) of each parameter and step whose gradients are under way."""
         for place, sums in enumerate(self._under_way):
             sums.wait()
-            for unit, flat in zip(self._states.units, sums.flats, strict=True):
+            for unit, flat in zip(self._states.trained, sums.flats, strict=True):
                 yield from ((f"stale/{place}/{name}", each) for name, each in unit.tensors(flat))
 
     def form(self) -> object:
@@ -115,7 +115,7 @@ class StaleGradients(DueGradients):
         late = state["spec"].get("outer", {}).get("staleness", 0) == self.steps
         exact = self._states.formats.exact
         self._under_way = deque(
-            _Sums([torch.zeros_like(u.stored, dtype=exact) for u in self._states.units], [DONE], factor)
+            _Sums([torch.zeros_like(u.stored, dtype=exact) for u in self._states.trained], [DONE], factor)
             for factor in (state.get("late_factors", []) if late else [])
         )
 

@@ -89,7 +89,10 @@ class _TensorOp(FusedCommOp):
         self._fused = cache is None and sequence and not self._products.low and reach_each_other(axis)
 
     def _of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor | None:
-        """The gradient (O, I) of a weight, or None if it was added to the parameter's gradients."""
+        """The gradient (O, I) of a weight, or None if it was added to the parameter's gradients or the weight
+        is not trained."""
+        if parameter is not None and not parameter.requires_grad:
+            return None
         into = self.store.gradient_sum(parameter) if self.store and parameter is not None else None
         return self._products.of_weight(grad_NO, x_NI, parameter, into)
 
@@ -147,13 +150,14 @@ class ColumnParallel(_TensorOp):
         x, (weights, biases) = saved[0], self._parameters(saved)
         axis, sequence = self._axis, self._sequence
         flat = [grad.flatten(0, -2) for grad in grads]
+        trained = not parameters or any(parameter.requires_grad for parameter in parameters)
 
         def input_gradient() -> Tensor:
             total = self._products.of_input(flat, weights, parameters)
             return total.view(*grads[0].shape[:-1], -1)
 
         def weight_grads(whole: Tensor) -> Gradients:
-            of_biases = [grad.sum(0) for grad in flat] if biases else []
+            of_biases = [grad.sum(0) if trained else None for grad in flat] if biases else []
             own = zip_longest(flat, parameters[: len(flat)])
             return [*(self._of_weight(grad, whole.flatten(0, -2), each) for grad, each in own), *of_biases]
 
@@ -162,7 +166,7 @@ class ColumnParallel(_TensorOp):
             x = x.detach()  # with the graph behind it the stage's input would stay alive, too
             self.store.put(parameters, lambda: weight_grads(gather_tokens(x, axis, sequence)))
             return [grad_x]
-        whole, gathering = _start_gather(x, axis) if sequence else (x, DONE)
+        whole, gathering = _start_gather(x, axis) if sequence and trained else (x, DONE)
         partial_x = input_gradient()
         gathering.wait()
         grad_x, summing = _start_sum(partial_x, axis, sequence)

@@ -40,8 +40,9 @@ from meshwright.parallel.tensor_linears import (
     EnterParallelRegion,
     RowParallel,
 )
-from meshwright.spec import ModelSpec
-from meshwright.spec.parameters import Piece, expert_piece, parameters, piece_of
+from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Piece, expert_piece, piece_of
 
 
 class TensorLinears:
@@ -113,14 +114,14 @@ def tensor_parallel_hooks(
     return attention, MlpHooks(project=split.project, output=output)
 
 
-def parameter_pieces(model: ModelSpec, mesh: Mesh) -> dict[str, Piece]:
+def parameter_pieces(spec: RunSpec, mesh: Mesh) -> dict[str, Piece]:
     """The piece of each parameter that this rank of the tensor and expert axes holds, by name."""
     axis, layout = mesh.tensor, mesh.layout
     return {
         parameter.name: expert_piece(parameter, layout.ep, layout.etp, mesh.expert.rank)
         if parameter.expert
-        else piece_of(parameter, model, axis.size, axis.rank, layout.sequence_parallel)
-        for unit in parameters(model).values()
+        else piece_of(parameter, spec.model, axis.size, axis.rank, layout.sequence_parallel)
+        for unit in run_parameters(spec).values()
         for parameter in unit
     }
 

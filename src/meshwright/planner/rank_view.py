@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
 from meshwright.spec.low_precision_rules import is_rounded
+from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
 from meshwright.spec.precision import FP8_TILE, WORD
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
-from meshwright.spec.stages import Stage, parameters_of, stages
+from meshwright.spec.stages import Stage, first_trained, parameters_of, stages
 from meshwright.units import DTYPE_BYTES
 
 
@@ -61,6 +64,29 @@ def moment_width(spec: RunSpec) -> float:
     return len(kind.matrix_moments) * (1 + width / LARGEST_BLOCK if kind.eight_bit else width)
 
 
+class BlockTraining(NamedTuple):
+    """Parameters of a block that are trained, from which follows which parts of it have a backward."""
+
+    before: bool = True
+    """True if a module before the block is trained: then the block's input has a gradient."""
+    names: frozenset[str] | None = None
+    """Names within the block of the parameters that are trained; None for all."""
+
+    def trains(self, *prefixes: str) -> bool:
+        """True if a parameter is trained whose name begins with one of these."""
+        return self.names is None or any(name.startswith(prefixes) for name in self.names)
+
+    @property
+    def attention(self) -> bool:
+        """True if attention has a backward."""
+        return self.before or self.trains("attn")
+
+    @property
+    def feed_forward(self) -> bool:
+        """True if the feed-forward layer has a backward, and with it the block."""
+        return self.attention or self.trains("mlp")
+
+
 @dataclass(frozen=True)
 class RankView:
     """The stages of a pipeline rank, and the part of the model that they hold."""
@@ -89,6 +115,11 @@ class RankView:
         """True if it has the head."""
         return any(stage.head for stage in self.own)
 
+    def kinds(self) -> Counter[tuple[bool, BlockTraining]]:
+        """How many of its blocks have (routed experts, the same that is trained)."""
+        blocks = [layer for stage in self.own for layer in stage.blocks]
+        return Counter((self.spec.model.has_experts(n), training_of(self.spec, n)) for n in blocks)
+
     def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
         """The rank's pieces of each unit's parameters; blocks of one kind share the first's list."""
         spec, layout = self.spec, self.spec.layout
@@ -98,11 +129,25 @@ class RankView:
                 return expert_piece(p, layout.ep, layout.etp, 0)
             return piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)
 
-        listed = parameters_of(spec.model, self.own)
-        blocks = {f"blocks.{n}": spec.model.has_experts(n) for stage in self.own for n in stage.blocks}
-        first = {blocks.get(unit, unit): unit for unit in reversed([*listed])}
+        listed = parameters_of(spec, self.own)
+        blocks = {
+            (unit := f"blocks.{n}"): (spec.model.has_experts(n), *(p.trainable for p in listed[unit]))
+            for stage in self.own
+            for n in stage.blocks
+        }
+        first: dict[object, str] = {blocks.get(unit, unit): unit for unit in reversed([*listed])}
         made = {kind: [(p, piece(p)) for p in listed[unit]] for kind, unit in first.items()}
         return {unit: made[blocks.get(unit, unit)] for unit in listed}
+
+
+ALL_TRAINED = BlockTraining()
+
+
+def training_of(spec: RunSpec, layer: int) -> BlockTraining:
+    """The parameters of a block that are trained."""
+    listed, first = run_parameters(spec)[f"blocks.{layer}"], first_trained(spec)
+    names = frozenset(p.name.split(".", 2)[2] for p in listed if p.trainable)
+    return BlockTraining(first <= layer, None if len(names) == len(listed) else names)
 
 
 def place_of(spec: RunSpec, rank: int) -> RankView:

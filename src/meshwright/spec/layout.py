@@ -149,6 +149,13 @@ class Layout(FrozenModel):
         """True if the schedule of a pipeline defers gradients of weights."""
         return self.pp > 1 and SCHEDULES[self.schedule].splits
 
+    def shards(self, trainable: bool) -> bool:
+        """True if the ranks of the shard axis share the storage of parameters that are `trainable`, or not.
+
+        ZeRO-1 and 2 share what belongs to updates, of which parameters that are not trained have nothing.
+        """
+        return self.zero == 3 or (self.zero > 0 and trainable)
+
     @property
     def shard_ranks(self) -> int:
         """Number of ranks that ZeRO shards states over."""

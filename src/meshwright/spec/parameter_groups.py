@@ -1,4 +1,5 @@
-"""Learning rate and weight decay of each parameter: patterns of names in `[train]`, and factors of muP.
+"""The parameters that are trained, and the learning rate and weight decay of each: patterns of names in
+`[train]`, and factors of muP.
 
 In a pattern `*` stands for any characters and `?` for one. Of several that match a name the one with most
 other characters holds, wherever it stands: so a table means the same in any order.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.mup import rate_factor, widths_are_known
-from meshwright.spec.parameters import parameters
+from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
 
 
@@ -25,6 +26,16 @@ class Group(NamedTuple):
     """Factor on the learning rate."""
     decay: float
     """Weight decay; a step shrinks the parameter by rate x factor x decay of it."""
+
+
+def run_parameters(spec: Sections) -> Mapping[str, tuple[Parameter, ...]]:
+    """The parameters of each unit of a run's model; `train.frozen` names those that are not trained."""
+    return parameters(spec.model, spec.train.frozen)
+
+
+def frozen_names(spec: Sections) -> frozenset[str]:
+    """Names of the parameters that a run does not train."""
+    return frozenset(p.name for unit in run_parameters(spec).values() for p in unit if not p.trainable)
 
 
 def group_of(spec: Sections, name: str, dims: int) -> Group:
@@ -58,12 +69,7 @@ def patterns_match_parameters(spec: Sections) -> None:
     names = [parameter.name for unit in parameters(spec.model).values() for parameter in unit]
     for key, table in tables.items():
         for pattern in table:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-                raise UserError(
-                    f"train.{key}.{pattern}: matches no parameter of the model; the nearest are "
-                    f"{', '.join(near)}"
-                )
+            _matches_one_of(names, pattern, f"train.{key}.{pattern}:")
         for name in names:
             matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
             best = [pattern for pattern in matching if _specific(pattern) == max(map(_specific, matching))]
@@ -76,4 +82,25 @@ def patterns_match_parameters(spec: Sections) -> None:
                 )
 
 
-GROUP_RULES = (patterns_match_parameters, widths_are_known)
+def _matches_one_of(names: Sequence[str], pattern: str, what: str) -> None:
+    """Raise `UserError`, which begins with `what`, if a pattern matches no name."""
+    if not any(fnmatchcase(name, pattern) for name in names):
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+        raise UserError(f"{what} matches no parameter of the model; the nearest are {', '.join(near)}")
+
+
+def something_is_trained(spec: Sections) -> None:
+    """Each pattern of `train.frozen` matches a parameter, and some parameter matches none."""
+    if not spec.train.frozen:
+        return
+    every = [parameter for unit in run_parameters(spec).values() for parameter in unit]
+    for pattern in spec.train.frozen:
+        _matches_one_of([parameter.name for parameter in every], pattern, f"train.frozen: '{pattern}'")
+    if not any(parameter.trainable for parameter in every):
+        patterns = ", ".join(f"'{pattern}'" for pattern in spec.train.frozen)
+        raise UserError(
+            f"train.frozen: {patterns} match every parameter, so nothing would be trained; leave some out"
+        )
+
+
+GROUP_RULES = (patterns_match_parameters, something_is_trained, widths_are_known)

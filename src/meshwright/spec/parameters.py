@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import ceil, prod
 from typing import Literal
@@ -21,7 +22,8 @@ class Parameter:
     `split` says what dim `dim` counts; None if every tensor rank holds the whole parameter. `after_reduce` is
     True if the parameter acts on the residual stream, which sequence parallelism shards, so that each rank's
     gradient is then partial; if it is False, the parameter acts on the rank's own heads or tokens. `expert`
-    marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`.
+    marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`. One
+    that is not `trainable` is frozen: it has no gradient, and keeps its first value.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Parameter:
     dim: int = 0
     after_reduce: bool = True
     expert: bool = False
+    trainable: bool = True
 
     @property
     def size(self) -> int:
@@ -38,8 +41,24 @@ class Parameter:
 
 
 @lru_cache(maxsize=8)  # each rank of a pipeline asks for them again
-def parameters(model: Architecture) -> Mapping[str, tuple[Parameter, ...]]:
-    """Return the parameters of each unit by its name: embed, blocks.0, ..., head; tied ends are one unit."""
+def parameters(model: Architecture, frozen: tuple[str, ...] = ()) -> Mapping[str, tuple[Parameter, ...]]:
+    """Return the parameters of each unit by its name: embed, blocks.0, ..., head; tied ends are one unit.
+
+    Those whose names match one of the patterns `frozen` are not trainable.
+    """
+    units = _units(model)
+    if not frozen:
+        return units
+    return {unit: tuple(_frozen(listed, frozen)) for unit, listed in units.items()}
+
+
+def _frozen(listed: Iterable[Parameter], patterns: tuple[str, ...]) -> Iterator[Parameter]:
+    for parameter in listed:
+        matches = any(fnmatchcase(parameter.name, pattern) for pattern in patterns)
+        yield replace(parameter, trainable=not matches)
+
+
+def _units(model: Architecture) -> dict[str, tuple[Parameter, ...]]:
     embed = [Parameter("embed.weight", (model.vocab_size, model.hidden), "vocabulary")]
     if model.position == "learned":
         embed.append(Parameter("embed.positions", (model.max_seq_len, model.hidden)))
@@ -134,7 +153,7 @@ class Piece(ShardedTensor):
     There are `parts` different pieces, each on `copies` ranks. A piece reaches beyond the end of the
     parameter by `padding` rows of zeros where a vocabulary is not divided evenly. `summed` says that the
     ranks which hold the same piece have partial gradients. Pieces of routed experts also hold only some
-    indices of dim 0, the experts; their `parts` are those of one expert.
+    indices of dim 0, the experts; their `parts` are those of one expert. `trainable` is the parameter's.
     """
 
     dim: int
@@ -142,6 +161,7 @@ class Piece(ShardedTensor):
     copies: int
     summed: bool
     routed: bool = False
+    trainable: bool = True
 
     @property
     def first(self) -> int:
@@ -175,11 +195,14 @@ def piece_of(parameter: Parameter, model: Architecture, tp: int, rank: int, sequ
     origin = (0,) * len(shape)
     if parameter.split is None:
         summed = tp > 1 and (sequence_parallel or not parameter.after_reduce)
-        return Piece(parameter.name, shape, origin, shape, dim, 1, tp, summed)
+        return Piece(parameter.name, shape, origin, shape, dim, 1, tp, summed, trainable=parameter.trainable)
     parts = min(tp, model.kv_heads) if parameter.split == "kv_heads" else tp
     copies, size = tp // parts, ceil(shape[dim] / parts)
     offset = _replaced(origin, {dim: rank // copies * size})
-    return Piece(parameter.name, shape, offset, _replaced(shape, {dim: size}), dim, parts, copies, copies > 1)
+    local = _replaced(shape, {dim: size})
+    return Piece(
+        parameter.name, shape, offset, local, dim, parts, copies, copies > 1, trainable=parameter.trainable
+    )
 
 
 def expert_piece(parameter: Parameter, ep: int, etp: int, rank: int) -> Piece:
@@ -188,7 +211,8 @@ def expert_piece(parameter: Parameter, ep: int, etp: int, rank: int) -> Piece:
     sizes = {0: shape[0] // ep, dim: shape[dim] // etp}
     group, part = divmod(rank, etp)
     offset = _replaced((0,) * len(shape), {0: group * sizes[0], dim: part * sizes[dim]})
-    return Piece(parameter.name, shape, offset, _replaced(shape, sizes), dim, etp, 1, False, routed=True)
+    local = _replaced(shape, sizes)
+    return Piece(parameter.name, shape, offset, local, dim, etp, 1, False, True, parameter.trainable)
 
 
 def _replaced(numbers: tuple[int, ...], by_dim: Mapping[int, int]) -> tuple[int, ...]:

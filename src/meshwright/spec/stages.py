@@ -10,7 +10,9 @@ from itertools import accumulate, pairwise
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parameters import Parameter, parameters
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Parameter
+from meshwright.spec.sections import Sections
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,33 @@ def placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
     )
 
 
-def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> Mapping[str, tuple[Parameter, ...]]:
+def parameters_of(spec: Sections, own: Sequence[Stage]) -> Mapping[str, tuple[Parameter, ...]]:
     """Return the parameters of the units in the stages of one rank; tied ends on different ranks are two."""
     units = {unit for stage in own for unit in stage.units}
-    every = parameters(model)
-    if model.tied and not units >= {"embed", "head"}:
-        every = parameters(model.model_copy(update={"tied": False}))
-        every = {**every, "head": (every["embed"][0], *every["head"][1:])}
+    every = run_parameters(spec)
+    if spec.model.tied and not units >= {"embed", "head"}:
+        weight, *others = every["embed"]
+        norm = [parameter for parameter in others if parameter.name.startswith("head.")]
+        embed = [parameter for parameter in others if parameter not in norm]
+        every = {**every, "embed": (weight, *embed), "head": (weight, *norm)}
     return {name: listed for name, listed in every.items() if name in units}
+
+
+def first_trained(spec: Sections) -> int:
+    """The first module that has a trained parameter: 0 is the embedding, 1 block 0, and so on to the head.
+
+    Modules before it have no backward.
+    """
+    names = [p.name for unit in run_parameters(spec).values() for p in unit if p.trainable]
+    kinds = [name.split(".")[:2] for name in names]
+    places = {"embed": 0, "head": spec.model.layers + 1}
+    return min(places[kind] if kind in places else int(number) + 1 for kind, number in kinds)
+
+
+def first_trained_stage(spec: Sections, every: Sequence[Stage]) -> int:
+    """The stage of `first_trained`; stages before it have no backward."""
+    first = first_trained(spec)
+    return next(stage.index for stage in every if first <= stage.last or stage.head)
 
 
 def even(layers: int, count: int) -> list[int]:

@@ -55,10 +55,14 @@ class TrainSpec(FrozenModel):
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
     lr_factors: dict[str, Factor] = Field(
         default_factory=dict,
-        description="factors on the learning rate, by patterns of parameters' names; 0 freezes",
+        description="factors on the learning rate, by patterns of parameters' names; 0 keeps their values",
     )
     weight_decays: dict[str, Factor] = Field(
         default_factory=dict, description="decay in place of the usual one, by patterns of parameters' names"
+    )
+    frozen: tuple[str, ...] = Field(
+        (),
+        description="patterns of the names of parameters that are not trained, and keep their first values",
     )
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -18,7 +18,7 @@ from meshwright.data.loader import Batch
 from meshwright.kernels.splitmix64 import mix64_, stream
 from meshwright.model.init import flat_indices
 from meshwright.parallel.flat_param import ParamSlot
-from meshwright.spec.parameters import parameters
+from meshwright.spec.parameter_groups import run_parameters
 from meshwright.train.step import Trainer
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,17 +32,22 @@ def parameters_sha256(trainer: Trainer) -> str:
     what it stores; what crosses the wire is 8 bytes for each parameter of the model.
     """
     mesh, states = trainer.mesh, trainer.states
-    units = parameters(trainer.spec.model)
+    units = run_parameters(trainer.spec)
     shapes = {parameter.name: parameter.shape for listed in units.values() for parameter in listed}
     places = {name: place for place, name in enumerate(sorted(shapes))}
+    formats = {
+        p.name: states.formats.master if p.trainable else states.formats.compute
+        for listed in units.values()
+        for p in listed
+    }
     sums = torch.zeros(len(places), dtype=torch.int64, device=mesh.device)
     for unit in states.units:
         for slot in unit.counted_slots(states.elsewhere):
             sums[places[slot.key]] += _sum_of_hashes(unit.local(unit.stored, slot), slot)
     start_all_reduce(sums, mesh.world, "digest").wait()
-    dtype = states.formats.master
     rows = [
-        f"{name} {dtype} {shapes[name]} {total}\n" for name, total in zip(places, sums.tolist(), strict=True)
+        f"{name} {formats[name]} {shapes[name]} {total}\n"
+        for name, total in zip(places, sums.tolist(), strict=True)
     ]
     return hashlib.sha256("".join(rows).encode()).hexdigest()
 

@@ -6,9 +6,10 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.flat_param import Stored
 from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
+from meshwright.spec.parameter_groups import frozen_names
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
@@ -153,6 +155,12 @@ class TrainingRun:
                 f"{self.spec.precision.master}; give precision.compute = fp64 to keep them as they are"
             )
         self.control.together(lambda: self.trainer.initialise(weights))
+        self._save_frozen()
+
+    def _save_frozen(self) -> None:
+        """Save what is not trained, once for all checkpoints, unless the one that was loaded refers to it."""
+        if self.store.frozen is None and frozen_names(self.spec):
+            self.store.save_frozen(state.frozen_tensors(self.trainer))
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
@@ -174,8 +182,10 @@ class TrainingRun:
             self._initialise()
             return
 
-        kept = self._load(partial(self.store.load, step))
+        frozen = state.frozen_tensors(self.trainer)
+        kept = self._load(partial(self.store.load, step, converted=frozen), frozen)
         self._restore(kept)
+        self._save_frozen()
         if step is not None and latest != step:
             self.store.go_back(step)
         self.saves.start(self.done)
@@ -198,6 +208,8 @@ class TrainingRun:
         try:
             form = state.form(self.trainer)
             kept = self._load(partial(self.snapshots.load, step, form=form))
+            if (name := kept.get("frozen")) is not None:
+                self.store.load_frozen(name, state.frozen_tensors(self.trainer))
         except BadCheckpointError as error:
             self.store.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()
@@ -210,15 +222,22 @@ class TrainingRun:
             self.samples.note(self.world.within(self.loader.step(step)))
         return True
 
-    def _load(self, load: Callable[[dict[str, Stored], Callable[[Row], None]], Row]) -> Row:
-        """Fill the run's tensors; which of them there are is known once the checkpoint's state is read."""
+    def _load(
+        self,
+        load: Callable[[dict[str, Stored], Callable[[Row], None]], Row],
+        frozen: Mapping[str, Stored] = MappingProxyType({}),
+    ) -> Row:
+        """Fill the run's tensors; which of them there are is known once the checkpoint's state is read.
+
+        Those in `frozen` are filled, too.
+        """
         tensors = state.tensors(self.trainer)
 
         def check(kept: Row) -> None:
             self._check_same_run(kept)
             there = state.tensors_in(self.trainer, kept)
             tensors.clear()
-            tensors.update(there)
+            tensors.update({**there, **frozen})
 
         return load(tensors, check)
 
@@ -343,7 +362,8 @@ class TrainingRun:
     def _metadata(self, samples: str) -> Row:
         tokenizer = self.corpus.tokenizer.content_sha256 if self.corpus.has_text else None
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
-        return kept | {"guard": self.guard.state()}
+        frozen = {"frozen": self.store.frozen} if self.store.frozen is not None else {}
+        return kept | {"guard": self.guard.state(), **frozen}
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)

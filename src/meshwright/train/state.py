@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Strict
+from pydantic import Field, Strict
 from typing_extensions import TypedDict
 
+from meshwright.checkpoint.disk import FROZEN
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.distil.distillation import Distillation
 from meshwright.islands.outer_quorum import QuorumOuter
@@ -38,12 +39,17 @@ FREE = {
 
 
 def tensors(trainer: Trainer) -> dict[str, Stored]:
-    """Every tensor that a resume needs, by name, sharing the run's memory."""
-    found = {f"model/{name}": tensor for name, tensor in trainer.states.parameters()}
+    """Every tensor that changes and that a resume needs, by name, sharing the run's memory."""
+    found = {f"model/{name}": tensor for name, tensor in trainer.states.trained_parameters()}
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     for part in trainer.parts:
         found.update(part.tensors())
     return trainer.outer.named(found, trainer.optimiser.updates)
+
+
+def frozen_tensors(trainer: Trainer) -> dict[str, Stored]:
+    """Every parameter that is not trained, by the name that it has in a checkpoint, in the run's memory."""
+    return {f"model/{name}": tensor for name, tensor in trainer.states.frozen_parameters()}
 
 
 def form(trainer: Trainer) -> str:
@@ -94,6 +100,7 @@ class _State(TypedDict):
     updates: Natural
     loss_scale: _Scale
     guard: NotRequired[GuardState | None]
+    frozen: NotRequired[Annotated[str, Field(pattern=f"^{FROZEN}[0-9a-f]{{16}}$")]]
 
 
 PART_FIELDS = [kind.Fields for kind in (DelayedScaling, Clipping, QuorumOuter, StaleGradients, Distillation)]

@@ -190,6 +190,7 @@ _PHRASES = {
     "parameter gradient": "the gradient of {}",
     "input gradient": "the gradient of {}",
     "parameter": "the update of {}",
+    "frozen": "{}, which is not trained and has changed",
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",
     "ema": "the moving average of {}",

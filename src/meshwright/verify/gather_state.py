@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,9 @@ def gather_state(trainer: Trainer) -> State:
     averages = [kind for part in trainer.parts for kind, _, _ in part.averages()]
     kinds = ("parameter", "router bias", *trainer.optimiser.moments, *averages)
     found: State = {kind: {} for kind in kinds}
-    for key, tensor in gather_full(state.tensors(trainer).items(), trainer.run_mesh).items():
+    frozen = ((f"{trainer.outer.prefix}model/{n}", each) for n, each in trainer.states.frozen_parameters())
+    every = chain(state.tensors(trainer).items(), frozen)
+    for key, tensor in gather_full(every, trainer.run_mesh).items():
         island, _, own = key.partition("/") if key.startswith("island.") else ("", "", key)
         kind, _, name = own.removeprefix("optim/").partition("/")
         if kind == "outer":

@@ -91,6 +91,8 @@ def differences(
 ) -> Iterator[Difference]:
     """Compare the ranks' sums of a phase with those that the reference's tables give, module by module."""
     modules = list(tables["forward"])
+    if not tables[phase]:  # of a backward that passes no module's output
+        return
     numbers = {module: number for number, module in enumerate(tables[phase])}
     expected = cache(partial(_expected, torch.stack([*tables[phase].values()]).cpu(), spec))
     rows: dict[str, list[_Compared]] = defaultdict(list)

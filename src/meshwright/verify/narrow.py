@@ -101,6 +101,10 @@ def _drop_patterns(tree: dict[str, Any]) -> None:
     for key in ("lr_factors", "weight_decays"):
         table = tree["train"][key].items()
         tree["train"][key] = {p: value for p, value in table if any(fnmatchcase(n, p) for n in names)}
+    frozen = [p for p in tree["train"]["frozen"] if any(fnmatchcase(n, p) for n in names)]
+    while all(any(fnmatchcase(n, p) for p in frozen) for n in names):  # of blocks that are left out
+        frozen.pop()
+    tree["train"]["frozen"] = frozen
 
 
 def _note(small: RunSpec, spec: RunSpec) -> str:

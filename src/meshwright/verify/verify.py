@@ -37,6 +37,7 @@ from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference.data import batches
 from meshwright.verify.reference.distillation import ReferenceTeacher
+from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.outer import island_steps
 from meshwright.verify.reference.steps import ReferenceStep, reference_steps
@@ -110,6 +111,7 @@ def _side_by_side(
             elif kind in wanted:  # optimisers have moments of their own
                 minuends = wanted["outer message"] if kind == "outer error" else None
                 comparison.add(number, kind, found[kind], wanted[kind], minuends)
+        comparison.note(number, "frozen", _moved(spec, number, initial, found["parameter"]))
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
         comparison.note(number, "replicas", [copies])
@@ -124,6 +126,17 @@ def _side_by_side(
         comparison.add(steps, "validation loss", held_out, losses)
     verdict = comparison.result(axes_of(spec.layout, spec.microbatches))
     return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+
+
+def _moved(
+    spec: RunSpec, number: int, initial: dict[str, Tensor], found: dict[str, Tensor]
+) -> Iterator[Difference]:
+    """Compare parameters that are not trained with their initial values, to the bit."""
+    for name, value in found.items():
+        own = name.split("/")[-1]
+        if is_frozen(spec, own):
+            same = torch.equal(value, initial[own])
+            yield Difference(number, "frozen", name, 0.0 if same else math.inf)
 
 
 def _kinds(spec: RunSpec) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from meshwright.spec.errors import NumericalError
 from meshwright.spec.hf.special_tokens import check_within, keep_side_files, side_files
 from meshwright.spec.hf.text_tokens import open_published
 from meshwright.spec.load import load
+from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.sections import DataSpec
 from meshwright.train.state import check_fields, check_same_model, imported_state
 
@@ -70,12 +71,13 @@ def load_tensors(
     def check(state: dict[str, Any]) -> None:
         check_state(run, spec, state, average)
 
-    kind = "ema" if average else "model"
-    tensors = {f"{kind}/{name}": tensor for name, tensor in parameters.items()}
+    names = average_names(spec) if average else {}
+    tensors = {names.get(name, f"model/{name}"): tensor for name, tensor in parameters.items()}
     tensors |= {f"model/{name}": tensor for name, tensor in biases.items()}
+    converted = {f"model/{name}" for name in frozen_names(spec)}
     store = CheckpointStore(folder, keep=1, control=ranks)
     with torch.no_grad():
-        state = store.load(step, tensors, check)
+        state = store.load(step, tensors, check, converted)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
 
@@ -87,6 +89,12 @@ def load_tensors(
 
     ranks.together(check_values)
     return state
+
+
+def average_names(spec: RunSpec) -> dict[str, str]:
+    """Parameter -> its moving average in a checkpoint; what a run does not train has none but its value."""
+    names = (p.name for unit in run_parameters(spec).values() for p in unit if p.trainable)
+    return {name: f"ema/{name}" for name in names}
 
 
 def check_state(run: Path, spec: RunSpec, state: dict[str, Any], average: bool) -> None:

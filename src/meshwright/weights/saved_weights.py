@@ -15,7 +15,7 @@ from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest,
 from meshwright.comm.mesh import TrafficCounter
 from meshwright.exchange.hf import tensor_shapes
 from meshwright.spec import UserError, load
-from meshwright.weights.load import check_finite, check_state
+from meshwright.weights.load import average_names, check_finite, check_state
 
 
 class SavedWeights:
@@ -35,7 +35,7 @@ class SavedWeights:
         self._manifest = parse_manifest(self._path, read_manifest_text(self._path, self._disk))
         check_state(run, self.spec, self._manifest.state, average)
         self.shapes = tensor_shapes(self.spec.model)
-        self._kind = "ema" if average else "model"
+        self._averages = average_names(self.spec) if average else {}
         held = {self._key(name): self._empty(name, "meta") for name in self.shapes}
         match_tensors(self._manifest, held, self._path)
 
@@ -68,7 +68,7 @@ class SavedWeights:
 
     def _key(self, name: str) -> str:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""
-        return f"model/{name}" if name.endswith(".router.bias") else f"{self._kind}/{name}"
+        return self._averages.get(name, f"model/{name}")
 
     def _empty(self, name: str, device: str = "cpu") -> Tensor:
         entry = self._manifest.tensors.get(self._key(name))

@@ -24,7 +24,7 @@ from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.rank_view import share
+from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, share
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.messages import Message, Overlap, Phase, end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
@@ -281,7 +281,7 @@ class LayerCost:
 
     # Messages.
 
-    def messages(self, routed: bool) -> list[Message]:
+    def messages(self, routed: bool, training: BlockTraining = ALL_TRAINED) -> list[Message]:
         """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them.
 
         Full recomputation is charged a whole forward, compute and messages alike, as the lower bounds of the
@@ -289,7 +289,7 @@ class LayerCost:
         """
         merged = merged_share(self.shape, self.links) if routed and self.stack.merged_copies else 1.0
         if self.stack.own:
-            listed = [*layer_messages(self.shape, routed)]
+            listed = [*layer_messages(replace(self.shape, training=training), routed)]
         else:
             sent = self.precision.sent if self.precision.cast else self.width
             listed = [*published_messages(self.shape, routed, sent, merged)]
@@ -298,7 +298,7 @@ class LayerCost:
         if policy == "none" or (policy == "selective" and selective in ("attention", "latents")):
             return listed
         if self.repeats:
-            called = layer_messages(replace(self.shape, repeated=self.repeats), routed)
+            called = layer_messages(replace(self.shape, repeated=self.repeats, training=training), routed)
             again = [m for m in called if m.phase is Phase.RECOMPUTE]
         elif policy == "selective" and selective == "half":
             again = [m.times(0.5) for m in again if m.axis == "tensor"]

@@ -14,7 +14,8 @@ bf16, else m = e), its P numbers, padding included, take (cf. Rajbhandari et al.
 "or none" where both formats are equal: then both are the same memory. With several microbatches, gradients
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
-Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
+Otherwise they are reduced as they arise. Parameters that are not trained are units of their own, of P b
+bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and counts its steps in a number of 4 bytes
 for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no pattern
 divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8 bits
 (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has two
@@ -32,7 +33,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 
 from meshwright.planner.rank_view import RankView, Widths, gathered_bytes, part_elements, place_of, widths
 from meshwright.planner.traffic import exchange
@@ -41,8 +42,8 @@ from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import MAP_SIZE, PREFIXES, block_of
 from meshwright.spec.low_precision_rules import rounded_parameters
-from meshwright.spec.parameter_groups import group_of
-from meshwright.spec.parameters import Parameter, Piece, parameters
+from meshwright.spec.parameter_groups import group_of, run_parameters
+from meshwright.spec.parameters import Parameter, Piece
 from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiling
@@ -84,6 +85,7 @@ class StateShard:
 
     name: str
     routed: bool
+    trainable: bool
     ranks: int
     part: int
     decays: int
@@ -104,7 +106,11 @@ class StateShard:
 
     def aliased(self, width: Widths) -> bool:
         """True if the copy that computes is the one that is stored."""
-        return self.ranks == 1 and width.compute == width.master
+        return self.ranks == 1 and self.master(width) == width.compute
+
+    def master(self, width: Widths) -> int:
+        """Bytes of a number as it is stored: what is not trained is stored as it computes."""
+        return width.master if self.trainable else width.compute
 
 
 def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
@@ -118,19 +124,21 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
     width, model, moe = widths(view.spec), view.spec.model, view.spec.model.moe
     train = view.spec.train
     parameters = masters = optimiser = 0
+    trained = [unit for unit in shards if unit.trainable]
     staged = staged and train.offload != "none"
     if train.offload == "none":
         optimiser = moment_bytes(view, shards)
-    elif staged and shards:
-        length = min(tiling().moment_elements, max(unit.part for unit in shards))
+    elif staged and trained:
+        length = min(tiling().moment_elements, max(unit.part for unit in trained))
         optimiser = SLOTS * len(train.moments) * length * width.exact
     for unit in shards:
-        stored = unit.part * width.master
+        stored = unit.part * unit.master(width)
         if unit.aliased(width):
             parameters += stored
         else:
             masters += stored
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
+    for unit in trained:
         optimiser += width.exact * unit.part if train.ema is not None else 0
         if view.spec.precision.master == "fp32" and not staged:
             optimiser += STEP_COUNT * unit.counts
@@ -138,7 +146,7 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
     if moe is not None:
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
-    gradients = _gradients(view, shards)
+    gradients = _gradients(view, trained)
     outer = outer_bytes(view)
     return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec), outer)
 
@@ -185,6 +193,7 @@ def _scaling(spec: RunSpec) -> int:
 
 def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
     """Bytes of the moments of a rank that holds `shards`, wherever they are."""
+    shards = [unit for unit in shards if unit.trainable]
     exact, kind = widths(view.spec).exact, view.spec.train.optimiser_kind
     if kind.eight_bit:
         numbers = (unit.decays + exact * (unit.blocks + unit.part - unit.decays) for unit in shards)
@@ -195,14 +204,14 @@ def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:
-    """Bytes of parameters, moments and moving averages of all ranks, as they are stored.
+    """Bytes of trained parameters, moments and moving averages of all ranks, as they are stored.
 
     Islands have parameters, moments and errors each, and anchors and outer momentum together. Sums of
     exchanges under way are left out.
     """
     width, total = widths(spec), 0
     averages = int(spec.train.ema is not None)
-    for p in (p for unit in parameters(spec.model).values() for p in unit):
+    for p in (p for unit in run_parameters(spec).values() for p in unit if p.trainable):
         each = width.exact * p.size
         stored = (width.master + width.exact * averages) * p.size
         if spec.train.optimiser_kind.eight_bit and len(p.shape) >= 2:
@@ -216,15 +225,16 @@ def checkpoint_bytes(spec: RunSpec) -> int:
 
 
 def units(view: RankView) -> list[StateShard]:
-    """The units of a rank in the order of its forward; routed experts follow the rest of their block."""
+    """The units of a rank in the order of its forward; routed experts follow the rest of their block, and of
+    both what is not trained follows what is."""
     layout, moe = view.spec.layout, view.spec.model.moe
     experts = layout.expert_data_ranks if moe is not None else 1
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
 
     def shards(unit: str, listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
-        for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
-            ranks = ranks if zero else 1
-            held = [(p, piece) for p, piece in listed if (piece.experts is not None) == routed]
+        for routed, trainable in product((False, True), (True, False)):
+            ranks = (experts if routed else layout.shard_ranks) if zero and layout.shards(trainable) else 1
+            held = [each for each in listed if (each[1].routed, each[1].trainable) == (routed, trainable)]
             if held:
                 pieces = [piece for _, piece in held]
                 part = sum(part_elements(piece, ranks) for piece in pieces)
@@ -232,8 +242,8 @@ def units(view: RankView) -> list[StateShard]:
                 decays = sum(size for _, size in matrices)
                 blocks = sum(size // block_of(p, view.spec.model.heads) for p, size in matrices)
                 sent = gathered_bytes(view.spec, pieces, ranks)
-                counts = _adam_counts(view.spec, unit, pieces)
-                yield StateShard(unit, routed, ranks, part, decays, blocks, zero, sent, counts)
+                counts = _adam_counts(view.spec, unit, pieces) if trainable else 0
+                yield StateShard(unit, routed, trainable, ranks, part, decays, blocks, zero, sent, counts)
 
     every = view.pieces()
     if view.spec.train.lr_factors or view.spec.train.weight_decays:  # patterns may name a block
@@ -283,7 +293,7 @@ def packed_width(view: RankView, unit: StateShard) -> int:
 
 
 def _gradients(view: RankView, shards: Sequence[StateShard]) -> int:
-    """Peak bytes of gradients. A reduction is waited for one block later."""
+    """Peak bytes of gradients of trained `shards`. A reduction is waited for one block later."""
     width, events = widths(view.spec), list(_events(view, shards))
     packed = {unit: unit.whole * packed_width(view, unit) for unit in shards if waits(view.spec, unit)}
     left, depth = Counter(events), Counter(unit.name for unit in shards)
@@ -340,10 +350,11 @@ def _events(view: RankView, shards: Sequence[StateShard]) -> Iterator[StateShard
     for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, rank):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W
+        tied = view.spec.model.tied and view.embed and view.head
         if stage.head and ends_too:
-            yield from by_name["head" if "head" in by_name else "embed"]
+            yield from by_name.get("embed" if tied else "head", ())
         for block in reversed(stage.blocks):
-            of_block = by_name[f"blocks.{block}"]
+            of_block = by_name.get(f"blocks.{block}", ())
             yield from (unit for unit in of_block if not (unit.routed and action.kind is Kind.I))
         if stage.embed and ends_too:
-            yield from by_name["embed"]
+            yield from by_name.get("embed", ())

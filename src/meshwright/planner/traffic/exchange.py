@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from meshwright.planner.rank_view import RankView, part_elements, widths
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import block_of
-from meshwright.spec.parameters import Parameter, parameters
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Parameter
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def exchanged_width(spec: RunSpec) -> float:
     mean of a model's numbers."""
     if not spec.outer.compressed:
         return widths(spec).exact
-    every = [parameter for unit in parameters(spec.model).values() for parameter in unit]
+    every = [p for unit in run_parameters(spec).values() for p in unit if p.trainable]
     sent = sum(_encoded_bytes(spec, parameter, parameter.size) for parameter in every)
     return sent / sum(parameter.size for parameter in every)
 
@@ -58,13 +59,14 @@ def fragments(view: RankView) -> list[Fragment]:
         place = spec.outer.fragment_of(name, spec.model.tied)
         for routed, ranks in ((False, layout.shard_ranks), (True, layout.expert_data_ranks)):
             ranks = ranks if layout.zero else 1
-            held = [(p, piece) for p, piece in listed if (piece.experts is not None) == routed]
+            every = [(p, piece) for p, piece in listed if piece.routed == routed]
+            held = [(p, piece) for p, piece in every if p.trainable]
             if held:
                 parts = [(p, part_elements(piece, ranks)) for p, piece in held]
                 units[place].append(sum(size for _, size in parts))
                 if spec.outer.compressed:
                     encoded[place].append(sum(_encoded_bytes(spec, p, size) for p, size in parts))
-            if routed and held and moe is not None and moe.bias:
+            if routed and every and moe is not None and moe.bias:
                 biases[place].append(moe.experts)
             if spec.model.tied and view.embed != view.head:
                 apart[place] += sum(part_elements(q, ranks) for p, q in held if p.name == "embed.weight")

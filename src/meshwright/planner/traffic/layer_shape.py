@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.planner.group_shapes import Axes, GroupShape, axes
-from meshwright.planner.rank_view import recomputed, widths
+from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, recomputed, widths
 from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
 
 
@@ -28,6 +28,8 @@ class LayerShape:
     """Operators that the backward runs again: 'matmul', 'attention', 'exchange' (Ulysses)."""
     on_cpu: bool = False
     """True if the layer runs on processors, where the loss is computed in smaller chunks."""
+    training: BlockTraining = ALL_TRAINED
+    """Parameters of the layer that are trained."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 

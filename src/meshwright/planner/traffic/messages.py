@@ -12,18 +12,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Literal, NamedTuple, TypeVar
 
 from meshwright.planner.group_shapes import GroupShape, axes, step_axes, step_world
-from meshwright.planner.rank_view import RankView, gathered_bytes, part_elements, place_of, share, widths
+from meshwright.planner.rank_view import (
+    BlockTraining,
+    RankView,
+    gathered_bytes,
+    part_elements,
+    place_of,
+    share,
+    widths,
+)
 from meshwright.planner.traffic import exchange
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
+from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Piece, parameters
 from meshwright.spec.precision import DELAYED
+from meshwright.spec.stages import first_trained
 from meshwright.spec.tiling import loss_pieces
 
 Key = TypeVar("Key")
@@ -142,41 +153,62 @@ def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
         return
     call = partial(Message, "tensor", width=shape.width, group=shape.groups.tensor, where=where)
     hidden = partial(call, elements=shape.stream)
-    inputs, outputs = [(shape.stream, True)] * shape.maps(where == "moe"), shape.maps(where == "moe")
-    if (mla := shape.model.mla) is not None:
-        latents = [(mla.q_rank or shape.model.hidden, True), (mla.kv_rank, True), (mla.rope_dim, False)]
-        inputs[:1] = [(shape.tokens * channels, weights) for channels, weights in latents]
-    again = [Phase.RECOMPUTE] * ("matmul" in shape.repeated)
-    for elements, weights in inputs:
+    training, outputs = shape.training, shape.maps(where == "moe")
+    again = [Phase.RECOMPUTE] * ("matmul" in shape.repeated and training.feed_forward)
+    for elements, weights, backward in _entered(shape, outputs):
         if shape.layout.sequence_parallel:
             yield from (call("all_gather", elements, phase=phase) for phase in (Phase.FORWARD, *again))
         if shape.layout.sequence_parallel and weights:
             yield call("all_gather", elements, phase=Phase.WEIGHT, overlaps=Overlap.PRODUCT)
-        yield call(shape.reduction, elements, phase=Phase.INPUT)
+        if backward:
+            yield call(shape.reduction, elements, phase=Phase.INPUT)
     yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
     yield from (hidden(shape.reduction, phase=phase) for phase in again)  # not of the layer's last map
     if shape.layout.sequence_parallel:
-        yield hidden("all_gather", phase=Phase.INPUT, count=outputs)
+        back = training.attention + (outputs - 1) * training.feed_forward
+        yield hidden("all_gather", phase=Phase.INPUT, count=back)
     elif where == "moe":  # each tensor rank routes its own tokens
-        yield from (hidden("all_gather", phase=phase) for phase in (Phase.FORWARD, Phase.INPUT))
+        phases = Phase.FORWARD, *[Phase.INPUT] * training.feed_forward
+        yield from (hidden("all_gather", phase=phase) for phase in phases)
+
+
+def _entered(shape: LayerShape, maps: int) -> Iterator[tuple[float, bool, bool]]:
+    """(elements, whether a weight's gradient needs them, whether they have a gradient) of the inputs of
+    column-parallel maps."""
+    mla, training = shape.model.mla, shape.training
+    if mla is None:
+        yield shape.stream, training.trains("attn.q.", "attn.k.", "attn.v."), training.attention
+    else:
+        yield (
+            shape.tokens * (mla.q_rank or shape.model.hidden),
+            training.trains("attn.q."),
+            training.attention,
+        )
+        yield shape.tokens * mla.kv_rank, training.trains("attn.kv."), training.attention
+        yield shape.tokens * mla.rope_dim, False, training.attention
+    names = [f"mlp.{inner}{name}." for inner in ("", "shared.") for name in ("gate", "up")]
+    yield from [(shape.stream, training.trains(*names), training.feed_forward)] * (maps - 1)
 
 
 def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
     """Queries, keys and values (`parallel/ring_attention.py`, `parallel/ulysses.py`)."""
     keys, ring, call = 2 * shape.tokens * shape.kv, shape.ring, partial(Message, "context", where=where)
-    forwards = [Phase.FORWARD, *[Phase.RECOMPUTE] * ("attention" in shape.repeated)]
+    training = shape.training
+    again = [Phase.RECOMPUTE] * training.feed_forward
+    forwards = [Phase.FORWARD, *again * ("attention" in shape.repeated)]
+    back = [Phase.INPUT] * training.attention
     if ring.ranks > 1 and shape.layout.context_mode == "gather":
         whole = partial(call, elements=keys * ring.ranks, group=ring)
         yield from (whole("all_gather", width=shape.width, phase=phase) for phase in forwards)
-        yield whole("reduce_scatter", width=shape.exact, phase=Phase.INPUT)
+        yield from (whole("reduce_scatter", width=shape.exact, phase=phase) for phase in back)
     elif ring.ranks > 1:
         shift = partial(call, "shift", keys, group=ring, overlaps=Overlap.ATTENTION)
-        for phase in (*forwards, Phase.INPUT):
+        for phase in (*forwards, *back):
             yield shift(width=shape.width, phase=phase, count=ring.ranks - 1)
-        yield shift(width=shape.exact, phase=Phase.INPUT, count=ring.ranks)
+        yield from (shift(width=shape.exact, phase=phase, count=ring.ranks) for phase in back)
     if shape.ulysses.ranks > 1:
         exchange = partial(call, "all_to_all", width=shape.width, group=shape.ulysses)
-        for phase in (Phase.FORWARD, Phase.INPUT, *[Phase.RECOMPUTE] * ("exchange" in shape.repeated)):
+        for phase in (Phase.FORWARD, *back, *again * ("exchange" in shape.repeated)):
             yield exchange(shape.tokens * (shape.q + 2 * shape.kv), phase=phase)
             yield exchange(shape.tokens * shape.q, phase=phase)
 
@@ -194,11 +226,13 @@ def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator
     call = partial(Message, "expert", "all_to_all", group=group, where="moe")
     weighted = hidden + shape.exact / shape.width
     yield call(shape.moe.experts * shape.layout.etp, _COUNT, phase=Phase.FORWARD)
-    for phase in (Phase.FORWARD, *[Phase.RECOMPUTE] * ("matmul" in shape.repeated)):
+    again = [Phase.RECOMPUTE] * ("matmul" in shape.repeated and shape.training.feed_forward)
+    for phase in (Phase.FORWARD, *again):
         yield call(sent * weighted, shape.width, phase=phase)
     yield call(received * hidden, shape.width, phase=Phase.FORWARD)
-    yield call(sent * hidden, shape.width, phase=Phase.INPUT)
-    yield call(received * weighted, shape.width, phase=Phase.INPUT)
+    if shape.training.feed_forward:
+        yield call(sent * hidden, shape.width, phase=Phase.INPUT)
+        yield call(received * weighted, shape.width, phase=Phase.INPUT)
 
 
 def _balance_messages(shape: LayerShape) -> Iterator[Message]:
@@ -258,7 +292,11 @@ def messages(
     islands `number` is that of the step, from 1; by default exchanges count in the mean over a period.
     """
     view, shape = place_of(spec, pipeline_rank), layer_shape(spec, on_cpu)
-    inside = microbatch_messages(view, partial(layer_messages, shape), partial(end_messages, shape))
+    inside = microbatch_messages(
+        view,
+        lambda routed, training: layer_messages(replace(shape, training=training), routed),
+        partial(end_messages, shape),
+    )
     listed = [*_state_messages(view), *(m for m in inside if m.axis != "expert")]
     listed += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
     listed += [*_muon_messages(view), *_exchange_messages(view, number)]
@@ -266,17 +304,39 @@ def messages(
 
 
 def microbatch_messages(
-    view: RankView, layer: Callable[[bool], list[Message]], end: Callable[[bool], list[Message]]
+    view: RankView,
+    layer: Callable[[bool, BlockTraining], list[Message]],
+    end: Callable[[bool], list[Message]],
 ) -> list[Message]:
     """Messages inside a rank's stages, in all microbatches of a step.
 
-    `layer` gives those of a layer with routed experts or a dense one, `end` those of the head or the
-    embedding.
+    `layer` gives those of a layer with routed experts or a dense one, and what is trained in it, `end` those
+    of the head or the embedding.
     """
-    layers = (view.layers - view.routed, layer, False), (view.routed, layer, True)
-    parts = (*layers, (view.embed, end, False), (view.head, end, True))
-    often = view.spec.microbatches
-    return [m.times(often * count) for count, of, kind in parts if count for m in of(kind)]
+    often, kinds = view.spec.microbatches, view.kinds()
+    listed = [m.times(often * kinds[kind]) for kind in sorted(kinds, key=_routed_last) for m in layer(*kind)]
+    for held, head in ((view.embed, False), (view.head, True)):
+        backward = head_has_gradient(view.spec) if head else embedding_is_trained(view.spec)
+        for m in end(head) if held else ():
+            if backward or m.phase is Phase.FORWARD:
+                listed.append(m.times(often))
+    return listed
+
+
+def _routed_last(kind: tuple[bool, BlockTraining]) -> bool:
+    return kind[0]
+
+
+def embedding_is_trained(spec: RunSpec) -> bool:
+    """True if the embedding of tokens has a gradient."""
+    return any(p.trainable for p in run_parameters(spec)["embed"] if p.name == "embed.weight")
+
+
+def head_has_gradient(spec: RunSpec) -> bool:
+    """True if the input of the head's product has a gradient: one goes to its norm, or to modules before."""
+    listed = [p for unit in ("embed", "head") for p in run_parameters(spec).get(unit, ())]
+    of_norm = any(p.trainable for p in listed if p.name.startswith("head.norm."))
+    return of_norm or first_trained(spec) <= spec.model.layers
 
 
 def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | None) -> Iterator[Message]:
@@ -286,8 +346,9 @@ def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | No
     elif view.routed:
         parts = min(shape.layout.expert_parts, shape.tokens // shape.layout.tp)
         sent = shape.copies * admitted(view.spec, shape.moe) / parts * share(shape.groups.expert.ranks)
-        times = view.spec.microbatches * view.routed * parts
-        yield from (m.times(times) for m in expert_messages(shape, Copies(sent, sent)))
+        for (routed, training), count in view.kinds().items():
+            listed = expert_messages(replace(shape, training=training), Copies(sent, sent)) if routed else ()
+            yield from (m.times(view.spec.microbatches * count * parts) for m in listed)
 
 
 def _edge_messages(view: RankView, shape: LayerShape) -> Iterator[Message]:
@@ -303,9 +364,10 @@ def _state_messages(view: RankView) -> Iterator[Message]:
     """Parameters and gradients of each ZeRO unit; routed experts are units of their own."""
     gathers = _gathers(view)
     for name, listed in view.pieces().items():
-        for routed in (False, True):
-            pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
-            yield from _unit_messages(view.spec, pieces, routed, gathers.get(name, 1))
+        for routed, trainable in product((False, True), (True, False)):
+            pieces = [piece for _, piece in listed if (piece.routed, piece.trainable) == (routed, trainable)]
+            if pieces:
+                yield from _unit_messages(view.spec, pieces, gathers.get(name, 1))
 
 
 def _gathers(view: RankView) -> dict[str, int]:
@@ -313,7 +375,8 @@ def _gathers(view: RankView) -> dict[str, int]:
 
     A block is gathered for its forward and for its backward. The head and the last block stay whole in
     between, the first block from its backward to the next microbatch's forward; the backward of the embedding
-    reads no weight. Tied ends stay whole through the step.
+    reads no weight. Tied ends stay whole through the step. Blocks before the first module that is trained have
+    no backward.
     """
     often, blocks = view.spec.microbatches, view.spec.model.layers
     if view.spec.layout.zero < 3 or view.spec.layout.pp > 1:
@@ -322,16 +385,20 @@ def _gathers(view: RankView) -> dict[str, int]:
     gathers |= {"embed": 1 if view.spec.model.tied else often, "head": often}
     gathers["blocks.0"] = often + 1
     gathers[f"blocks.{blocks - 1}"] = often if blocks > 1 else 1
-    return gathers
+    forward_only = range(min(blocks, first_trained(view.spec) - 1))
+    return gathers | {f"blocks.{layer}": often for layer in forward_only}
 
 
-def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers: int) -> Iterator[Message]:
+def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], gathers: int) -> Iterator[Message]:
     """Messages of one unit (`parallel/data_parallel.py`); in a pipeline it moves once a step."""
     layout, width, zero, groups = spec.layout, widths(spec), spec.layout.zero, step_axes(spec)
-    axis, group = ("expert_data", groups.expert_data) if routed else ("shard", groups.shard)
-    parts = group.ranks if zero else 1
+    trainable = pieces[0].trainable
+    axis, group = ("expert_data", groups.expert_data) if pieces[0].routed else ("shard", groups.shard)
+    parts = group.ranks if layout.shards(trainable) else 1
     part = sum(part_elements(piece, parts) for piece in pieces)
     call = partial(Message, where="unit", overlaps=Overlap.NEXT_UNIT)
+    if parts == 1 and not trainable:
+        return
     if parts == 1:
         axis, group = (axis, group) if groups.replicate.ranks == 1 else ("replicate", groups.replicate)
         yield call(axis, "all_reduce", part, width.reduce, group, Phase.STEP)
@@ -341,6 +408,8 @@ def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers
     reductions = spec.microbatches if each_microbatch[1] else 1
     sent = gathered_bytes(spec, pieces, parts) / width.compute
     yield call(axis, "all_gather", parts * sent, width.compute, group, gathered, count=gathers)
+    if not trainable:
+        return
     yield call(axis, "reduce_scatter", parts * part, width.reduce, group, reduced, count=reductions)
     yield call("replicate", "all_reduce", part, width.exact, groups.replicate, Phase.STEP)
 
@@ -362,7 +431,7 @@ def _muon_messages(view: RankView) -> Iterator[Message]:
             pieces = [
                 piece
                 for _, piece in listed
-                if (piece.experts is not None) == routed and len(piece.global_shape) >= 2
+                if piece.routed == routed and piece.trainable and len(piece.global_shape) >= 2
             ]
             ranks = group.ranks if spec.layout.zero else 1
             rows = sum(part_elements(piece, ranks) for piece in pieces)
@@ -376,7 +445,8 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     spec, groups, moe = view.spec, axes(view.spec.layout), view.spec.model.moe
     call, exact = partial(Message, phase=Phase.STEP, where="step"), widths(spec).exact
     summed, tied, parts = Counter[int](), 0, spec.layout.shard_ranks if spec.layout.zero else 1
-    for parameter, piece in (held for unit in view.pieces().values() for held in unit):
+    held = (each for unit in view.pieces().values() for each in unit if each[1].trainable)
+    for parameter, piece in held:
         size = part_elements(piece, parts)
         summed[piece.copies] += size * piece.summed
         tied += size * (spec.model.tied and parameter.name == "embed.weight")

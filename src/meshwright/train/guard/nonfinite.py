@@ -107,7 +107,7 @@ class _Search(StepTracer):
 
     def sums(self) -> None:
         """Check the gradients that were summed over ranks."""
-        for unit in self._trainer.states.units:
+        for unit in self._trainer.states.trained:
             for slot in unit.slots:
                 if not _finite(unit.gradient_of(slot)):
                     layer = self.layer(slot.key)

@@ -60,7 +60,7 @@ class StepTracer(ActionHook):
                 handle = module.register_forward_hook(partial(self._output, name))
                 self._stack.callback(handle.remove)
         for parameter, name in names.items():
-            if parameter.device.type != "meta":
+            if parameter.device.type != "meta" and parameter.requires_grad:
                 look = partial(self._gradient, f"the gradient of {name}")
                 self._stack.callback(parameter.register_hook(look).remove)
         return self

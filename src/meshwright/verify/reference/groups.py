@@ -1,4 +1,5 @@
-"""Learning rates and weight decays of single parameters, written apart from `spec/parameter_groups.py`."""
+"""The parameters that are trained, and learning rates and weight decays of single ones, written apart from
+`spec/parameter_groups.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ import re
 from collections.abc import Mapping
 
 from meshwright.spec import RunSpec
+
+
+def is_frozen(spec: RunSpec, name: str) -> bool:
+    """True for a parameter that is not trained."""
+    return any(_matches(pattern, name) for pattern in spec.train.frozen)
 
 
 def factor_and_decay(spec: RunSpec, name: str, dims: int) -> tuple[float, float]:
@@ -28,8 +34,13 @@ def _of(table: Mapping[str, float], name: str, usual: float) -> float:
     """The value of the pattern with most characters besides * and ? that matches the whole name."""
     best, found = -1, usual
     for pattern, value in table.items():
-        expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
         own = len(re.sub(r"[*?]", "", pattern))
-        if own > best and re.fullmatch(expression, name):
+        if own > best and _matches(pattern, name):
             best, found = own, value
     return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """True if the whole name is as the pattern, where * stands for any characters and ? for one."""
+    expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.fullmatch(expression, name) is not None

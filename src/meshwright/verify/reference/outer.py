@@ -20,6 +20,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.outer import scripted_arrivals
 from meshwright.verify.reference.batches import batch_sizes
 from meshwright.verify.reference.compression import Messages
+from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.steps import SAMPLES, ReferenceStep, reference_steps
 from meshwright.verify.reference.sums import PHASES
 
@@ -169,9 +170,8 @@ def island_steps(
             share.append(batch.rows(place * rows, (place + 1) * rows))
         found = [next(run) for run in runs]
         if rule is None:
-            rule = (QuorumRule if spec.outer.quorum else OuterRule)(
-                spec, {**weights, **_zero_biases(live[0])}
-            )
+            moving = {name: value for name, value in weights.items() if not is_frozen(spec, name)}
+            rule = (QuorumRule if spec.outer.quorum else OuterRule)(spec, {**moving, **_zero_biases(live[0])})
         rule.after(number, live)
         yield _joined(batch, found, live, rule)
 

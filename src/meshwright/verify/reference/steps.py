@@ -18,7 +18,7 @@ from meshwright.verify.reference.adamw8bit import round_moments
 from meshwright.verify.reference.clipping import ReferenceClipping, norm_of
 from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference.distillation import Heads, ReferenceTeacher, distillation_loss
-from meshwright.verify.reference.groups import factor_and_decay
+from meshwright.verify.reference.groups import factor_and_decay, is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.optimisers import update
 from meshwright.verify.reference.rounding import stochastic
@@ -57,7 +57,8 @@ def reference_steps(
             bias = torch.zeros(moe.experts, device=held["embed.weight"].device)  # kept in fp32 by all
             held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
-    parameters = {name: weight.requires_grad_() for name, weight in held.items() if name not in biases}
+    weights = {name: weight for name, weight in held.items() if name not in biases}
+    parameters = {name: weights[name].requires_grad_() for name in weights if not is_frozen(spec, name)}
     moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in spec.train.moments}
     for name, parameter in parameters.items():
         for kind in spec.train.moments_of(name, parameter.ndim):
@@ -95,7 +96,7 @@ def reference_steps(
             if spec.train.ema is not None:
                 averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
         for layer, routing in routings.items():
-            if moe is not None and moe.bias:
+            if moe is not None and moe.bias and f"blocks.{layer}.mlp.router.weight" in parameters:
                 move_bias(moe, routing.experts, biases[f"blocks.{layer}.mlp.router.bias"])
         linears.end_step()
         yield {
@@ -104,7 +105,7 @@ def reference_steps(
             "loss": {"loss": loss.detach().cpu()},
             "gradient": gradients,
             "grad norm": {"grad norm": norm_of(gradients)},
-            "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
+            "parameter": {name: weight.detach().clone() for name, weight in weights.items()},
             **{kind: {name: each.clone() for name, each in kept.items()} for kind, kept in moments.items()},
             **({"ema": dict(averages)} if averages else {}),
             "balance": statistics,

@@ -1,0 +1,45 @@
+"""A frozen half of the model under layouts: equal to one device, and nothing is held or sent for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from covering import marked, name
+from equality import equal_to_one_device
+from ranks import Ranks
+from small import spec_of
+
+MODEL = {
+    "model.heads": 8, "model.head_dim": 4, "model.vocab_size": 61, "model.layers": 4, "data.seq_len": 32,
+    "train.steps": 3, "train.warmup_steps": 1, "train.batch_tokens": 8 * 32, "layout.micro_batch": 1,
+}  # fmt: skip
+HALF = "embed.*,blocks.0.*,blocks.1.*"
+EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "layout__ep": 2}
+CASES: list[dict[str, object]] = [
+    *({"layout__dp": 4, "layout__zero": zero} for zero in (0, 1, 2, 3)),
+    {"layout__dp": 2, "layout__replicate": 2, "layout__zero": 3, "recompute__policy": "full"},
+    {"layout__tp": 4, "layout__cp": 2, "model__kv_heads": 4},
+    {"layout__tp": 4, "layout__dp": 2, "layout__zero": 2, "model__qk_norm": "true"},
+    {"layout__pp": 2, "layout__dp": 2, "layout__tp": 2, "layout__zero": 3, "layout__schedule": "zb-h1"},
+    {"layout__pp": 4, "layout__schedule": "1f1b", "model__tied": "true"},
+    {"layout__pp": 2, "layout__schedule": "zb-v"},
+    {"layout__dp": 4, "layout__zero": 3, **EXPERTS},
+    {"layout__dp": 2, "layout__tp": 2, "layout__zero": 1, "layout__etp": 2, **EXPERTS, "layout__pp": 2},
+    {"layout__cp": 2, "layout__dp": 2, "layout__zero": 3, "train__frozen": "*.attn.*,head.weight"},
+    {"layout__tp": 2, "layout__dp": 2, "layout__zero": 3, "train__frozen": "*.mlp.*,embed.*", **EXPERTS},
+    {"layout__pp": 2, "layout__dp": 2, "train__frozen": "*.q.*,*norm*", "layout__schedule": "zb-h1"},
+    {
+        "layout__pp": 2,
+        "layout__dp": 2,
+        "layout__zero": 3,
+        "train__frozen": "embed.weight",
+        "model__tied": "true",
+    },
+    {"layout__dp": 2, "train__frozen": "embed.*,blocks.*"},
+]
+QUICK = [CASES[index] for index in (1, 3, 5, 7, 8, 10, 13)]
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
+def test_a_frozen_half_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
+    equal_to_one_device(ranks, spec_of(MODEL, **{"train__frozen": HALF} | case), 1e-9)
