@@ -99,7 +99,8 @@ class RankView:
             return piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)
 
         listed = parameters_of(spec.model, self.own)
-        blocks = {f"blocks.{n}": spec.model.has_experts(n) for stage in self.own for n in stage.blocks}
+        kinds = spec.model.layer_kinds
+        blocks = {f"blocks.{n}": kinds[n] for stage in self.own for n in stage.blocks}
         first = {blocks.get(unit, unit): unit for unit in reversed([*listed])}
         made = {kind: [(p, piece(p)) for p in listed[unit]] for kind, unit in first.items()}
         return {unit: made[blocks.get(unit, unit)] for unit in listed}
