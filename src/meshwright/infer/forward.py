@@ -65,7 +65,7 @@ class StageForward:
         self._rotary = list(dict.fromkeys(kind.rope for kind in kinds))
         self._windows = list(dict.fromkeys(kind.window for kind in kinds))
         self._kinds = [(self._rotary.index(kind.rope), self._windows.index(kind.window)) for kind in kinds]
-        """Of each block, the places of its rotary positions and of its window among the different ones."""
+        """Places of each block's rotary positions and window among the different ones."""
         try:
             self._caches = [
                 PagedCache(block.get_submodule("attn"), pages, self._like) for block in self._blocks

@@ -46,7 +46,7 @@ class Activations:
     moved: tuple[int, ...]
     """Kept by each block in the host's memory, and on the device while the block or a neighbour computes."""
     kinds: tuple[LayerKind, ...]
-    """Of each block."""
+    """The kind of each block."""
     tables: Mapping[RopeSpec | None, int]
     """Kept once for all blocks of a stage with these rotary positions: their table."""
     masks: Mapping[int | None, int]

@@ -68,7 +68,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What tells a layer of a model from others, its weights apart."""
+    """All by which the layers of a model may differ, but for their weights."""
 
     attention: Literal["gqa", "mla"]
     """Grouped queries, or latents."""
