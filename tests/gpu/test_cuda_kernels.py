@@ -105,9 +105,10 @@ def test_rope_tables(scaling: dict[str, object] | None, dtype: torch.dtype) -> N
     spec = ModelSpec.model_validate(
         {"preset": "llama3-8b", "max_seq_len": 8192 * 8 if scaling else 8192, "rope_scaling": scaling}
     )
-    positions = torch.arange(8192)
-    found = rope_table(spec, positions.to(DEVICE), dtype)
-    exact = rope_table(spec, positions, torch.float64)
+    positions, rope = torch.arange(8192), spec.kinds[0].rope
+    assert rope is not None
+    found = rope_table(rope, positions.to(DEVICE), dtype)
+    exact = rope_table(rope, positions, torch.float64)
     most = 32 * roundoff(torch.float32) * positions.double() + 2 * roundoff(dtype)
     for ours, wanted in zip(found, exact, strict=True):
         assert bool(((ours.double().cpu() - wanted).abs() <= most[:, None, None]).all())
@@ -117,8 +118,9 @@ def test_rope_tables(scaling: dict[str, object] | None, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("still", [0, 64])
 def test_rope(still: int, dtype: torch.dtype) -> None:
     """Rounded are the product with the cosine, and the sum; a turn keeps the norm. Equal tables are taken."""
-    spec = ModelSpec.model_validate({"preset": "llama3-8b"})
-    tables = rope_table(spec, torch.arange(333), dtype)
+    rope = ModelSpec.model_validate({"preset": "llama3-8b"}).kinds[0].rope
+    assert rope is not None
+    tables = rope_table(rope, torch.arange(333), dtype)
     x, grad = (draw(2, 333, 4, 128 + still, dtype=dtype, seed=seed) for seed in (0, 1))
 
     def compute(x: Tensor) -> Tensor:
@@ -259,7 +261,8 @@ def test_latent_attention(q_rank: int | None, chance: float | None) -> None:
         "preset": None, "layers": 1, "hidden": 256, "ffn": 8, "heads": 4, "head_dim": 96, "vocab_size": 9,
         "mla": mla,
     })  # fmt: skip
-    exact = LatentAttention(spec, AttentionHooks())
+    exact, turning = LatentAttention(spec, spec.kinds[0], AttentionHooks()), spec.kinds[0].rope
+    assert turning is not None
     for seed, parameter in enumerate(exact.parameters()):
         if parameter.ndim == 1:
             parameter.data.fill_(1.0)
@@ -272,7 +275,7 @@ def test_latent_attention(q_rank: int | None, chance: float | None) -> None:
     documents = documents_of(length, chance)
 
     def compute(x: Tensor, *weights: Tensor) -> Tensor:
-        rope = rope_table(spec, torch.arange(length, device=x.device), x.dtype)
+        rope = rope_table(turning, torch.arange(length, device=x.device), x.dtype)
         mask = attention_mask(length, length, None, documents, x, spec.head_dim)
         given = (x, rope, mask)
         return torch.func.functional_call(exact, dict(zip(names, weights, strict=True)), given)

@@ -14,7 +14,7 @@ from meshwright.kernels.attention_flash import pack
 from meshwright.model.attention import attend, attention_mask, with_wide_values
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.hooks import AttentionHooks
-from meshwright.model.rope import rope_table
+from meshwright.model.rope import Rope, rope_table
 from meshwright.spec import ModelSpec
 from varlen import exact_kernel
 
@@ -29,8 +29,15 @@ def spec_of(q_rank: int | None) -> ModelSpec:
     })  # fmt: skip
 
 
+def rope_of(positions: Tensor, dtype: torch.dtype) -> Rope:
+    rope = spec_of(None).kinds[0].rope
+    assert rope is not None
+    return rope_table(rope, positions, dtype)
+
+
 def make(q_rank: int | None) -> LatentAttention:
-    attention = LatentAttention(spec_of(q_rank), AttentionHooks()).double()
+    spec = spec_of(q_rank)
+    attention = LatentAttention(spec, spec.kinds[0], AttentionHooks()).double()
     draw = torch.Generator().manual_seed(q_rank or 0)
     for parameter in attention.parameters():
         parameter.data.normal_(generator=draw).mul_(0.5).add_(0.1)
@@ -89,7 +96,7 @@ def test_it_is_the_papers_equations(q_rank: int | None, packed: bool) -> None:
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected_grads = torch.autograd.grad((expected * weights).sum(), [x, *wanted])
     mask = attention_mask(37, 37, None, documents.expand(2, -1), x)
-    found = attention(x, rope_table(spec_of(q_rank), positions, x.dtype), mask)
+    found = attention(x, rope_of(positions, x.dtype), mask)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     grads = torch.autograd.grad((found * weights).sum(), [x, *wanted])
     for name, grad, exact in zip(["x", *names], grads, expected_grads, strict=True):
@@ -101,7 +108,7 @@ def test_it_is_the_papers_equations(q_rank: int | None, packed: bool) -> None:
 def test_the_cache_changes_nothing(q_rank: int | None, window: int | None) -> None:
     """A prompt, several tokens at once, and one by one."""
     attention, x = make(q_rank), tokens(20)
-    table = rope_table(spec_of(q_rank), torch.arange(20), x.dtype)
+    table = rope_of(torch.arange(20), x.dtype)
     expected = attention(x, table, attention_mask(20, 20, window, None, x))
     cache = PagedCache(attention, 6, x)
     found = []
@@ -118,7 +125,7 @@ def test_the_cache_holds_latents_only() -> None:
     cache = PagedCache(attention, 6, x)
     for first in range(4):
         cache.places = places([[2], [5]], [first, first], 1, x.device)
-        attention(x[:, :1], rope_table(spec_of(6), torch.tensor([first]), x.dtype), None, cache)
+        attention(x[:, :1], rope_of(torch.tensor([first]), x.dtype), None, cache)
     (stored,) = cache.append(x.new_empty(2, 1, RANK + TURNING))
     assert stored.shape == (2, 4, RANK + TURNING)
 

@@ -47,7 +47,8 @@ def test_neither_the_cut_nor_the_other_axes_change_the_flops(blocks: list[int], 
 
 def test_what_is_recomputed_is_done_once_more() -> None:
     kept = spec_of(pp=2)
-    forward = kept.model.layers * kept.model.block_flops(kept.data.seq_len, 0) * kept.train.batch_tokens
+    (kind,) = kept.model.kinds
+    forward = kept.model.layers * kept.model.block_flops(kept.data.seq_len, kind) * kept.train.batch_tokens
     full = spec_of(("recompute.policy", "full"), pp=2)
     assert flops(step(full, FREE), full) - flops(step(kept, FREE), kept) == pytest.approx(forward)
 

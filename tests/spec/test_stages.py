@@ -92,7 +92,7 @@ def test_no_cut_has_a_smaller_largest_stage_than_the_balanced_one(
     cut = model(layers, vocab_size)
 
     def largest(blocks: list[int] | tuple[int, ...]) -> float:
-        costs = [number * cut.block_flops(512, 0) for number in blocks]
+        costs = [number * cut.block_flops(512, cut.kinds[0]) for number in blocks]
         return max([*costs[:-1], costs[-1] + cut.head_flops])
 
     others = [blocks for blocks in product(range(layers + 1), repeat=count) if sum(blocks) == layers]
@@ -105,7 +105,7 @@ def test_nor_where_layers_differ(
 ) -> None:
     moe = {"experts": 8, "top_k": 2, "ffn": 1500, "dense_first": dense_first, "every": every}
     cut = ModelSpec.model_validate({"preset": "tiny", "layers": layers, "vocab_size": vocab_size, "moe": moe})
-    costs = [cut.block_flops(512, layer) for layer in range(layers)]
+    costs = [cut.block_flops(512, kind) for kind in cut.layer_kinds]
 
     def largest(blocks: list[int] | tuple[int, ...]) -> float:
         ends = list(accumulate(blocks, initial=0))

@@ -85,7 +85,7 @@ def test_flops_are_those_of_the_operators_of_a_dry_run(family: str) -> None:
     spec = spec_of(family)
     model, tokens = spec.model, spec.train.batch_tokens
     again = 2 * model.layers * model.heads * model.head_dim * LENGTH
-    unseen = 3 * model.layers * model.flops_per_key * (LENGTH - model.keys_seen(LENGTH))
+    unseen = sum(3 * model.flops_per_key * (LENGTH - kind.keys_seen(LENGTH)) for kind in model.layer_kinds)
     assert (unseen > 0) == (model.sliding_window is not None)
     found = counted(spec) / tokens - again - unseen - norm_flops(model)
     assert found == model.flops_per_token(LENGTH)
@@ -106,12 +106,13 @@ def norm_flops(model: ModelSpec) -> float:
 @pytest.mark.parametrize(("length", "window"), [(32, None), (32, 32), (32, 8), (7, 3), (40, 1), (9, 64)])
 def test_keys_are_those_that_the_mask_leaves(length: int, window: int | None) -> None:
     model = ModelSpec.model_validate({"sliding_window": window})
+    (kind,) = model.kinds
     mask = attention_mask(length, length, window, None, torch.zeros(()))
     visible = torch.ones(length, length).tril() if mask is None else mask[0, 0].isfinite().double()
-    assert model.keys_seen(length) == (length if mask is None else int(visible.sum(1).max()))
-    assert abs(model.keys_visible(length) - float(visible.sum(1).mean())) <= 0.5
+    assert kind.keys_seen(length) == (length if mask is None else int(visible.sum(1).max()))
+    assert abs(kind.keys_visible(length) - float(visible.sum(1).mean())) <= 0.5
     whole, causal = model.flops_per_token(length), model.flops_per_token(length, causal=True)
-    share = model.keys_visible(length) / model.keys_seen(length)
+    share = kind.keys_visible(length) / kind.keys_seen(length)
     weights = model.flops_per_token(0)
     assert causal - weights == pytest.approx(share * (whole - weights), rel=1e-12)
     assert 0.5 <= share <= 1.0

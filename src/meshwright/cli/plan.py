@@ -258,7 +258,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     if words := islands(best):
         show.line(f"Exchanges: {words}.")
     length = best.spec.data.seq_len
-    share = best.spec.model.keys_visible(length) / best.spec.model.keys_seen(length)
+    layers = best.spec.model.layer_kinds
+    share = sum(each.keys_visible(length) for each in layers) / sum(each.keys_seen(length) for each in layers)
     left = "half" if share == 0.5 else percent(share)
     show.line(
         f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases; its MFU is "

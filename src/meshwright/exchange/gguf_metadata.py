@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from meshwright.model.rope import attention_factor, frequencies
 from meshwright.spec import ModelSpec, UserError
-from meshwright.spec.architecture import LinearRope, Llama3Rope, YarnRope
 from meshwright.spec.hf.families import FAMILIES
+from meshwright.spec.layers import LinearRope, Llama3Rope, RopeSpec, YarnRope
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -41,7 +42,8 @@ def check_computed(spec: ModelSpec) -> None:
 
 def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
-    scaling, moe, arch = spec.rope_scaling, spec.moe, FAMILIES[spec.family].gguf
+    rope, scaling, moe = spec.kinds[0].rope, spec.rope_scaling, spec.moe
+    arch = FAMILIES[spec.family].gguf
     if spec.activation == "gelu":
         yield "activation", "the exact GELU (it has gelu_tanh)"
     if arch in ("qwen3", "qwen3moe") and spec.out_bias:
@@ -54,7 +56,7 @@ def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "rope_scaling", "YaRN with another beta_fast than 32 or another beta_slow than 1"
     if spec.mla is not None and spec.norm_eps != _LATENT_EPS:
         yield "norm_eps", f"latents whose norms have another epsilon ({_LATENT_EPS:g}) than the model's"
-    if isinstance(scaling, YarnRope) and spec.mla is not None and attention_factor(spec) != 1:
+    if isinstance(scaling, YarnRope) and spec.mla and rope is not None and attention_factor(rope) != 1:
         yield "rope_scaling.mscale", "YaRN with an mscale that is not mscale_all_dim"
     if moe is None:
         return
@@ -85,8 +87,8 @@ def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_layer_norm_eps(spec.norm_eps)
     else:
         writer.add_layer_norm_rms_eps(spec.norm_eps)
-    if spec.position == "rope":
-        _write_positions(writer, spec)
+    if (rope := spec.kinds[0].rope) is not None:
+        _write_positions(writer, rope, spec.mla is not None)
     if spec.mla is None:
         writer.add_head_count_kv(spec.kv_heads)
         writer.add_key_length(spec.head_dim)
@@ -97,12 +99,12 @@ def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         _write_experts(writer, spec)
 
 
-def _write_positions(writer: GGUFWriter, spec: ModelSpec) -> None:
+def _write_positions(writer: GGUFWriter, rope: RopeSpec, latent: bool) -> None:
     import gguf
 
-    writer.add_rope_freq_base(spec.rope_theta)
-    writer.add_rope_dimension_count(spec.rope_dim)
-    scaling = spec.rope_scaling
+    writer.add_rope_freq_base(rope.theta)
+    writer.add_rope_dimension_count(rope.dim)
+    scaling = rope.scaling
     if isinstance(scaling, LinearRope):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
@@ -110,11 +112,11 @@ def _write_positions(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling.factor)
         writer.add_rope_scaling_orig_ctx_len(scaling.original_max_seq_len)
-        if spec.mla is not None:
+        if latent:
             writer.add_rope_scaling_yarn_log_mul(0.1 * scaling.mscale_all_dim)
         else:  # llama.cpp multiplies it by YaRN's usual factor
             usual = 0.1 * math.log(scaling.factor) + 1
-            writer.add_rope_scaling_attn_factors(attention_factor(spec) / usual)
+            writer.add_rope_scaling_attn_factors(attention_factor(rope) / usual)
 
 
 def _write_latents(writer: GGUFWriter, spec: ModelSpec) -> None:
@@ -151,9 +153,11 @@ def _write_experts(writer: GGUFWriter, spec: ModelSpec) -> None:
 
 
 def rope_factors(spec: ModelSpec) -> Tensor | None:
-    """Return what Llama 3's scaling divides each frequency by, (rope_dim / 2,) fp32; None without it."""
-    if not isinstance(spec.rope_scaling, Llama3Rope):
+    """Return what Llama 3's scaling divides each frequency by, (channels that turn / 2,) fp32; None without
+    it."""
+    rope = spec.kinds[0].rope
+    if rope is None or not isinstance(rope.scaling, Llama3Rope):
         return None
     device, dtype = torch.device("cpu"), torch.float64
-    plain = spec.model_copy(update={"rope_scaling": None})
-    return (frequencies(plain, device, dtype) / frequencies(spec, device, dtype)).float()
+    plain = replace(rope, scaling=None)
+    return (frequencies(plain, device, dtype) / frequencies(rope, device, dtype)).float()

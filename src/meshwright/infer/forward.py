@@ -18,6 +18,7 @@ from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.model.rope import Rope, rope_table, with_signs
 from meshwright.spec import UserError
+from meshwright.spec.layers import RopeSpec
 from meshwright.spec.stages import Stage
 
 _LEAST_POSITIONS = 512
@@ -54,12 +55,17 @@ class StageForward:
             self._like = next(decoder.parameters()).new_empty(0)
         else:
             self._like = torch.empty(0, dtype=part.dtype, device=part.mesh.device)
-        self._rope: Rope | None = None
+        self._ropes: dict[RopeSpec, Rope] = {}
         # What a decoder that goes on to be trained keeps of a forward, such as casts, must not be made in
         # inference mode, which begins each operator sooner.
         trained = any(parameter.requires_grad for parameter in decoder.parameters())
         self._mode = torch.no_grad if trained or part is not None else torch.inference_mode
         self._blocks = list(decoder.blocks)[self.stage.first : self.stage.last]
+        kinds = decoder.spec.layer_kinds[self.stage.first : self.stage.last]
+        self._rotary = list(dict.fromkeys(kind.rope for kind in kinds))
+        self._windows = list(dict.fromkeys(kind.window for kind in kinds))
+        self._kinds = [(self._rotary.index(kind.rope), self._windows.index(kind.window)) for kind in kinds]
+        """Places of each block's rotary positions and window among the different ones."""
         try:
             self._caches = [
                 PagedCache(block.get_submodule("attn"), pages, self._like) for block in self._blocks
@@ -84,12 +90,12 @@ class StageForward:
         at = places(turn.pages, turn.first, count, device)
         x_BTD = decoder.embed(tokens_BT, positions_BT) if stage.embed else self._receive(tokens_BT)
         if stage.first < stage.last:
-            spec = decoder.spec
-            rope = self._rope_of(positions_BT, max(turn.first) + count) if spec.position == "rope" else None
-            mask = self._mask(at, turn.first, positions_BT, x_BTD)
-            for block, cache in zip(self._blocks, self._caches, strict=True):
+            end = max(turn.first) + count
+            ropes = [self._rope_of(rope, positions_BT, end) for rope in self._rotary]
+            masks = [self._mask(window, at, turn.first, positions_BT, x_BTD) for window in self._windows]
+            for block, (rope, window), cache in zip(self._blocks, self._kinds, self._caches, strict=True):
                 cache.places = at
-                x_BTD = block(x_BTD, rope, mask, cache)
+                x_BTD = block(x_BTD, ropes[rope], masks[window], cache)
         if not stage.head:
             self._send(x_BTD)
         if not turn.requests:
@@ -105,21 +111,25 @@ class StageForward:
         rows: list[list[int]] = chosen_N.view(-1, turn.chosen).tolist()
         return rows
 
-    def _rope_of(self, positions_BT: Tensor, count: int) -> Rope:
+    def _rope_of(self, rope: RopeSpec | None, positions_BT: Tensor, count: int) -> Rope | None:
         """Rotary tables (B, T, 1, d) for positions below `count`; those of all positions so far are kept."""
-        if self._rope is None or len(self._rope[0]) < count:
+        if rope is None:
+            return None
+        if rope not in self._ropes or len(self._ropes[rope][0]) < count:
             every = torch.arange(max(_LEAST_POSITIONS, 2 * count), device=positions_BT.device)
-            self._rope = with_signs(rope_table(self.decoder.spec, every, self._like.dtype))
-        cosine, sine = self._rope
+            self._ropes[rope] = with_signs(rope_table(rope, every, self._like.dtype))
+        cosine, sine = self._ropes[rope]
         return cosine[positions_BT], sine[positions_BT]
 
-    def _mask(self, at: Places, first: Sequence[int], positions_BT: Tensor, like: Tensor) -> Any:
+    def _mask(
+        self, window: int | None, at: Places, first: Sequence[int], positions_BT: Tensor, like: Tensor
+    ) -> Any:
         """The decoder's own mask for whole prompts; else None if rows see all that is read, or a bias (B, 1,
         T, S)."""
         spec, count = self.decoder.spec, positions_BT.shape[1]
         if at.read is None:
-            return self.decoder.hooks.mask(count, count, spec.sliding_window, None, like, spec.head_dim)
-        keys, window = at.keys, spec.sliding_window
+            return self.decoder.hooks.mask(count, count, window, None, like, spec.head_dim)
+        keys = at.keys
         if count == 1 and min(first) == max(first) and (window is None or window >= keys):
             return None
         other = torch.arange(keys, device=like.device)

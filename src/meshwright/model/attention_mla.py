@@ -21,6 +21,7 @@ from meshwright.model.linear import Linear
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import Rope, rotate, score_factor
 from meshwright.spec import ModelSpec
+from meshwright.spec.layers import LayerKind
 
 _EPS = 1e-6
 """Epsilon of the latents' norms in DeepSeek's models, whatever `ModelSpec.norm_eps` is."""
@@ -32,12 +33,12 @@ class LatentAttention(nn.Module):
     `score_scale` multiplies the scores in addition to d^-0.5 (YaRN).
     """
 
-    def __init__(self, spec: ModelSpec, hooks: AttentionHooks) -> None:
+    def __init__(self, spec: ModelSpec, kind: LayerKind, hooks: AttentionHooks) -> None:
         super().__init__()
         self.hooks = hooks
-        assert spec.mla is not None
+        assert spec.mla is not None and kind.rope is not None
         mla = self.mla = spec.mla
-        self.score_scale = score_factor(spec)
+        self.score_scale = score_factor(kind.rope)
         self.head_dim, self.plain = spec.head_dim, spec.head_dim - mla.rope_dim
         self.q_a = Linear(spec.hidden, mla.q_rank, False) if mla.q_rank is not None else None
         self.q_a_norm = RmsNorm(mla.q_rank, _EPS) if mla.q_rank is not None else None

@@ -46,9 +46,13 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
         self.attn_norm = make_norm(spec)
-        self.attn = (Attention if spec.mla is None else LatentAttention)(spec, hooks.attention)
+        kind = spec.layer_kinds[layer]
+        latent = kind.attention == "mla"
+        self.attn = (
+            LatentAttention(spec, kind, hooks.attention) if latent else Attention(spec, hooks.attention)
+        )
         self.mlp_norm = make_norm(spec)
-        self.mlp = Moe(spec, layer, hooks) if spec.has_experts(layer) else Mlp(spec, spec.ffn, hooks.mlp)
+        self.mlp = Moe(spec, layer, hooks) if kind.has_experts else Mlp(spec, spec.ffn, hooks.mlp)
 
     def forward(
         self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
@@ -127,9 +131,7 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions_BT)
-        rope, mask = self.rope_and_mask(length, positions_BT, documents_BT, x_BTD)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rope, mask)
+        x_BTD = self.through(range(len(self.blocks)), x_BTD, length, positions_BT, documents_BT)
         return self.head(x_BTD, targets_BT)
 
     def loss(
@@ -142,10 +144,21 @@ class Decoder(nn.Module):
         """Sum of -log p(target), in nats, over the targets that are not -100: a scalar, not averaged."""
         return self(tokens_BT, positions_BT, documents_BT, targets_BT)
 
-    def rope_and_mask(
-        self, length: int, positions: Tensor, documents_BT: Tensor | None, like: Tensor
-    ) -> tuple[Rope | None, Any]:
-        """Rotary tables and attention mask, shared by all blocks, of `length` tokens."""
+    def through(
+        self, layers: range, x_BTD: Tensor, length: int, positions: Tensor, documents_BT: Tensor | None
+    ) -> Tensor:
+        """Pass x of `length` tokens through some consecutive blocks, for each of whose kinds there is one
+        table of rotary positions and one attention mask."""
         spec = self.spec
-        rope = rope_table(spec, positions, like.dtype) if spec.position == "rope" else None
-        return rope, self.hooks.mask(length, length, spec.sliding_window, documents_BT, like, spec.head_dim)
+        kinds = [spec.layer_kinds[layer] for layer in layers]
+        ropes = {
+            rope: None if rope is None else rope_table(rope, positions, x_BTD.dtype)
+            for rope in dict.fromkeys(kind.rope for kind in kinds)
+        }
+        masks = {
+            window: self.hooks.mask(length, length, window, documents_BT, x_BTD, spec.head_dim)
+            for window in dict.fromkeys(kind.window for kind in kinds)
+        }
+        for layer, kind in zip(layers, kinds, strict=True):
+            x_BTD = self.blocks[layer](x_BTD, ropes[kind.rope], masks[kind.window])
+        return x_BTD

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.kernels import elementwise_cpu
-from meshwright.spec import ModelSpec
-from meshwright.spec.architecture import Llama3Rope, YarnRope
+from meshwright.spec.layers import Llama3Rope, RopeSpec, YarnRope
 
 Rope = tuple[Tensor, Tensor]
 """(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once.
 `with_signs` makes the sines (..., T, 1, d), first negated, which a training step would keep for nothing."""
 
 
-def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
+def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
     """Cosines and sines for `positions` (T,) or (B, T), from fp32 angles (fp64 for fp64), in `dtype`."""
     exact = torch.promote_types(dtype, torch.float32)
     angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
@@ -37,17 +36,17 @@ def with_signs(rope: Rope) -> Rope:
     return cosine, torch.cat([-sine, sine], -1)
 
 
-def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def frequencies(spec: RopeSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Radians per position of each channel pair (d/2,), after the spec's scaling for long contexts."""
-    steps = torch.arange(0, spec.rope_dim, 2, dtype=dtype, device=device) / spec.rope_dim
-    base = 1.0 / (spec.rope_theta**steps)
-    scaling = spec.rope_scaling
+    steps = torch.arange(0, spec.dim, 2, dtype=dtype, device=device) / spec.dim
+    base = 1.0 / (spec.theta**steps)
+    scaling = spec.scaling
     if scaling is None:
         return base
     if isinstance(scaling, Llama3Rope):
         return _llama3(base, scaling)
     if isinstance(scaling, YarnRope):
-        return _yarn(base, scaling, spec.rope_theta)
+        return _yarn(base, scaling, spec.theta)
     return base / scaling.factor
 
 
@@ -80,9 +79,9 @@ def _yarn(base: Tensor, scaling: YarnRope, theta: float) -> Tensor:
     return divided * (base / scaling.factor) + (1 - divided) * base
 
 
-def attention_factor(spec: ModelSpec) -> float:
+def attention_factor(spec: RopeSpec) -> float:
     """Factor of cosines and sines with YaRN; 1 without it."""
-    scaling = spec.rope_scaling
+    scaling = spec.scaling
     if not isinstance(scaling, YarnRope):
         return 1.0
     if scaling.attention_factor is not None:
@@ -92,9 +91,9 @@ def attention_factor(spec: ModelSpec) -> float:
     return _mscale(scaling.factor, 1.0)
 
 
-def score_factor(spec: ModelSpec) -> float:
+def score_factor(spec: RopeSpec) -> float:
     """Factor of latent attention's scores with YaRN, in addition to 1 / sqrt(head_dim); 1 without it."""
-    scaling = spec.rope_scaling
+    scaling = spec.scaling
     if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
         return 1.0
     return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2

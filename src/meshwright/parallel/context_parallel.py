@@ -44,6 +44,7 @@ from meshwright.parallel.fused_comm_ops import Tensors
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ring_attention import GatherAttention, KeyParts, RingAttention
 from meshwright.parallel.ulysses import Exchange, ExchangeOp, Run, runs_of
+from meshwright.spec import ModelSpec
 from meshwright.spec.layout import ContextMode
 
 
@@ -111,8 +112,8 @@ class _Groups:
 
 
 _RECENT = 2
-"""Microbatches whose plans are kept. A compiled pipeline may have more in flight: it then plans each of them
-once for its forward and once for its backward."""
+"""Microbatches whose plans, one for each window of the layers, are kept. A compiled pipeline may have more in
+flight: it then plans each of them once for its forward and once for its backward."""
 
 
 class ContextAttention:
@@ -122,11 +123,12 @@ class ContextAttention:
     custom operators of a compiled block.
     """
 
-    def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache | None) -> None:
+    def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache | None, windows: int = 1) -> None:
+        """`windows` is the number of different windows of the layers."""
         self._groups, self._cache, self._device = _Groups(mesh), cache, mesh.context.device
         self._gathers, self._ring = mode == "gather", mesh.ring
         self._compiled = self._make(self._parts_of, None)
-        self._recent: deque[KeyParts] = deque(maxlen=_RECENT)
+        self._recent: deque[KeyParts] = deque(maxlen=_RECENT * windows)
         self._to_heads = ExchangeOp(mesh.ulysses, self._groups.exchange, True, cache)
         self._to_tokens = ExchangeOp(mesh.ulysses, self._groups.exchange, False, cache)
 
@@ -144,8 +146,8 @@ class ContextAttention:
         return self._to_tokens(attend(q, k, v, *tensors)[0])[0]
 
     def mask(self, intervals: AttentionIntervals) -> KeyParts | Tensor:
-        """The plans that all layers of a microbatch have in common; for compiled blocks, which take tensors
-        only, `intervals.whole`, from which they follow."""
+        """The plans that layers with one window have in common in a microbatch; for compiled blocks, which
+        take tensors only, `intervals.whole`, from which they follow."""
         return intervals.whole if self._cache is None else self._parts_of([intervals.whole])
 
     def _make(
@@ -170,15 +172,15 @@ class ContextAttention:
 
 
 def context_parallel_hooks(
-    mesh: Mesh, mode: ContextMode, narrow_values: bool, cache: RecomputeCache | None
+    mesh: Mesh, mode: ContextMode, model: ModelSpec, cache: RecomputeCache | None
 ) -> tuple[Attend, Mask]:
     """The attention over more than one context rank, and its mask; without `cache` for compiled blocks.
 
     The decoder is then given the tokens that `share` selects, with their positions, and the documents of
-    whole sequences. `narrow_values` says that values have fewer channels than keys.
+    whole sequences.
     """
     axis = mesh.context
-    attention = ContextAttention(mesh, mode, cache)
+    attention = ContextAttention(mesh, mode, cache, len({kind.window for kind in model.kinds}))
 
     def mask(
         queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int
@@ -188,4 +190,4 @@ def context_parallel_hooks(
         intervals = attention_intervals(documents_BS, length, window, positions, len(like), like.device)
         return attention.mask(intervals)
 
-    return with_wide_values(attention) if narrow_values else attention, mask
+    return attention if model.mla is None else with_wide_values(attention), mask

@@ -125,8 +125,7 @@ def decoder_hooks(
         vocabulary = VocabParallel(mesh.tensor, sequence, pieces["embed.weight"], head)
         hooks = replace(hooks, embed=vocabulary.embed, predict=vocabulary.predict)
     if mesh.context.size > 1:
-        mode, narrow_values = spec.layout.context_mode, model.mla is not None
-        attend, mask = context_parallel_hooks(mesh, mode, narrow_values, cache)
+        attend, mask = context_parallel_hooks(mesh, spec.layout.context_mode, model, cache)
         hooks = replace(hooks, attention=replace(attention, attend=attend), mask=mask)
     if model.moe is not None:
         hooks = replace(hooks, moe=expert_parallel_hooks(mesh, balance.admit, moe_cache, store, products))

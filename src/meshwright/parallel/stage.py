@@ -44,9 +44,7 @@ class DecoderStage:
             x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
         if stage.blocks:
             length = microbatch.tokens.shape[1]
-            rope, mask = decoder.rope_and_mask(length, microbatch.positions, microbatch.documents, x_BTD)
-            for block in decoder.blocks[stage.first : stage.last]:
-                x_BTD = block(x_BTD, rope, mask)
+            x_BTD = decoder.through(stage.blocks, x_BTD, length, microbatch.positions, microbatch.documents)
         if not stage.head:
             return x_BTD
         return decoder.head(x_BTD, microbatch.targets, self.target_weight, microbatch.taught)

@@ -22,7 +22,7 @@ attention over context ranks they are those of tiles, as on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -31,6 +31,7 @@ from typing import NamedTuple
 from meshwright.planner import activations_moe as experts
 from meshwright.planner.rank_view import added_by_products, sum_width, widths
 from meshwright.spec import MoeSpec, RunSpec
+from meshwright.spec.layers import LayerKind, RopeSpec
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
 from meshwright.spec.tiling import loss_rows, part_tile, query_rows, tiling
@@ -44,12 +45,16 @@ class Activations:
     """Kept by each block on the device."""
     moved: tuple[int, ...]
     """Kept by each block in the host's memory, and on the device while the block or a neighbour computes."""
-    shared: int
-    """Kept once for all blocks of a stage: rotary tables, the mask of visible keys."""
-    plans: int
-    """Kept for all stages of a rank: the plans of context ranks. They are counted once, as in dry runs, whose
-    microbatches have the same documents; each with others in flight keeps as much again, 8 (b + 1) S bytes
-    for b sequences of S tokens, which is little beside what the blocks keep."""
+    kinds: tuple[LayerKind, ...]
+    """The kind of each block."""
+    tables: Mapping[RopeSpec | None, int]
+    """Kept once for all blocks of a stage with these rotary positions: their table."""
+    masks: Mapping[int | None, int]
+    """Kept once for all blocks of a stage with this window: the mask of visible keys."""
+    plan: int
+    """Kept for each window by all stages of a rank: the plans of context ranks. They are counted once, as in
+    dry runs, whose microbatches have the same documents; each with others in flight keeps as much again,
+    8 (b + 1) S bytes for b sequences of S tokens, which is little beside what the blocks keep."""
     embed: int
     """Kept for the embedding: which tokens' rows are on this rank."""
     host: int
@@ -71,13 +76,33 @@ class Activations:
         """Kept on the device between forward and backward."""
         return sum(self.by_block) + self.shared + self.plans + self.embed + self.host + self.head
 
+    @property
+    def shared(self) -> int:
+        """Kept once for all blocks of a model without a pipeline."""
+        return self.shared_by(self.kinds)
+
+    def shared_by(self, kinds: Iterable[LayerKind]) -> int:
+        """Kept once for blocks of these kinds in a stage: rotary tables, and masks of visible keys."""
+        ropes, windows = {kind.rope for kind in kinds}, {kind.window for kind in kinds}
+        return sum(self.tables[rope] for rope in ropes) + sum(self.masks[window] for window in windows)
+
+    @property
+    def plans(self) -> int:
+        """Kept by a rank without a pipeline: the plans of context ranks."""
+        return self.plan * len(self.masks)
+
+    def plans_of(self, own: Iterable[Stage]) -> int:
+        """Kept for all of a rank's stages: the plans of context ranks."""
+        return self.plan * len({self.kinds[layer].window for stage in own for layer in stage.blocks})
+
     def moved_of(self, stage: Stage) -> int:
         """Kept in the host's memory by one microbatch in a stage of a pipeline."""
         return sum(self.moved[layer] for layer in stage.blocks)
 
     def of(self, stage: Stage) -> int:
         """Kept on the device by one microbatch in a stage of a pipeline, without `plans`."""
-        found = sum(self.by_block[layer] for layer in stage.blocks) + (self.shared if stage.blocks else 0)
+        found = sum(self.by_block[layer] for layer in stage.blocks)
+        found += self.shared_by(self.kinds[stage.first : stage.last])
         return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
 
 
@@ -101,9 +126,8 @@ class Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
-        every = range(model.layers) if model.moe is not None else [model.layers - 1]
-        self.kinds = {model.has_experts(layer): layer for layer in every}
-        """Has experts -> the last such block: blocks of one kind are alike."""
+        self.kinds = {kind: layer for layer, kind in enumerate(model.layer_kinds)}
+        """Kind -> the last such block: blocks of one kind are alike."""
 
     def channels(self, layer: int) -> int:
         """Channels of the feed-forward layer of all tokens, over all tensor ranks; 0 if there is none."""
@@ -124,17 +148,20 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     s, last = Sizes(spec), spec.model.layers - 1
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
     of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
-    whole, moved = [of_kind[model.has_experts(layer)] for layer in range(model.layers)], _moved(s)
-    tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
+    kinds = model.layer_kinds
+    whole, moved = [of_kind[kind] for kind in kinds], _moved(s)
     length = spec.data.seq_len
+    windows = {kind.window for kind in s.kinds}
     peaks = backward_peaks(s, last, cpu)
     return Activations(
         tuple(kept - away for kept, away in zip(whole, moved, strict=True)),
         moved,
-        shared=b * (tables + _mask(spec)),
-        plans=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
+        kinds=kinds,
+        tables={kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds},
+        masks={window: b * _mask(spec, window) for window in windows},
+        plan=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
         embed=9 * s.tokens if layout.tp > 1 else 0,
-        host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
+        host=len(windows) * 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
         in_block=max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention)
         + peaks.kept
@@ -246,10 +273,11 @@ def _moved(s: Sizes) -> tuple[int, ...]:
     if s.spec.train.offload_activations == "none":
         return tuple(found)
     of_kind = {kind: movable(s, layer) for kind, layer in s.kinds.items()}
+    kinds = model.layer_kinds
     given = s.width.compute * s.stream
     for stage in stages(model, s.spec.layout, s.spec.data.seq_len):
         for layer in stage.blocks[:-1]:
-            found[layer] = of_kind[model.has_experts(layer)]
+            found[layer] = of_kind[kinds[layer]]
         if len(stage.blocks) > 1 and not stage.embed and given >= tiling().offload_bytes:
             found[stage.first] -= given
     return tuple(found)
@@ -265,9 +293,9 @@ def _attention_maps(s: Sizes) -> int:
     return s.queries + s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim) + latents + shared
 
 
-def _mask(spec: RunSpec) -> int:
+def _mask(spec: RunSpec, window: int | None) -> int:
     """Elements of the mask of scores: one for each sample with several documents, one for a window."""
-    length, window = spec.data.seq_len, spec.model.sliding_window
+    length = spec.data.seq_len
     if spec.layout.cp > 1:
         return 0
     if spec.data.pack and spec.data.document_mask:
@@ -276,8 +304,8 @@ def _mask(spec: RunSpec) -> int:
 
 
 def at_mask(s: Sizes) -> int:
-    """Bytes besides the mask while it is made: which keys are visible, and which are not."""
-    return 2 * _mask(s.spec)
+    """Bytes besides the masks while the last is made: which keys are visible, and which are not."""
+    return 2 * max(_mask(s.spec, kind.window) for kind in s.kinds)
 
 
 def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:

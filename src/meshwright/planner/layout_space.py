@@ -11,8 +11,7 @@ mode of a context axis of one rank, ZeRO over one rank, the cut 'balanced' where
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple, get_args
 
@@ -129,11 +128,6 @@ class LayoutSpace:
         wanted, own = self.fixed.get("policy"), base.recompute
         names = [name for name in POLICIES if (name in policies if wanted is None else name == wanted)]
         self._recompute = [own if own.policy == name else POLICIES[name] for name in names]
-
-    @cached_property
-    def routed_before(self) -> list[int]:
-        """Blocks with routed experts before each block, and in all."""
-        return list(accumulate(map(self.model.has_experts, range(self.model.layers)), initial=0))
 
     def _pick(self, key: str, legal: Sequence[int]) -> Sequence[int]:
         """The legal values of a key, or only the fixed one."""

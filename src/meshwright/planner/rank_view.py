@@ -129,9 +129,9 @@ class RankView:
                 return expert_piece(p, layout.ep, layout.etp, 0)
             return piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)
 
-        listed = parameters_of(spec, self.own)
+        listed, kinds = parameters_of(spec, self.own), spec.model.layer_kinds
         blocks = {
-            (unit := f"blocks.{n}"): (spec.model.has_experts(n), *(p.trainable for p in listed[unit]))
+            (unit := f"blocks.{n}"): (kinds[n], *(p.trainable for p in listed[unit]))
             for stage in self.own
             for n in stage.blocks
         }

@@ -51,8 +51,9 @@ def message_bytes(spec: RunSpec) -> int:
 def _counted(spec: RunSpec, stage: Stage, flops: float) -> StageCost:
     """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
     model, layout, length = spec.model, spec.layout, spec.data.seq_len
-    matmul = sum(map(model.block_weight_flops, stage.blocks))
-    attention = sum(model.block_flops(length, layer) for layer in stage.blocks) - matmul
+    kinds = model.layer_kinds[stage.first : stage.last]
+    matmul = sum(map(model.block_weight_flops, kinds))
+    attention = sum(model.block_flops(length, kind) for kind in kinds) - matmul
     again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
     head = model.head_flops if stage.head else 0
     rate = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # tokens' FLOPs a second

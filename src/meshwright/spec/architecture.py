@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,50 +11,12 @@ from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, F
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf.config_read import has_weights, read_hf_config
 from meshwright.spec.hf.families import FamilyName
+from meshwright.spec.layers import LayerKind, RopeScaling, RopeSpec
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
-
-class LinearRope(FrozenModel):
-    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
-
-    kind: Literal["linear"] = "linear"
-    factor: float = Field(gt=0)
-
-
-class Llama3Rope(FrozenModel):
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1, 2024)."""
-
-    kind: Literal["llama3"] = "llama3"
-    factor: float = Field(8.0, gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_max_seq_len: int = Field(8192, ge=1)
-
-
-class YarnRope(FrozenModel):
-    """YaRN: long wavelengths divided by `factor`, short ones kept, a ramp between (Peng et al. 2023).
-
-    The ramp is between the channels that turn `beta_fast` and `beta_slow` times in the original length.
-    Cosines and sines are multiplied by `attention_factor`, by default f(1) with f(m) = 0.1 m ln(factor) + 1,
-    or f(mscale) / f(mscale_all_dim) if both are given. The scores of latent attention are multiplied by the
-    square of f(mscale_all_dim) (DeepSeek-AI 2024).
-    """
-
-    kind: Literal["yarn"] = "yarn"
-    factor: float = Field(gt=0)
-    original_max_seq_len: int = Field(ge=1)
-    beta_fast: float = Field(32.0, gt=0)
-    beta_slow: float = Field(1.0, gt=0)
-    attention_factor: float | None = Field(None, gt=0)
-    mscale: float = Field(0.0, ge=0)
-    mscale_all_dim: float = Field(0.0, ge=0)
-    truncate: bool = Field(True, description="the ramp begins and ends at whole channels")
-
-
 RANDOM = "random"
 """The value of `model.weights` of a run that draws its initial weights."""
-RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
 class Architecture(FrozenModel):
@@ -135,11 +98,6 @@ class Architecture(FrozenModel):
         return {**full, **_derived(full, given)}
 
     @property
-    def rope_dim(self) -> int:
-        """Channels of a head that rotary positions rotate."""
-        return self.head_dim if self.mla is None else self.mla.rope_dim
-
-    @property
     def v_dim(self) -> int:
         """Channels of the values of a head."""
         return self.head_dim if self.mla is None else self.mla.v_dim
@@ -147,6 +105,27 @@ class Architecture(FrozenModel):
     def has_experts(self, layer: int) -> bool:
         """True if layer `layer` (from 0) has experts."""
         return self.moe is not None and self.moe.has_experts(layer)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return _layer_kinds(self)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The different kinds of its layers: those without experts first, then in order of appearance."""
+        return tuple(sorted(dict.fromkeys(self.layer_kinds), key=lambda kind: kind.has_experts))
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(model: Architecture) -> tuple[LayerKind, ...]:
+    rope = None
+    if model.position == "rope":
+        turning = model.head_dim if model.mla is None else model.mla.rope_dim
+        rope = RopeSpec(model.rope_theta, turning, model.rope_scaling)
+    attention: Literal["gqa", "mla"] = "gqa" if model.mla is None else "mla"
+    dense, experts = (LayerKind(attention, model.sliding_window, rope, mlp) for mlp in ("dense", "experts"))
+    return tuple(experts if model.has_experts(layer) else dense for layer in range(model.layers))
 
 
 _REQUIRED = frozenset(name for name, field in Architecture.model_fields.items() if field.is_required())

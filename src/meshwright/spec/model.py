@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 from meshwright.spec.architecture import Architecture
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.parameters import Parameter, block_parameters, parameters
 
 
@@ -26,25 +28,12 @@ class ModelSpec(Architecture):
         """Forward FLOPs of the output head on one token."""
         return 2 * self.vocab_size * self.hidden
 
-    def keys_seen(self, seq_len: int) -> int:
-        """Keys that each query of a sequence is counted with: all, or as many as the sliding window holds."""
-        return seq_len if self.sliding_window is None else min(seq_len, self.sliding_window)
-
-    def keys_visible(self, seq_len: int) -> float:
-        """Mean number of keys that a causal mask leaves a query of a sequence, to half a key.
-
-        That is half of the sequence without a window. The first queries see fewer than a window of w keys
-        holds: in n tokens w - w^2 / 2n on average.
-        """
-        seen = self.keys_seen(seq_len)
-        return seen - seen**2 / (2 * seq_len) if seq_len else 0.0
-
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
 
         Counts 2 FLOPs per multiply-add and twice the forward for the backward. That is 6 for each weight that
         is multiplied (the head included, the embedding lookup not, and only those experts that the token is
-        routed to), and 12 * layers * heads * head_dim * `keys_seen` for the two products of attention,
+        routed to), and in each layer 12 * heads * head_dim * `keys_seen` for the two products of attention,
         without a discount for the causal mask (Chowdhery et al. 2022, PaLM, appendix B); `causal` counts
         `keys_visible` instead. Recomputation is not counted, as it is work of the hardware, not of the model;
         nor are norms, rotations and activations, and documents in a sequence count as one.
@@ -53,22 +42,24 @@ class ModelSpec(Architecture):
 
     def forward_flops(self, seq_len: int, causal: bool = False) -> float:
         """Model FLOPs of a forward on one token, counted as in `flops_per_token`."""
-        keys = self.keys_visible(seq_len) if causal else self.keys_seen(seq_len)
-        weights = sum(self.block_weight_flops(layer) for layer in range(self.layers))
-        return weights + self.layers * self.flops_per_key * keys + self.head_flops
+        total: float = self.head_flops
+        for kind, count in Counter(self.layer_kinds).items():
+            keys = kind.keys_visible(seq_len) if causal else kind.keys_seen(seq_len)
+            total += count * (self.block_weight_flops(kind) + self.flops_per_key * keys)
+        return total
 
-    def block_flops(self, seq_len: int, layer: int) -> int:
-        """Forward FLOPs of block `layer` on one token: its weights, and attention as above."""
-        return self.block_weight_flops(layer) + self.flops_per_key * self.keys_seen(seq_len)
+    def block_flops(self, seq_len: int, kind: LayerKind) -> int:
+        """Forward FLOPs of a block of a kind on one token: its weights, and attention as above."""
+        return self.block_weight_flops(kind) + self.flops_per_key * kind.keys_seen(seq_len)
 
     @property
     def flops_per_key(self) -> int:
         """Forward FLOPs of a block's attention for a query and a key: their scores, and the sum of values."""
         return 2 * self.heads * (self.head_dim + self.v_dim)
 
-    def block_weight_flops(self, layer: int) -> int:
-        """Forward FLOPs of the weights of block `layer` on one token."""
-        return _weight_flops(self, self.has_experts(layer))
+    def block_weight_flops(self, kind: LayerKind) -> int:
+        """Forward FLOPs of the weights of a block of a kind on one token."""
+        return _weight_flops(self, kind)
 
 
 def _active_size(model: ModelSpec, parameter: Parameter) -> int:
@@ -79,8 +70,8 @@ def _active_size(model: ModelSpec, parameter: Parameter) -> int:
 
 
 @lru_cache(maxsize=64)
-def _weight_flops(model: ModelSpec, experts: bool) -> int:
-    """Forward FLOPs on one token of the matrices in the first block with, or without, experts."""
-    layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == experts)
-    matrices = [parameter for parameter in block_parameters(model, layer) if len(parameter.shape) > 1]
+def _weight_flops(model: ModelSpec, kind: LayerKind) -> int:
+    """Forward FLOPs on one token of the matrices in the first block of a kind."""
+    listed = block_parameters(model, model.layer_kinds.index(kind))
+    matrices = [parameter for parameter in listed if len(parameter.shape) > 1]
     return 2 * sum(_active_size(model, parameter) for parameter in matrices)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
@@ -14,105 +12,13 @@ from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.model_rules import MODEL_RULES
 from meshwright.spec.outer_rules import OUTER_RULES, islands_are_several
 from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
-
-
-def heads_share_keys(spec: Sections) -> None:
-    """Grouped-query attention has as many query heads for each key-value head."""
-    check_divides("model.kv_heads", spec.model.kv_heads, "model.heads", spec.model.heads)
-
-
-def rope_turns_pairs(spec: Sections) -> None:
-    """Rotary positions rotate pairs of channels of a head."""
-    if spec.model.position == "rope" and spec.model.head_dim % 2:
-        raise UserError(
-            f"model.head_dim: {spec.model.head_dim} is odd, and rotary positions need an even one"
-        )
-
-
-def yarn_has_wavelengths(spec: Sections) -> None:
-    """YaRN's ramp is over wavelengths that grow with the channel."""
-    model = spec.model
-    if model.rope_scaling is not None and model.rope_scaling.kind == "yarn" and model.rope_theta <= 1:
-        raise UserError(
-            f"model.rope_theta: {model.rope_theta} gives no growing wavelengths, as model.rope_scaling.kind "
-            f"= 'yarn' needs; give more than 1, such as 10000"
-        )
-
-
-def sequence_fits_positions(spec: Sections) -> None:
-    """Learned positions end at `max_seq_len`."""
-    if spec.model.position == "learned":
-        what = "the learned positions of model.max_seq_len"
-        check_at_most("data.seq_len", spec.data.seq_len, what, spec.model.max_seq_len)
-
-
-def _check_fields(model: ModelSpec, part: str, computed: dict[str, Any]) -> None:
-    """Raise `UserError` for a field that has another value than the one that goes with `part`."""
-    for key, value in computed.items():
-        if getattr(model, key) != value:
-            given = json.dumps(getattr(model, key))
-            raise UserError(f"model.{key}: {given} does not go with {part}; give {json.dumps(value)}")
-
-
-def experts_are_gated(spec: Sections) -> None:
-    """Experts are computed as SwiGLU without biases."""
-    if spec.model.moe is not None:
-        part = "model.moe, whose experts are SwiGLU without biases"
-        _check_fields(spec.model, part, {"activation": "swiglu", "mlp_bias": False})
-
-
-def tokens_find_their_experts(spec: Sections) -> None:
-    """Groups are equal, and the groups that a token chooses from hold as many experts as it takes."""
-    moe = spec.model.moe
-    if moe is None:
-        return
-    check_at_most("model.moe.top_k", moe.top_k, "model.moe.experts", moe.experts)
-    check_divides("model.moe.groups", moe.groups, "model.moe.experts", moe.experts)
-    check_at_most("model.moe.top_groups", moe.top_groups, "model.moe.groups", moe.groups)
-    eligible = moe.top_groups * (moe.experts // moe.groups)
-    if moe.top_k > eligible:
-        raise UserError(
-            f"model.moe.top_k: {moe.top_k} is more than the {eligible} experts of model.moe.top_groups = "
-            f"{moe.top_groups} groups; give at most {eligible}, or top_groups = "
-            f"{-(-moe.top_k * moe.groups // moe.experts)}"
-        )
-
-
-def some_layer_has_experts(spec: Sections) -> None:
-    """A mixture of experts is in at least one layer."""
-    model, moe = spec.model, spec.model.moe
-    if moe is None or any(map(moe.has_experts, range(model.layers))):
-        return
-    key, most = ("dense_first", model.layers - moe.every)
-    if most < 0:
-        key, most = "every", max(1, model.layers - moe.dense_first)
-    raise UserError(
-        f"model.moe.{key}: with dense_first = {moe.dense_first} and every = {moe.every} none of "
-        f"model.layers = {model.layers} has experts; give {key} = {most} or less, or more layers"
-    )
-
-
-def latents_make_heads(spec: Sections) -> None:
-    """Latent attention has rotary positions in a part of each head, and keys for every head."""
-    model, mla = spec.model, spec.model.mla
-    if mla is None:
-        return
-    if mla.rope_dim >= model.head_dim or mla.rope_dim % 2:
-        raise UserError(
-            f"model.mla.rope_dim: {mla.rope_dim} should be even, and less than model.head_dim = "
-            f"{model.head_dim}, of which it is a part"
-        )
-    check_at_most("model.mla.v_dim", mla.v_dim, "model.head_dim", model.head_dim)
-    part = "model.mla, which has keys and values for each of model.heads"
-    _check_fields(model, part, {"kv_heads": model.heads})
-    computed = {"position": "rope", "qkv_bias": False, "out_bias": False, "qk_norm": False}
-    _check_fields(model, "model.mla", computed)
 
 
 def only_experts_are_shared(spec: Sections) -> None:
@@ -369,14 +275,7 @@ def rollbacks_have_checkpoints(spec: Sections) -> None:
 RULES: tuple[Callable[[Sections], None], ...] = (
     world_has_an_end,
     islands_are_several,
-    heads_share_keys,
-    rope_turns_pairs,
-    yarn_has_wavelengths,
-    sequence_fits_positions,
-    experts_are_gated,
-    tokens_find_their_experts,
-    some_layer_has_experts,
-    latents_make_heads,
+    *MODEL_RULES,
     only_experts_are_shared,
     expert_axis_divides,
     schedule_takes_its_stages,

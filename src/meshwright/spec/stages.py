@@ -111,9 +111,8 @@ def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
     cuts that are equally good, the one with most blocks in the stage of the head is taken, whose activations
     are held for the shortest time. Equal blocks are shared evenly by the other stages.
     """
-    kinds = [model.has_experts(layer) for layer in range(model.layers)]
-    flops = {kind: model.block_flops(seq_len, kinds.index(kind)) for kind in set(kinds)}
-    return list(_balanced(tuple(flops[kind] for kind in kinds), model.head_flops, count))
+    flops = {kind: model.block_flops(seq_len, kind) for kind in model.kinds}
+    return list(_balanced(tuple(flops[kind] for kind in model.layer_kinds), model.head_flops, count))
 
 
 @lru_cache(maxsize=512)

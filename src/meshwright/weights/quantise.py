@@ -172,9 +172,7 @@ def check_calibrated(model: ModelSpec) -> None:
 
 def _through(decoder: Decoder, layer: int, x_BTD: Tensor) -> Tensor:
     length = x_BTD.shape[1]
-    rope, mask = decoder.rope_and_mask(length, torch.arange(length), None, x_BTD)
-    y: Tensor = decoder.blocks[layer](x_BTD, rope, mask)
-    return y
+    return decoder.through(range(layer, layer + 1), x_BTD, length, torch.arange(length), None)
 
 
 @contextmanager

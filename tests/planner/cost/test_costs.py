@@ -109,7 +109,8 @@ def test_rows_of_experts_are_padded_to_whole_words() -> None:
         tree = spec.to_json()
         tree["model"] |= {"moe": tree["model"]["moe"] | {"experts": experts}, "preset": None}
         costs = CostModel(A100.resized(8), STACKS["megatron-core"])
-        seconds.append(costs.blocks(RunSpec.model_validate(tree)).passes(routed=True).total)
+        blocks = costs.blocks(RunSpec.model_validate(tree))
+        seconds.append(blocks.seconds(blocks.kinds[-1]).total)
     assert seconds[1] < 1.1 * seconds[0]
 
 
@@ -124,7 +125,7 @@ def test_messages_hide_behind_the_compute_of_their_layer_and_no_more(policy: str
     for gigabits in (400, 40, 4):
         there = with_network(cluster("h800", 256), nic_bandwidth=gigabits * 1e9 / 8)
         blocks = CostModel(there, STACKS["hai-llm"]).blocks(spec)
-        passes = blocks.passes(routed=True)
+        passes = blocks.seconds(blocks.kinds[-1])
         sent = sum(m.count * blocks.links.seconds(m) for m in blocks.messages(True) if m.axis == "expert")
         compute = sum(each.matmul + each.attention + each.moved for each in passes)
         assert sent - sum(each.expert for each in passes) <= compute * (1 + 1e-9)
@@ -258,13 +259,14 @@ def test_what_recomputation_does_not_save_is_computed_and_sent_again(stack: str)
     for save in (("attention", "matmul"), ("matmul",), ("attention",), ()):
         policy = {"policy": "selective", "save": save}
         spec = run(layout, model="mixtral-8x7b", recompute=policy)
-        forward, _, _, again = of_save[save] = on.blocks(spec).passes(routed=True)
+        forward, _, _, again = of_save[save] = on.blocks(spec).seconds(spec.model.kinds[-1])
         assert again.matmul == (0.0 if "matmul" in save else forward.matmul)
         assert again.attention == (0.0 if "attention" in save else forward.attention)
         for sent in (again.tensor, again.expert):
             assert (sent == 0) == ("matmul" in save)
         assert again.moved == forward.moved
-    full = on.blocks(run(layout, model="mixtral-8x7b", recompute={"policy": "full"})).passes(routed=True)
+    blocks = on.blocks(run(layout, model="mixtral-8x7b", recompute={"policy": "full"}))
+    full = blocks.seconds(blocks.kinds[-1])
     times = [each.again.total for each in (*of_save.values(), full)]
     assert times == sorted(times) and len(set(times)) == 5
 

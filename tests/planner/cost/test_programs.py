@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hardware.find import cluster
+from meshwright.planner.cost.breakdown import PassSeconds
 from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
@@ -38,6 +39,16 @@ def layer(spec: RunSpec, stack: SoftwareStack, format: str | None = None, name: 
     return CostModel(cluster(name, spec.layout.world_size), stack, format).blocks(spec)
 
 
+def first_kind(blocks: LayerCost) -> PassSeconds:
+    """Seconds of a block, without experts where the model has such blocks."""
+    return blocks.seconds(blocks.kinds[0])
+
+
+def last_kind(blocks: LayerCost) -> PassSeconds:
+    """Seconds of a block, with experts where the model has such blocks."""
+    return blocks.seconds(blocks.kinds[-1])
+
+
 def test_a_device_with_less_power_for_its_peak_attains_less_of_it() -> None:
     full, limited = cluster("h100").device, cluster("h100-96").device
     assert limited.peak == full.peak and limited.attained("bf16") < full.attained("bf16")
@@ -49,7 +60,7 @@ def test_a_device_with_less_power_for_its_peak_attains_less_of_it() -> None:
 @pytest.mark.parametrize("format", ["fp8", "mxfp8", "nvfp4"])
 def test_low_precision_speeds_up_products_alone(format: str) -> None:
     spec = run("llama3-70b", dp=8)
-    wide, low = (layer(spec, NEMO, each, "gb200").passes(False) for each in (None, format))
+    wide, low = (first_kind(layer(spec, NEMO, each, "gb200")) for each in (None, format))
     assert low.forward.matmul < 0.8 * wide.forward.matmul
     assert low.forward.attention == wide.forward.attention and low.forward.moved == wide.forward.moved
 
@@ -57,7 +68,7 @@ def test_low_precision_speeds_up_products_alone(format: str) -> None:
 def test_fp8_by_rows_pays_for_its_casts() -> None:
     spec = run("llama3-70b", dp=8)
     by_tensor, by_row = (
-        layer(spec, NEMO, each).passes(False).forward.matmul for each in ("fp8", "fp8-rowwise")
+        first_kind(layer(spec, NEMO, each)).forward.matmul for each in ("fp8", "fp8-rowwise")
     )
     assert by_row > 1.1 * by_tensor
 
@@ -77,7 +88,7 @@ def test_attention_by_kernel() -> None:
     seconds = {}
     for name in ("a100", "h100"):
         for kernel in ("flash1", "flash2", "flash3", "cudnn"):
-            passes = layer(spec, replace(NEMO, attention=kernel), None, name).passes(False)
+            passes = first_kind(layer(spec, replace(NEMO, attention=kernel), None, name))
             seconds[name, kernel] = passes.forward.attention
     assert seconds["a100", "flash1"] == pytest.approx(seconds["a100", "flash2"] / 0.55)
     assert seconds["a100", "flash2"] == seconds["a100", "cudnn"]
@@ -119,7 +130,7 @@ def test_experts_take_longer_where_one_rank_has_more_of_their_rows() -> None:
     spec, on = run("mixtral-8x7b", dp=8, ep=8, zero=1), cluster("h100", 8)
     even, uneven = (CostModel(on, NEMO, busiest=each).blocks(spec) for each in (1.0, 1.5))
     assert uneven.shape.copies == 1.5 * even.shape.copies
-    one, other = (each.passes(True).forward for each in (even, uneven))
+    one, other = (last_kind(each).forward for each in (even, uneven))
     assert other.expert == pytest.approx(1.5 * one.expert, rel=0.05) and other.attention == one.attention
     experts = [sum(map(each._product, each._routed_products()[1:])) for each in (even, uneven)]
     assert other.matmul - one.matmul == pytest.approx(experts[1] - experts[0])
@@ -128,11 +139,11 @@ def test_experts_take_longer_where_one_rank_has_more_of_their_rows() -> None:
 
 def test_a_host_that_waits_for_the_counts_of_experts_cannot_launch_ahead() -> None:
     spec = run("qwen3-30b-a3b", dp=8, ep=8, zero=1)
-    blocking = layer(spec, NEMO, "fp8").passes(True)
-    ahead = layer(spec, replace(NEMO, blocking_experts=False), "fp8").passes(True)
-    graphs = layer(spec, STACKS["nemo-graphs"], "fp8").passes(True)
+    blocking = last_kind(layer(spec, NEMO, "fp8"))
+    ahead = last_kind(layer(spec, replace(NEMO, blocking_experts=False), "fp8"))
+    graphs = last_kind(layer(spec, STACKS["nemo-graphs"], "fp8"))
     assert blocking.forward.host > ahead.forward.host >= graphs.forward.host == 0.0
-    dense = layer(run("llama3-8b", dp=8, zero=1), NEMO, "fp8").passes(False)
+    dense = first_kind(layer(run("llama3-8b", dp=8, zero=1), NEMO, "fp8"))
     assert dense.forward.host == 0.0  # which launches while it computes
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 from meshwright.planner.activations import Sizes, movable
 from meshwright.planner.cost.breakdown import PassSeconds, Seconds
 from meshwright.spec import RunSpec
+from meshwright.spec.layers import LayerKind
 
 
-def with_copies(passes: PassSeconds, spec: RunSpec, link: float | None, routed: bool) -> PassSeconds:
+def with_copies(passes: PassSeconds, spec: RunSpec, link: float | None, kind: LayerKind) -> PassSeconds:
     """`passes` of a block with the seconds that it waits for copies; `link` is in bytes/s one way."""
     if spec.train.offload_activations == "none" or link is None:
         return passes
     sizes = Sizes(spec)
-    copy = movable(sizes, sizes.kinds[routed]) / link
+    copy = movable(sizes, sizes.kinds[kind]) / link
     forward = max(0.0, copy - passes.forward.total)
     backward = max(0.0, copy - (passes.total - passes.forward.total))
     return passes._replace(

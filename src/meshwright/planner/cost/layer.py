@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
+from typing import Literal
 
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
@@ -28,6 +29,7 @@ from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, share
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.messages import Message, Overlap, Phase, end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
@@ -38,14 +40,18 @@ PRICED_AS = {"sequence": "expert"}
 """Axes whose seconds count as another's: ranks that share sequences send the router's statistics."""
 
 
+Part = LayerKind | Literal["embed", "head"]
+"""A layer of a kind, the embedding or the head."""
+
+
 @dataclass
 class Dense:
     """Cached costs that do not depend on how experts are sharded."""
 
-    seconds: dict[str, PassSeconds] = field(default_factory=dict)
-    """'dense', 'embed' or 'head' -> seconds of the part."""
-    sizes: dict[bool, tuple[int, int, int]] = field(default_factory=dict)
-    """Has experts -> parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
+    seconds: dict[Part, PassSeconds] = field(default_factory=dict)
+    """Seconds of each part without experts."""
+    sizes: dict[LayerKind, tuple[int, int, int]] = field(default_factory=dict)
+    """Parameters of a layer of each kind: split by tensor ranks, replicated on them, of routed experts."""
 
 
 @dataclass(eq=False)
@@ -79,33 +85,33 @@ class LayerCost:
         self.launch = stack.launch
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
-        self._routed: dict[str, PassSeconds] = {}
+        self.kinds = spec.model.kinds
+        self.parts: tuple[Part, ...] = (*self.kinds, "embed", "head")
+        self._routed: dict[Part, PassSeconds] = {}
 
-    def seconds(self, part: str) -> PassSeconds:
-        """Seconds of a part of the model: a 'dense' layer, a 'routed' one with experts, 'embed' or 'head'."""
-        known = self._routed if part == "routed" else self.dense.seconds
+    def seconds(self, part: Part) -> PassSeconds:
+        """Seconds of a part of the model."""
+        routed = isinstance(part, LayerKind) and part.has_experts
+        known = self._routed if routed else self.dense.seconds
         if part not in known:
             if part == "head":
                 known[part] = self._head()
             elif part == "embed":
                 known[part] = self._embedding()
             else:
-                known[part] = self._layer(part == "routed")
+                known[part] = self._layer(part)
         return known[part]
 
-    def passes(self, routed: bool) -> PassSeconds:
-        """Seconds of a layer, dense or with routed experts."""
-        return self.seconds("routed" if routed else "dense")
-
-    def held(self, routed: bool) -> tuple[int, int]:
+    def held(self, kind: LayerKind) -> tuple[int, int]:
         """Parameters of a layer on one tensor rank: those that all tokens use, and its routed experts'."""
-        if routed not in self.dense.sizes:
-            self.dense.sizes[routed] = _sizes(self.spec.model, routed)
-        (split, whole, experts), layout = self.dense.sizes[routed], self.spec.layout
+        if kind not in self.dense.sizes:
+            self.dense.sizes[kind] = _sizes(self.spec.model, kind)
+        (split, whole, experts), layout = self.dense.sizes[kind], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
-    def products(self, routed: bool) -> list[Product]:
+    def products(self, kind: LayerKind) -> list[Product]:
         """Matrix products of a layer's forward."""
+        routed = kind.has_experts
         inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else self.spec.model.ffn)
         return [*self._attention_products(), *inner, *(self._routed_products() if routed else ())]
 
@@ -114,10 +120,10 @@ class LayerCost:
         """Parameters of the embedding or the head on one tensor rank."""
         return self.rows * self.spec.model.hidden
 
-    def _layer(self, routed: bool) -> PassSeconds:
-        products, listed = self.products(routed), self.messages(routed)
-        (core, scores), (core_back, scores_back) = self._core(), self._core(backward=True)
-        moved = self.kernels.moved(self._bytes(routed))
+    def _layer(self, kind: LayerKind) -> PassSeconds:
+        products, listed = self.products(kind), self.messages(kind.has_experts)
+        (core, scores), (core_back, scores_back) = self._core(kind), self._core(kind, backward=True)
+        moved = self.kernels.moved(self._bytes(kind))
         forward = self._exposed(listed, core, Phase.FORWARD)._replace(
             matmul=sum(map(self._product, products)), attention=core, moved=moved + scores
         )
@@ -128,7 +134,7 @@ class LayerCost:
         )
         weight = Seconds(
             matmul=sum(self._product(Product(p.n, p.k, p.m, p.batch)) for p in products),
-            moved=self.kernels.moved(self.stack.packed * sum(self.held(routed))),
+            moved=self.kernels.moved(self.stack.packed * sum(self.held(kind))),
         )
         policy, selective = self.spec.recompute.policy, self.stack.selective
         again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
@@ -143,18 +149,18 @@ class LayerCost:
             attended = core if "attention" in self.repeats else 0.0
             again = again._replace(matmul=repeated, attention=attended, moved=forward.moved - scores)
         passes = self._uncovered(PassSeconds(forward, input, weight, again), listed)
-        return self._offloaded(self._launched(passes, routed), routed)
+        return self._offloaded(self._launched(passes, kind), kind)
 
-    def _offloaded(self, passes: PassSeconds, routed: bool) -> PassSeconds:
+    def _offloaded(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for copies of activations."""
-        return with_copies(passes, self.spec, self.kernels.device.host_link, routed)
+        return with_copies(passes, self.spec, self.kernels.device.host_link, kind)
 
-    def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
+    def _launched(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
         # counted: operators of the forward; those of both halves of the backward, and of recomputation where
         # products are saved, over those. Those of experts follow the router's, for whose counts the host may
         # wait.
-        count, experts = (22 if self.stack.fused_attention else 30), (25 if routed else 0)
+        count, experts = (22 if self.stack.fused_attention else 30), (25 if kind.has_experts else 0)
         whole = self.spec.recompute.policy == "full" or "matmul" in self.repeats
         ratios = 1.0, 1.2, 0.4, 1.0 if whole else 8 / (count + experts)
         launched = []
@@ -224,11 +230,11 @@ class LayerCost:
             seconds += self.kernels.moved(cast * p.batch * (p.m * p.k + p.k * p.n / 4))
         return seconds
 
-    def _core(self, backward: bool = False) -> tuple[float, float]:
+    def _core(self, kind: LayerKind, backward: bool = False) -> tuple[float, float]:
         """Seconds of attention's products, and of moving its scores where they are stored; one way."""
         model, layout = self.spec.model, self.spec.layout
         heads = model.heads // layout.tp
-        seen = 2 * model.keys_visible(self.length)
+        seen = 2 * kind.keys_visible(self.length)
         pairs = self.tokens * seen * heads  # of queries and keys, without the causal mask
         if self.stack.fused_attention:
             measured = self._measured_core(backward) if self.stack.own else None
@@ -256,7 +262,7 @@ class LayerCost:
         seconds = attention_seconds(measured, self.format, *size)
         return None if seconds is None else ring * seconds[backward]
 
-    def _bytes(self, routed: bool) -> float:
+    def _bytes(self, kind: LayerKind) -> float:
         """Bytes that the norms, activations, residuals and copies of the forward move."""
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
@@ -267,8 +273,9 @@ class LayerCost:
         moved += self._ring_bytes()
         if model.qk_norm:
             moved += 2 * n * b * (self.q + self.kv)
-        channels = self.shape.moe.shared_ffn if routed else model.ffn
-        if routed:  # counted: rows permuted there and back; the activation reads its gates and writes one
+        channels = self.shape.moe.shared_ffn if kind.has_experts else model.ffn
+        if kind.has_experts:
+            # counted: rows permuted there and back; the activation reads its gates and writes one
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
             moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
@@ -391,10 +398,9 @@ class LayerCost:
         return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)
 
 
-def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:
+def _sizes(model: ModelSpec, kind: LayerKind) -> tuple[int, int, int]:
     """Parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
     sizes = Counter[str]()
-    layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
-    for p in block_parameters(model, layer):
+    for p in block_parameters(model, model.layer_kinds.index(kind)):
         sizes["experts" if p.expert else "split" if p.split else "whole"] += p.size
     return sizes["split"], sizes["whole"], sizes["experts"]

@@ -23,6 +23,7 @@ from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.traffic.messages import Message, Phase
 from meshwright.schedule import MOST_HELD, Path, StageCost
 from meshwright.spec.arithmetic import divisors
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.pipeline_schedules import SCHEDULES
 
 
@@ -32,7 +33,7 @@ class Floor(LayerCost):
     It is made for a layout with ep = etp = 1, and for a run without recomputation or offloading.
     """
 
-    def _offloaded(self, passes: PassSeconds, routed: bool) -> PassSeconds:
+    def _offloaded(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         return passes  # copies are fewest where most is recomputed
 
     def _routed_products(self) -> list[Product]:
@@ -41,15 +42,15 @@ class Floor(LayerCost):
     def _uncovered(self, passes: PassSeconds, listed: Iterable[Message]) -> PassSeconds:
         return passes  # experts' products, which messages may be beside, are added later
 
-    def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
-        if not routed:
-            return super()._launched(passes, routed)
+    def _launched(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
+        if not kind.has_experts:
+            return super()._launched(passes, kind)
         moe, model = self.shape.moe, self.spec.model
         rows = _fewest_rows(self.tokens / self.spec.layout.tp * moe.top_k, moe.experts, moe.ffn)
         flops = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1)
         each = flops / self.kernels.large_rate(self.precision.products)
         with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
-        return super()._launched(PassSeconds(*with_experts), routed)
+        return super()._launched(PassSeconds(*with_experts), kind)
 
 
 class SharedFloor(Floor):
@@ -79,7 +80,8 @@ def microbatch_seconds(blocks: LayerCost, model: Contents, policy: str | None = 
     """
     total = sum(count * passes.total for count, passes in parts(blocks, model))
     if policy == "full":
-        total += sum(count * blocks.passes(routed).forward.total for count, routed in model.kinds)
+        kinds = model.by_kind(blocks.kinds)
+        total += sum(count * blocks.seconds(kind).forward.total for count, kind in kinds)
     return total
 
 
@@ -87,27 +89,30 @@ class ExpertMessages:
     """Least seconds of a microbatch's messages to experts and back, on the ranks of one stage."""
 
     def __init__(self, blocks: LayerCost, model: Contents) -> None:
-        moe, self._links, self._count = blocks.spec.model.moe, blocks.links, model.routed
-        if moe is not None and self._count:
+        moe, self._links = blocks.spec.model.moe, blocks.links
+        self._routed = [(count, kind) for count, kind in model.by_kind(blocks.kinds) if kind.has_experts]
+        if moe is not None and self._routed:
             tokens = blocks.tokens / blocks.spec.layout.tp * moe.top_k
             self._size = tokens * blocks.spec.model.hidden * blocks.width
             self._exposed = 2 * (1 - blocks.stack.overlap("expert"))
-            self._hosts = [each.host for each in blocks.passes(True)[:2]]
+            self._hosts = [
+                (count, each.host) for count, kind in self._routed for each in blocks.seconds(kind)[:2]
+            ]
 
     def seconds(self, ep: int, etp: int) -> float:
         """Seconds with experts on ep x etp ranks, less those that the device waits for its host."""
-        if ep * etp == 1 or not self._count:
+        if ep * etp == 1 or not self._routed:
             return 0.0
         group = GroupShape(ep * etp, 1)
         once = self._exposed * self._links.collective("all_to_all", self._size * etp, group)
-        return self._count * sum(max(0.0, once - host) for host in self._hosts)
+        return sum(count * max(0.0, once - host) for count, host in self._hosts)
 
 
 class StageShape(NamedTuple):
-    """A rank's part of the model, the part before its first stage, and the number of stages before that."""
+    """`Contents.parts` of a rank and of what is before its first stage, and the number of stages before."""
 
-    work: Contents
-    before: Contents
+    work: tuple[int, ...]
+    before: tuple[int, ...]
     hops: int
 
 
@@ -119,8 +124,8 @@ def pace_setters(placed: PlacedStages) -> list[StageShape]:
     shapes = []
     for rank in sorted({0, len(held) - 1, head, fullest}):
         first = min(placed.own[rank])
-        before = together(placed.contents[:first]) if first else Contents(0, 0, False, False)
-        shapes.append(StageShape(held[rank], before, first))
+        before = together(placed.contents[:first]).parts if first else ()
+        shapes.append(StageShape(held[rank].parts, before, first))
     return shapes
 
 
@@ -134,7 +139,8 @@ class Pace(NamedTuple):
 
 def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
     """The pace of a mesh whose stages are a message of `hop` seconds apart."""
-    passes = [blocks.seconds(part) if count else PassSeconds() for part, count in model._asdict().items()]
+    listed = zip(model.parts, blocks.parts, strict=True)
+    passes = [blocks.seconds(part) if count else PassSeconds() for count, part in listed]
     return Pace(tuple(part.total for part in passes), tuple(part.forward.total for part in passes), hop)
 
 

@@ -11,6 +11,7 @@ from meshwright.planner.cost.layer import Dense, LayerCost
 from meshwright.planner.cost.shared_cores import shared_cores
 from meshwright.planner.cost.software import MESHWRIGHT, MESHWRIGHT_ON_CPU, SoftwareStack
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.layers import LayerKind
 
 
 class CostModel:
@@ -37,7 +38,7 @@ class CostModel:
         self.links = CollectiveCosts(cluster, stack.flat_rings)
         self.shared = shared_cores(cluster)
         self._models: list[ModelSpec] = []
-        self._sizes: list[dict[bool, tuple[int, int, int]]] = []
+        self._sizes: list[dict[LayerKind, tuple[int, int, int]]] = []
         self._dense: dict[tuple[object, ...], Dense] = {}
         self._blocks: dict[tuple[object, ...], LayerCost] = {}
 

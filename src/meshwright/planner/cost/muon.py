@@ -7,6 +7,7 @@ from math import prod
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.parameters import block_parameters
 
 _STEPS = 5
@@ -15,15 +16,14 @@ _MASTER = 4.0
 """Bytes of an element that ranks exchange."""
 
 
-def muon_seconds(spec: RunSpec, costs: CostModel, routed: bool) -> float:
-    """Seconds of a block with, or without, experts on one rank: products, and matrices that are dealt out.
+def muon_seconds(spec: RunSpec, costs: CostModel, kind: LayerKind) -> float:
+    """Seconds of a block of a kind on one rank: products, and matrices that are dealt out.
 
     Ranks that share states are taken to be dealt equal parts.
     """
     layout, groups, model = spec.layout, axes(spec.layout), spec.model
-    layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
     seconds, dealt, cut = 0.0, {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-    for parameter in block_parameters(model, layer):
+    for parameter in block_parameters(model, model.layer_kinds.index(kind)):
         if len(parameter.shape) < 2:
             continue
         is_expert = parameter.expert

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, weighted_sum
@@ -24,6 +24,7 @@ from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import Layout, ModelSpec, RunSpec
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.stages import Stage, stages
 
@@ -36,41 +37,53 @@ NUMBER = 8
 class Contents(NamedTuple):
     """The part of the model that a stage or a rank holds."""
 
-    dense: int
-    """Blocks without routed experts."""
-    routed: int
-    """Blocks with routed experts."""
+    counts: tuple[int, ...]
+    """Blocks of each of the model's kinds, in their order."""
     embed: bool
     head: bool
 
     @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return self.dense + self.routed
+        return sum(self.counts)
 
     @property
-    def kinds(self) -> list[tuple[int, bool]]:
-        """(number of blocks, True if they have routed experts), without kinds that are absent."""
-        return [(count, routed) for count, routed in ((self.dense, False), (self.routed, True)) if count]
+    def parts(self) -> tuple[int, ...]:
+        """Number of blocks of each kind, of embeddings and of heads."""
+        return (*self.counts, self.embed, self.head)
+
+    def by_kind(self, kinds: Sequence[LayerKind]) -> list[tuple[int, LayerKind]]:
+        """(number of blocks, their kind), without kinds that are absent; `kinds` are the model's."""
+        return [(count, kind) for count, kind in zip(self.counts, kinds, strict=True) if count]
 
 
 def model_contents(model: ModelSpec) -> Contents:
     """The whole model."""
-    routed = sum(map(model.has_experts, range(model.layers)))
-    return Contents(model.layers - routed, routed, True, True)
+    return Contents(blocks_before(model)[-1], True, True)
+
+
+def blocks_before(model: ModelSpec) -> list[tuple[int, ...]]:
+    """The number of blocks of each kind before each block, and in all."""
+    numbers = {kind: number for number, kind in enumerate(model.kinds)}
+    found = [[0] * len(numbers)]
+    for kind in model.layer_kinds:
+        found.append(found[-1].copy())
+        found[-1][numbers[kind]] += 1
+    return [*map(tuple, found)]
 
 
 class PlacedStages:
-    """The stages of a pipeline on its ranks: `own` lists each rank's stages, by index."""
+    """The stages of a pipeline on its ranks: `own` lists each rank's stages, by index, and `before` are
+    `blocks_before`."""
 
     def __init__(
-        self, stages: Sequence[Stage], own: Sequence[Sequence[int]], routed_before: Sequence[int]
+        self, stages: Sequence[Stage], own: Sequence[Sequence[int]], before: Sequence[tuple[int, ...]]
     ) -> None:
         self.own = own
-        self.contents = []
-        for stage in stages:
-            routed = routed_before[stage.last] - routed_before[stage.first]
-            self.contents.append(Contents(stage.last - stage.first - routed, routed, stage.embed, stage.head))
+        self.contents = [
+            Contents(tuple(map(sub, before[stage.last], before[stage.first])), stage.embed, stage.head)
+            for stage in stages
+        ]
 
     @cached_property
     def by_rank(self) -> list[tuple[Contents, ...]]:
@@ -88,9 +101,8 @@ class PlacedStages:
 
 def placed_stages(spec: RunSpec) -> PlacedStages:
     """The stages of a run's pipeline."""
-    experts = map(spec.model.has_experts, range(spec.model.layers))
     made = stages(spec.model, spec.layout, spec.data.seq_len)
-    return PlacedStages(made, ranks_of(spec.layout, spec.layout.pp), list(accumulate(experts, initial=0)))
+    return PlacedStages(made, ranks_of(spec.layout, spec.layout.pp), blocks_before(spec.model))
 
 
 def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
@@ -104,8 +116,8 @@ def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
 
 def together(held: Sequence[Contents]) -> Contents:
     """The contents of several stages."""
-    dense, routed, embed, head = zip(*held, strict=True)
-    return Contents(sum(dense), sum(routed), any(embed), any(head))
+    counts, embed, head = zip(*held, strict=True)
+    return Contents(tuple(map(sum, zip(*counts, strict=True))), any(embed), any(head))
 
 
 @dataclass(frozen=True)
@@ -159,8 +171,8 @@ class StageCosts:
         backward = sum(passes.total for passes in work) - forward
         found = data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
         if spec.train.optimiser_kind.orthogonalises:
-            kinds = together(mine).kinds
-            more = sum(count * muon_seconds(spec, self._costs, routed) for count, routed in kinds)
+            kinds = together(mine).by_kind(self.blocks.kinds)
+            more = sum(count * muon_seconds(spec, self._costs, kind) for count, kind in kinds)
             found = replace(found, optimiser=found.optimiser + more)
         return found
 
@@ -189,7 +201,8 @@ class StageCosts:
 
 def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]]:
     """(number, seconds of a microbatch in one) of the blocks of each kind, the embedding and the head."""
-    return ((count, blocks.seconds(part)) for part, count in held._asdict().items() if count)
+    listed = zip(held.parts, blocks.parts, strict=True)
+    return ((count, blocks.seconds(part)) for count, part in listed if count)
 
 
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
@@ -197,8 +210,8 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     model = blocks.spec.model
     ends = 1 if model.tied and held.embed and held.head else held.embed + held.head
     whole, experts = float(ends * blocks.rows * model.hidden), 0.0
-    for count, routed in held.kinds:
-        mine = blocks.held(routed)
+    for count, kind in held.by_kind(blocks.kinds):
+        mine = blocks.held(kind)
         whole, experts = whole + count * mine[0], experts + count * mine[1]
     return StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
 

@@ -20,6 +20,7 @@ from meshwright.planner.cost.stages import Contents, placed_stages, stored, toge
 from meshwright.planner.rank_view import moment_width, widths
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import Layout, RunSpec
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.pipeline_schedules import SCHEDULES
 
 _CONTEXT = 0.6e9
@@ -129,10 +130,10 @@ class Generic:
         """Parameters of 1 / `pp` of the model, and bytes that as much of its blocks keeps of a microbatch."""
         if (blocks, pp) not in self._shares:
             dense = routed = kept = 0.0
-            for count, has_experts in model.kinds:
-                mine = blocks.held(has_experts)
+            for count, kind in model.by_kind(blocks.kinds):
+                mine = blocks.held(kind)
                 dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
-                kept += count * block_activations(blocks, has_experts) / pp
+                kept += count * block_activations(blocks, kind) / pp
             dense += (1 if blocks.spec.model.tied else 2) * blocks.largest_unit / pp
             self._shares[blocks, pp] = StoredParameters(dense, routed, model.blocks + 2, 1), kept
         return self._shares[blocks, pp]
@@ -195,28 +196,28 @@ def held_microbatches(spec: RunSpec) -> int:
 def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) -> float:
     """Bytes that a stage keeps of one microbatch: where backwards are `split`, until the weights' half."""
     found = 0.0
-    for count, routed in held.kinds:
-        kept = block_activations(blocks, routed)
-        found += count * (max(kept, weight_gradient_inputs(blocks, routed)) if split else kept)
+    for count, kind in held.by_kind(blocks.kinds):
+        kept = block_activations(blocks, kind)
+        found += count * (max(kept, weight_gradient_inputs(blocks, kind)) if split else kept)
     stream = blocks.own * blocks.spec.model.hidden
     if held.embed and blocks.stack.dropout:
         found += stream
     return found + (2 * stream * blocks.width if held.head else 0)
 
 
-def block_activations(blocks: LayerCost, routed: bool) -> float:
+def block_activations(blocks: LayerCost, kind: LayerKind) -> float:
     """Bytes that a block keeps of one microbatch under the run's recompute policy."""
     stack, policy = blocks.stack, blocks.spec.recompute.policy
     entry = blocks.own * blocks.spec.model.hidden * blocks.width
     if policy == "full":
         return entry
-    every = everything(blocks, routed)
+    every = everything(blocks, kind)
     if policy == "none":
         return every
     if stack.selective == "attention":
         return every - _scores(blocks)
     hidden, n, outputs = blocks.spec.model.hidden, blocks.tokens, 0.0
-    for each in blocks.products(routed):
+    for each in blocks.products(kind):
         if stack.selective == "latents" and blocks.widens(each):
             continue
         summed = each.n == hidden and each.m == n  # over tensor ranks: a rank keeps its own tokens
@@ -225,14 +226,14 @@ def block_activations(blocks: LayerCost, routed: bool) -> float:
     return entry + core + blocks.width * outputs * (0.5 if stack.selective == "half" else 1.0)
 
 
-def weight_gradient_inputs(blocks: LayerCost, routed: bool) -> float:
+def weight_gradient_inputs(blocks: LayerCost, kind: LayerKind) -> float:
     """Bytes that a block's deferred weight gradients need: each map's input, and its output's gradient.
 
     `planner/memory/in_flight.py` has them for this program, to the byte.
     """
     layout, n = blocks.spec.layout, blocks.tokens
     found = 0.0
-    for each in blocks.products(routed):
+    for each in blocks.products(kind):
         found += each.batch * each.m * (each.n + each.k)
     if layout.tp > 1 and layout.sequence_parallel:  # the input is kept by the ranks together
         found -= 2 * (n - blocks.own) * blocks.spec.model.hidden
@@ -249,11 +250,11 @@ def working(blocks: LayerCost, held: Contents) -> float:
     gradient = 2 * blocks.tokens * blocks.spec.model.hidden * blocks.width
     if blocks.spec.recompute.policy == "none":
         return gradient
-    routed = held.routed > 0
-    return everything(blocks, routed) - block_activations(blocks, routed) + gradient
+    _, kind = held.by_kind(blocks.kinds)[-1]
+    return everything(blocks, kind) - block_activations(blocks, kind) + gradient
 
 
-def everything(blocks: LayerCost, routed: bool) -> float:
+def everything(blocks: LayerCost, kind: LayerKind) -> float:
     """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
     low = blocks.precision.kept if blocks.stack.low_states and blocks.precision.cast else b
@@ -265,7 +266,7 @@ def everything(blocks: LayerCost, routed: bool) -> float:
         found += own * b * 2 * ((model.mla.q_rank or 0) + model.mla.kv_rank + model.mla.rope_dim)
     gates, t = blocks.gates, blocks.spec.layout.tp
     channels = model.ffn
-    if routed:
+    if kind.has_experts:
         assert model.moe is not None
         channels = model.moe.shared_ffn
         inner = model.moe.ffn / blocks.spec.layout.etp

@@ -33,7 +33,7 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     def deferred(stage: Stage) -> int:
         return sum(weight_gradient_inputs(sizes, layer) for layer in stage.blocks)
 
-    return _most(spec, pipeline_rank, kept.of, deferred, kept.plans)
+    return _most(spec, pipeline_rank, kept.of, deferred, kept.plans_of(place_of(spec, pipeline_rank).own))
 
 
 def host_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:

@@ -20,18 +20,19 @@ from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
 from meshwright.planner.rank_view import moment_width, sum_width, widths
 from meshwright.spec import RunSpec
+from meshwright.spec.layers import LayerKind
 
 
 class _Kept(NamedTuple):
     """Bytes of one microbatch under one kind of schedule."""
 
     all: Activations
-    block: dict[bool, int]
-    """Has experts -> bytes that a block keeps, wherever that is."""
-    movable: dict[bool, int]
-    """Has experts -> bytes of these that are in the host's memory, in all blocks of a stage but its last."""
-    deferred: dict[bool, int]
-    """Has experts -> bytes that a block's deferred weight gradients need."""
+    block: dict[LayerKind, int]
+    """Bytes that a block of each kind keeps, wherever that is."""
+    movable: dict[LayerKind, int]
+    """Bytes of these that are in the host's memory, in all blocks of a stage but its last."""
+    deferred: dict[LayerKind, int]
+    """Bytes that the deferred weight gradients of a block of each kind need."""
     at_head: int
     """Peak beyond kept activations in the head's forward."""
 
@@ -57,9 +58,9 @@ class LowerBound(Generic):
             kinds = sizes.kinds.items()
             self._known[key] = _Kept(
                 kept,
-                {routed: kept.by_block[layer] for routed, layer in kinds},
-                {routed: movable(sizes, layer) if offloads else 0 for routed, layer in kinds},
-                {routed: weight_gradient_inputs(sizes, layer) if split else 0 for routed, layer in kinds},
+                {kind: kept.by_block[layer] for kind, layer in kinds},
+                {kind: movable(sizes, layer) if offloads else 0 for kind, layer in kinds},
+                {kind: weight_gradient_inputs(sizes, layer) if split else 0 for kind, layer in kinds},
                 head_peaks(sizes, on_cpu)[0],
             )
         return self._known[key]
@@ -67,17 +68,16 @@ class LowerBound(Generic):
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
         """Bytes that a stage keeps of one microbatch; the least of any schedule if `split` is None."""
         each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
-        whole = each.all.shared if held.blocks else 0
+        kinds = held.by_kind(blocks.kinds)
+        whole = each.all.shared_by([kind for _, kind in kinds])
         whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
-        whole += min((each.movable[routed] for _, routed in held.kinds), default=0)  # the last block's stay
-        return whole + sum(
-            count * (each.block[routed] - each.movable[routed]) for count, routed in held.kinds
-        )
+        whole += min((each.movable[kind] for _, kind in kinds), default=0)  # the last block's stay
+        return whole + sum(count * (each.block[kind] - each.movable[kind]) for count, kind in kinds)
 
     def deferred(self, blocks: LayerCost, held: Contents) -> float:
         """Bytes that a stage keeps of one microbatch whose weight gradients alone are left."""
         each = self._of_microbatch(blocks, True)
-        return sum(count * each.deferred[routed] for count, routed in held.kinds)
+        return sum(count * each.deferred[kind] for count, kind in held.by_kind(blocks.kinds))
 
     def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
         """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds."""
@@ -138,7 +138,7 @@ class LowerBound(Generic):
                 buffers += whole * width.compute
         if zero == 1 and layout.pp > 1 and ranks[0] > 1:
             units = [blocks.largest_unit] if held.embed or held.head else []
-            units += [blocks.held(routed)[0] for _, routed in held.kinds]
+            units += [blocks.held(kind)[0] for _, kind in held.by_kind(blocks.kinds)]
             gathered = max(units, default=0) if shares == 1 else min(units)
             buffers += gathered * width.compute
         if layout.pp == 1 and during + kept < after:

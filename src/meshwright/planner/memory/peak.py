@@ -77,9 +77,8 @@ class _Step:
         self.head = head_peaks(self.sizes, on_cpu)
         self.tied = "head" not in self.groups
         self.blocks = [f"blocks.{layer}" for layer in range(view.spec.model.layers)]
-        self.peaks = {
-            kind: backward_peaks(self.sizes, layer, on_cpu) for kind, layer in self.sizes.kinds.items()
-        }
+        of_kind = {kind: backward_peaks(self.sizes, last, on_cpu) for kind, last in self.sizes.kinds.items()}
+        self.peaks = [of_kind[kind] for kind in kept.kinds]
 
     def look(self, temporaries: int) -> None:
         """Record the moment if it is the fullest so far."""
@@ -228,7 +227,7 @@ class _Step:
 
     def _block(self, layer: int, last: bool) -> None:
         *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # experts come first in a backward
-        peaks, kept = self.peaks[bool(routed)], self.kept.by_block[layer] + self.kept.moved[layer]
+        peaks, kept = self.peaks[layer], self.kept.by_block[layer] + self.kept.moved[layer]
         if layer:  # what the next one saved comes
             self.activations += self.kept.moved[layer - 1]
         self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")

@@ -26,6 +26,7 @@ from meshwright.planner.cost.stages import (
     Contents,
     PlacedStages,
     StageCosts,
+    blocks_before,
     message,
     model_contents,
     ranks_of,
@@ -166,6 +167,7 @@ class SearchTree:
         self.space, self.costs, self.memory, self.found = space, costs, memory, found
         self.capacity = capacity / (1 - 1e-9)  # of sums in another order than the exact ones
         self.model = model_contents(space.base.model)
+        self._before = blocks_before(space.base.model)
         self.times = ScheduleTimes()
         self._experts = space.experts(space.ranks)
         self._cuts: dict[int, list[Cut]] = {}
@@ -228,7 +230,7 @@ class SearchTree:
                 key = mesh.order, mesh.pp if mesh.order == "replicate-dp-pp-tp" else 0
             if key not in known:
                 blocks = self.costs.blocks(self.space.spec(inner, mesh, sharding))
-                quickest = min(blocks.passes(kind).total for _, kind in self.model.kinds)
+                quickest = min(blocks.seconds(kind).total for kind in blocks.kinds)
                 known[key] = blocks, microbatch_seconds(blocks, self.model), quickest
             blocks, seconds, block = known[key]
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
@@ -267,7 +269,7 @@ class SearchTree:
         if pp not in self._cuts:
             found = self._cuts[pp] = []
             for split in self.space.cuts(pp):
-                stages = PlacedStages(placed(split.blocks), ranks_of(split, pp), self.space.routed_before)
+                stages = PlacedStages(placed(split.blocks), ranks_of(split, pp), self._before)
                 groups = [(together(member), member, ranks) for member, ranks in stages.members.items()]
                 found.append(Cut(split, stages, lower_bounds.pace_setters(stages), groups))
         return self._cuts[pp]

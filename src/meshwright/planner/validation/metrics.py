@@ -130,7 +130,9 @@ def predict(case: Case) -> Prediction:
     capacity, memory = case.cluster.device.memory, Generic(costs)
 
     def seconds(spec: RunSpec) -> float:
-        return costs.blocks(spec).passes(False).total if case.block_only else step_time(spec, costs).seconds
+        if case.block_only:
+            return costs.blocks(spec).seconds(spec.model.kinds[0]).total
+        return step_time(spec, costs).seconds
 
     by_layout: dict[Layout, list[tuple[RunSpec, Memory]]] = {}
     for spec in case.specs:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.spec import ModelSpec, MoeSpec
+from meshwright.spec.layers import LayerKind
 from meshwright.verify.reference.rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
@@ -77,14 +78,19 @@ class ReferenceDecoder:
         if spec.position == "learned":
             x = x + F.embedding(positions, self.weights["embed.positions"])
         x = self.tap("embed", x)
-        visible = visible_keys(documents.to(x.device), spec.sliding_window)
-        turns = rotations(spec, positions, x.dtype) if spec.position == "rope" else None
+        places = documents.to(x.device)
+        visible = {kind.window: visible_keys(places, kind.window) for kind in spec.kinds}
+        turns = {
+            kind.rope: None if kind.rope is None else rotations(kind.rope, positions, x.dtype)
+            for kind in spec.kinds
+        }
         routings = {}
-        for layer in range(spec.layers):
+        for layer, kind in enumerate(spec.layer_kinds):
             path = f"blocks.{layer}"
-            x = x + self._attention(f"{path}.attn", self._norm(f"{path}.attn_norm", x), turns, visible)
+            normed = self._norm(f"{path}.attn_norm", x)
+            x = x + self._attention(f"{path}.attn", normed, kind, turns[kind.rope], visible[kind.window])
             normed = self._norm(f"{path}.mlp_norm", x)
-            if spec.has_experts(layer):
+            if kind.has_experts:
                 y, routings[layer] = self._mixture(f"{path}.mlp", normed)
             else:
                 y = self._mlp(f"{path}.mlp", normed)
@@ -113,16 +119,18 @@ class ReferenceDecoder:
         unit = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
         return self.tap(path, unit * self.weights[f"{path}.weight"] + self.weights[f"{path}.bias"])
 
-    def _attention(self, path: str, x: Tensor, turns: Tensor | None, visible: Tensor) -> Tensor:
+    def _attention(
+        self, path: str, x: Tensor, kind: LayerKind, turns: Tensor | None, visible: Tensor
+    ) -> Tensor:
         """softmax(q k^T / sqrt(d)) v of each head by itself (Vaswani et al. 2017), x (n, T, D) -> (n, T,
         D)."""
-        spec = self.spec
-        if spec.mla is None:
+        spec, scale = self.spec, 1 / math.sqrt(self.spec.head_dim)
+        if kind.attention == "gqa":
             q, k, v = self._grouped_heads(path, x, turns)
         else:
-            assert turns is not None
+            assert turns is not None and kind.rope is not None
             q, k, v = self._latent_heads(path, x, turns)
-        scale = score_factor(spec) / math.sqrt(spec.head_dim)
+            scale *= score_factor(kind.rope)
         group = spec.heads // k.shape[2]
         computed: Callable[..., Tensor] = attend
         if 2 * spec.layers * spec.heads * visible.numel() * x.itemsize > MOST_SCORES:

@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.spec import ModelSpec
-from meshwright.spec.architecture import Llama3Rope, YarnRope
+from meshwright.spec.layers import Llama3Rope, RopeSpec, YarnRope
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
@@ -20,21 +19,21 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def rotations(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
+def rotations(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Complex factors (n, T, r/2) that `rotate` multiplies by, for `positions` (n, T)."""
     angles = positions.unsqueeze(-1) * radians(spec).to(positions.device, dtype)
     return torch.polar(torch.full_like(angles, turn_length(spec)), angles)
 
 
-def radians(spec: ModelSpec) -> Tensor:
+def radians(spec: RopeSpec) -> Tensor:
     """Angle per position of each channel pair (r/2,) in float64, scaled for long contexts.
 
     Linear scaling divides all angles (Chen et al. 2023), Llama 3.1's those of pairs that turn less than
     `low_freq_factor` times in the original context, with a ramp up to `high_freq_factor` turns.
     """
-    pair = torch.arange(spec.rope_dim // 2, dtype=torch.float64)
-    angle = spec.rope_theta ** (-2 * pair / spec.rope_dim)
-    scaling = spec.rope_scaling
+    pair = torch.arange(spec.dim // 2, dtype=torch.float64)
+    angle = spec.theta ** (-2 * pair / spec.dim)
+    scaling = spec.scaling
     if scaling is None:
         return angle
     stretched = angle / scaling.factor
@@ -51,7 +50,7 @@ def radians(spec: ModelSpec) -> Tensor:
     return stretched
 
 
-def yarn_ramp(spec: ModelSpec, scaling: YarnRope) -> tuple[float, float]:
+def yarn_ramp(spec: RopeSpec, scaling: YarnRope) -> tuple[float, float]:
     """The pairs between which YaRN goes from kept to stretched angles (Peng et al. 2023, §3.2).
 
     A pair i turns L theta^(-2i/r) / 2 pi times in a context of L tokens, solved for i at `beta_fast` and at
@@ -60,11 +59,11 @@ def yarn_ramp(spec: ModelSpec, scaling: YarnRope) -> tuple[float, float]:
     ends = []
     for turns in (scaling.beta_fast, scaling.beta_slow):
         ratio = scaling.original_max_seq_len / (2 * math.pi * turns)
-        ends.append(spec.rope_dim / 2 * math.log(ratio) / math.log(spec.rope_theta))
+        ends.append(spec.dim / 2 * math.log(ratio) / math.log(spec.theta))
     first, last = ends
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.rope_dim - 1)
+    first, last = max(first, 0), min(last, spec.dim - 1)
     return first, last if last != first else first + 0.001
 
 
@@ -73,9 +72,9 @@ def yarn_magnitude(scaling: YarnRope, weight: float) -> float:
     return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1
 
 
-def turn_length(spec: ModelSpec) -> float:
+def turn_length(spec: RopeSpec) -> float:
     """Factor of the rotated channels: the length of a rotation as a complex number; 1 without YaRN."""
-    scaling = spec.rope_scaling
+    scaling = spec.scaling
     if not isinstance(scaling, YarnRope):
         return 1.0
     if scaling.attention_factor is not None:
@@ -86,9 +85,9 @@ def turn_length(spec: ModelSpec) -> float:
     return yarn_magnitude(scaling, 1.0)
 
 
-def score_factor(spec: ModelSpec) -> float:
+def score_factor(spec: RopeSpec) -> float:
     """Factor of latent attention's scores beside 1 / sqrt(d), with YaRN's `mscale_all_dim`; else 1."""
-    scaling = spec.rope_scaling
-    if spec.mla is None or not isinstance(scaling, YarnRope) or scaling.mscale_all_dim == 0:
+    scaling = spec.scaling
+    if not isinstance(scaling, YarnRope) or scaling.mscale_all_dim == 0:
         return 1.0
     return yarn_magnitude(scaling, scaling.mscale_all_dim) ** 2
