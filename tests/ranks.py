@@ -92,7 +92,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
                     meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *kinds)
                 return meshes[key]
 
-            islands = any(getattr(argument, "islands", 1) > 1 for argument in arguments)
+            islands = any(getattr(argument, "step_groups", 1) > 1 for argument in arguments)
             mesh = mesh_of(layout, heads, experts, islands)
             for teacher in filter(None, map(teacher_of, filter(_is_run, arguments))):
                 own = mesh_of(teacher.layout, teacher.model.kv_heads, teacher.model.moe is not None)

@@ -257,7 +257,7 @@ def test_predictions_that_count_no_teacher_are_refused(corpus: Path, teacher: Pa
 def test_answers_over_the_whole_vocabulary_say_the_same_as_many_of_the_likeliest() -> None:
     """All tokens but one are told apart by k = V - 1: then the KL is that of the whole vocabulary."""
     from meshwright.model.chunked_cross_entropy import linear_cross_entropy
-    from meshwright.model.distillation import Taught
+    from meshwright.model.soft_targets import SoftTargets
     from meshwright.spec.distil import DistilSpec
 
     draw = torch.Generator().manual_seed(0)
@@ -269,7 +269,7 @@ def test_answers_over_the_whole_vocabulary_say_the_same_as_many_of_the_likeliest
         losses = []
         for top_k, values, indices in ((None, log_p, None), (10, log_p.gather(-1, order), order[:, :10])):
             how = DistilSpec(loss=kind, top_k=top_k, weight=0.5)
-            losses.append(linear_cross_entropy(x, weight, targets, taught=Taught(how, values, indices)))
+            losses.append(linear_cross_entropy(x, weight, targets, soft=SoftTargets(how, values, indices)))
         assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-12)
 
 

@@ -230,7 +230,7 @@ def train_worker(
         host = "127.0.0.1" if address is None else own_address(address)[0]
         run = TrainingRun(
             spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk,
-            teaching=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
+            soft_targets=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
             weights=lambda: open_weights(spec.model),
         )  # fmt: skip
         if injection is not None:

@@ -104,10 +104,10 @@ def check_islands(spec: RunSpec, through: str | None, precision: str, onto: RunS
             f"outer.quorum: {spec.outer.quorum}: islands that come when they can have a checkpoint each; "
             f"remove --through, or outer.quorum"
         )
-    if onto is not None and onto.islands != spec.islands:
+    if onto is not None and onto.step_groups != spec.step_groups:
         raise UserError(
-            f"--onto: has {onto.islands} islands, and the run has {spec.islands}, which its reference keeps; "
-            f"give replicate={spec.layout.replicate}"
+            f"--onto: has {onto.step_groups} islands, and the run has {spec.step_groups}, which its "
+            f"reference keeps; give replicate={spec.layout.replicate}"
         )
     if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
         raise UserError(

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from meshwright.data.loader import Batch
 from meshwright.distil.stored_answers import TeacherState
-from meshwright.distil.teacher import Teaching
+from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.parallel.step_part import StepPart
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file
@@ -28,12 +28,12 @@ class Distillation(StepPart):
 
     Fields = _Fields
 
-    def __init__(self, how: DistilSpec, teaching: Teaching) -> None:
+    def __init__(self, how: DistilSpec, teaching: SoftTargetSource) -> None:
         self.how, self.teaching = how, teaching
 
     def with_answers(self, batch: Batch, own: Batch) -> Batch:
         """`own`, this rank's tokens of a batch, with the teacher's answers about them."""
-        return replace(own, taught=self.teaching(batch))
+        return replace(own, soft_targets=self.teaching(batch))
 
     def state(self) -> dict[str, Any]:
         """Says which teacher it is."""
@@ -69,7 +69,7 @@ class Distillation(StepPart):
         return self.teaching.flops_per_token
 
 
-def distillation_of(spec: RunSpec, teaching: Teaching | None) -> list[Distillation]:
+def distillation_of(spec: RunSpec, teaching: SoftTargetSource | None) -> list[Distillation]:
     """The part that learns from a teacher, in a list; none in a run without distillation."""
     assert (teaching is None) == (spec.distil is None)
     return [Distillation(spec.distil, teaching)] if spec.distil is not None and teaching is not None else []

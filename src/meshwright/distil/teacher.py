@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,29 +26,13 @@ from meshwright.distil.token_exchange import (
     tokens_at_the_end,
     whole_samples,
 )
-from meshwright.model.distillation import Taught
 from meshwright.model.hooks import Predict
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.tensor_parallel import parameter_pieces
 from meshwright.spec import RunSpec
 from meshwright.spec.distil import DistilSpec
-
-
-class Teaching(Protocol):
-    """A source of answers about a step's tokens."""
-
-    identity: Mapping[str, Any]
-    """Says which teacher it is: `step` and `sha256` of its weights, `tokenizer_sha256`."""
-
-    @property
-    def flops_per_token(self) -> float:
-        """Model FLOPs of an answer about one token; 0 for one that is read."""
-        ...
-
-    def __call__(self, batch: Batch) -> Taught | None:
-        """Answers about this rank's tokens of a batch; None on ranks that have no last stage."""
-        ...
 
 
 class Teacher:
@@ -94,7 +78,7 @@ class Teacher:
         return asked, TokenExchange(*ends, length, world)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Taught | None:
+    def __call__(self, batch: Batch) -> SoftTargets | None:
         samples = len(batch.tokens) * self.student.layout.data_ranks
         questions, replies = self._exchanges(samples)
         device, length = self._mesh.device, self.spec.data.seq_len
@@ -139,11 +123,11 @@ def _packed(how: DistilSpec, logits: Tensor, x: Tensor) -> Tensor:
     return torch.cat(found, -1)
 
 
-def unpacked(how: DistilSpec, rows_BTC: Tensor, vocabulary: int) -> Taught:
+def unpacked(how: DistilSpec, rows_BTC: Tensor, vocabulary: int) -> SoftTargets:
     """Answers (B, T, C) unpacked, with so many rows of the vocabulary where there is no `top_k`."""
     indices, end = None, vocabulary
     if how.top_k is not None:
         end = how.top_k + 1
         indices = rows_BTC[..., end : end + how.top_k].long()
     hidden = rows_BTC[..., end + (how.top_k or 0) :] if how.hidden else None
-    return Taught(how, rows_BTC[..., :end], indices, hidden)
+    return SoftTargets(how, rows_BTC[..., :end], indices, hidden)

@@ -84,7 +84,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     fp8 = None
     if spec.precision.fp8_gather and isinstance(products, LowPrecision):
         fp8 = Fp8Gather(products)
-    stale = spec.outer.staleness > 0
+    stale = spec.staleness > 0
     states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale)
     store.gradient_sum = states.gradient_sum
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}

@@ -122,4 +122,4 @@ class StaleGradients(DueGradients):
 
 def due_gradients(spec: RunSpec, states: DataParallel) -> DueGradients:
     """The gradients that steps of this run apply."""
-    return StaleGradients(states, spec.outer.staleness) if spec.outer.staleness else DueGradients()
+    return StaleGradients(states, spec.staleness) if spec.staleness else DueGradients()

@@ -99,7 +99,7 @@ def mesh_on(
 
 def _mesh(spec: RunSpec, device: torch.device, groups: Groups) -> Mesh:
     experts, alone = spec.model.moe is not None, spec.outer.island is not None
-    layout, islands = (spec.of_island().layout, False) if alone else (spec.layout, spec.islands > 1)
+    layout, islands = (spec.of_step_group().layout, False) if alone else (spec.layout, spec.step_groups > 1)
     mesh = build_mesh(layout, device, spec.model.kv_heads, groups, experts, islands)
     assert mesh is not None  # the layout has as many ranks as the world
     return mesh

@@ -262,7 +262,7 @@ def ulysses_has_heads(spec: Sections) -> None:
 def sharding_has_ranks(spec: Sections) -> None:
     """Hybrid sharding needs a ZeRO stage that shards."""
     layout = spec.layout
-    if layout.replicate > 1 and layout.zero == 0 and not (spec.outer.every or spec.outer.staleness):
+    if layout.replicate > 1 and layout.zero == 0 and spec.step_groups == 1 and not spec.staleness:
         raise UserError(
             f"layout.replicate: {layout.replicate} copies of a ZeRO group need layout.zero of 1, 2 or 3; "
             f"for plain replication give layout.dp = {layout.replicate * layout.dp}"
@@ -414,9 +414,9 @@ def ranks_match(spec: Sections, ranks: int) -> None:
     layout = spec.layout
     if ranks == spec.world_size:
         return
-    if spec.outer.island is not None:
+    if spec.own_step_group is not None:
         raise UserError(
-            f"layout: {layout.describe()} is {spec.world_size} ranks in an island, but {ranks} were asked "
+            f"layout: {layout.describe()} is {spec.world_size} ranks in a replica, but {ranks} were asked "
             f"for; give --nproc {spec.world_size}"
         )
     axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))

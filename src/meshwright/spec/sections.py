@@ -230,20 +230,56 @@ class Sections(FrozenModel):
         return self.model_copy(update={"train": train, "layout": layout})
 
     @property
-    def islands(self) -> int:
-        """Groups of ranks that train by themselves between two exchanges of parameters; 1 without `outer`."""
+    def step_groups(self) -> int:
+        """Groups of ranks that take steps by themselves (islands); 1 where all take each step together."""
         return self.layout.replicate if self.outer.every else 1
 
     @property
-    def world_size(self) -> int:
-        """Ranks of this run's world: those of the layout, or of the island that it trains."""
-        return self.layout.world_size // (1 if self.outer.island is None else self.islands)
+    def own_step_group(self) -> int | None:
+        """The step group that is a world of its own in this run; None for the world of all."""
+        return self.outer.island
 
-    def of_island(self) -> Self:
-        """The run of one island by itself: its own ranks, and its share of each batch."""
-        if self.islands == 1:
+    @property
+    def exchange_period(self) -> int:
+        """Steps between two exchanges of a parameter over all step groups; 0 where there is one."""
+        return self.outer.every
+
+    @property
+    def exchange_words(self) -> list[str]:
+        """`outer.key=value` of each key of exchanges that is not the default."""
+        if self.step_groups == 1:
+            return []
+        fields = OuterSpec.model_fields.items()
+        values = ((key, getattr(self.outer, key), field.default) for key, field in fields)
+        return [f"outer.{key}={value}" for key, value, default in values if value != default]
+
+    def together(self) -> Self:
+        """The run whose ranks all take each step together, with its own gradients."""
+        layout = self.layout
+        if layout.replicate > 1:
+            layout = layout.model_copy(update={"zero": max(1, layout.zero)})
+        return self.model_copy(update={"outer": OuterSpec(), "layout": layout})
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the computation of gradients and their use."""
+        return self.outer.staleness
+
+    @property
+    def staleness_lr_divisor(self) -> int:
+        """Divisor of the learning rates of late gradients (Zhang et al. 2016, staleness-aware async-SGD)."""
+        return max(1, self.staleness) if self.outer.staleness_lr == "inverse" else 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this run's world: those of the layout, or of the step group that it trains."""
+        return self.layout.world_size // (1 if self.own_step_group is None else self.step_groups)
+
+    def of_step_group(self) -> Self:
+        """The run of one step group by itself: its own ranks, and its share of each batch."""
+        if self.step_groups == 1:
             return self
-        count, train = self.islands, self.train
+        count, train = self.step_groups, self.train
         share = {
             "batch_tokens": train.batch_tokens // count,
             "batch_warmup": tuple((size // count, -(-end // count)) for size, end in train.batch_warmup),

@@ -24,7 +24,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch
 from meshwright.data.verification import Check
-from meshwright.distil.teacher import Teaching
+from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.optim.offload import MomentMemory, check_offload
 from meshwright.parallel.flat_param import Stored
 from meshwright.profile.machine import free_memory
@@ -38,6 +38,7 @@ from meshwright.train.guard.guard import Guard
 from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.island_world import world_of
 from meshwright.train.metrics import Metrics
+from meshwright.train.parts import Sources
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
@@ -53,8 +54,8 @@ class TrainingRun:
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
     `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
     for snapshots, two or four descriptors for each rank of this host. Checkpoints are saved on `disk`.
-    `teaching` gives what answers about a corpus to a run with a teacher, and `weights` opens the weights that
-    a start without a checkpoint takes, None for random ones.
+    `soft_targets` gives those about a corpus to a run that learns from some, and `weights` opens the weights
+    that a start without a checkpoint takes, None for random ones.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class TrainingRun:
         lease: Lease | None = None,
         slots: Sequence[Sequence[int]] = (),
         disk: Disk | None = None,
-        teaching: Callable[[Corpus], Teaching | None] = lambda _corpus: None,
+        soft_targets: Callable[[Corpus], SoftTargetSource | None] = lambda _corpus: None,
         weights: Callable[[], Weights | None] = lambda: None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -84,8 +85,8 @@ class TrainingRun:
         if "host" in (spec.train.offload, spec.train.offload_activations):
             self.control.together(lambda: check_offload(spec, mesh.device, mesh.pipeline.rank))
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
-        teacher, arrivals = teaching(self.corpus), self.world.arrivals
-        self.trainer = Trainer(spec, mesh, memory=memory, teacher=teacher, arrivals=arrivals)
+        sources = Sources(soft_targets(self.corpus), self.world.arrivals)
+        self.trainer = Trainer(spec, mesh, memory=memory, sources=sources)
         self.samples = SampleRecord(mesh)
         folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(
@@ -332,20 +333,15 @@ class TrainingRun:
         self.skipped += not result.applied
         error = self.guard.after(self.done, result, self.batch)
         if error is not None:
-            if self.spec.islands == 1:  # a save takes all islands
+            if self.spec.step_groups == 1:  # a save takes all ranks of the run
                 self._save_last()
             raise error
 
     def _warn_of_late_stops(self, step_seconds: float) -> None:
-        """Say once, when a step's time is known, if a stop would be over before it reaches all islands."""
+        """Say once, when a step's time is known, if a stop would be over before it reaches all ranks."""
         self.steps_timed += 1
-        every, grace = self.world.steps_to_all, self.spec.recovery.grace_seconds
-        if self.steps_timed == 3 and every * step_seconds > grace:
-            self.store.warnings.append(
-                f"recovery.grace_seconds: {grace:g} is less than the {every * step_seconds:.0f} s between "
-                f"exchanges of islands (outer.every = {every}), which a request to stop travels with; a run "
-                f"that is stopped would not be saved: give more"
-            )
+        if self.steps_timed == 3:
+            self.store.warnings.extend(self.world.late_stops(step_seconds))
 
     def _roll_back(self, first: int) -> None:
         """Go on from the newest checkpoint before a loss spike that began with step `first`."""
@@ -453,7 +449,7 @@ class TrainingRun:
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
         losses = [f"val_loss_{name}" for name, _ in self.trainer.models()]
-        with self.trainer.outer.in_place_of_weights():
+        with self.trainer.model():
             digest = parameters_sha256(self.trainer)
         return {
             "final_loss": self.loss,

@@ -37,6 +37,6 @@ def _plain(spec: RunSpec) -> RunSpec:
     Replicas that are no islands are of a ZeRO group.
     """
     tree = {**spec.to_json(), "outer": {}, "distil": None}
-    if spec.islands > 1:
+    if spec.step_groups > 1:
         tree["layout"]["zero"] = max(1, spec.layout.zero)
     return RunSpec.model_validate(tree)

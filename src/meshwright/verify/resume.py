@@ -147,7 +147,7 @@ class _Watch(Observers):
             self._reference = self._steps_from(weights)
 
     def _steps_from(self, weights: Mapping[str, Tensor]) -> Iterator[ReferenceStep]:
-        steps = island_steps if self.spec.islands > 1 else reference_steps
+        steps = island_steps if self.spec.step_groups > 1 else reference_steps
         return steps(self.spec, weights, batches(self.spec))
 
     def on_start(self, info: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class _Watch(Observers):
         wanted = self._reference_after(1)
         if wanted is None:
             return
-        of_island = "island.0/" if self.spec.islands > 1 else ""
+        of_island = "island.0/" if self.spec.step_groups > 1 else ""
         for kind, field in (("loss", "loss"), ("grad norm", "grad_norm")):
             name = of_island + kind
             number = torch.tensor(row[field], dtype=torch.float64)

@@ -39,7 +39,7 @@ class KnownReferences:
         """Return the steps of a run on one device."""
         tree = spec.to_json()
         parts = [*(tree[part] for part in ("model", "data", "train", "precision", "outer"))]
-        parts += [empty_slots(spec), spec.islands]
+        parts += [empty_slots(spec), spec.step_groups]
         if spec.precision.compute == "fp8-rowwise":
             parts += [spec.layout.tp, spec.layout.etp]
         key = json.dumps(parts, sort_keys=True)

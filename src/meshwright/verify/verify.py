@@ -26,6 +26,7 @@ from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.guard.vote import Vote
+from meshwright.train.parts import Sources
 from meshwright.train.step import Trainer
 from meshwright.verify.clip_factors import clip_factors
 from meshwright.verify.compare import Comparison, Difference, axes_of
@@ -73,7 +74,7 @@ def _side_by_side(
     spec: RunSpec, mesh: Mesh, steps: int, note: str | None, compute: Reference, teacher: Teacher | None
 ) -> dict[str, object] | None:
     corpus = open_corpus(spec)
-    trainer = Trainer(spec, mesh, teacher=teacher)
+    trainer = Trainer(spec, mesh, sources=Sources(teacher))
     trainer.initialise()
     initial = gather_full(trainer.states.parameters(), mesh)  # of equal names, those of the first island
     vote, comparison = Vote(trainer), Comparison()
@@ -105,7 +106,7 @@ def _side_by_side(
         )
         for kind in _kinds(spec):
             if kind in PHASES:
-                first = spec.of_island().at_step(number)
+                first = spec.of_step_group().at_step(number)
                 comparison.note(number, kind, differences(number, kind, sums, wanted, first))
             elif kind in wanted:  # optimisers have moments of their own
                 minuends = wanted["outer message"] if kind == "outer error" else None
@@ -138,16 +139,16 @@ def _layout_step(
     trainer: Trainer, batch: Batch, number: int
 ) -> tuple[ReferenceStep, list[tuple[list[int], list[Row]]]]:
     """Take a step; the first rank gets its whole tensors and numbers by kind, and all ranks' sums."""
-    mesh, states, island = trainer.run_mesh, trainer.states, trainer.outer.prefix
+    mesh, states, own = trainer.run_mesh, trainer.states, trainer.prefix
     within = replace(batch, slots=batch.slots % trainer.spec.at_step(number).batch_sequences)
     with ModuleSums(trainer, within) as sums:
         loss = trainer.gradients(within)
     summed = trainer.sums(loss)
     factor = trainer.applied_factor
-    gradients = gather_full(((f"{island}{name}", each) for name, each in states.gradients()), mesh)
+    gradients = gather_full(((f"{own}{name}", each) for name, each in states.gradients()), mesh)
     rows = sums.gathered()
     done = trainer.apply(summed, number)
-    numbers = {own: rest for own, *rest in mesh.control.gather([island, factor, done.loss, done.grad_norm])}
+    numbers = {own: rest for own, *rest in mesh.control.gather([own, factor, done.loss, done.grad_norm])}
     for name, gradient in gradients.items():
         own = next(own for own in numbers if name.startswith(own))
         gradient.mul_(numbers[own][0])
@@ -213,6 +214,6 @@ def one_device(
     asked = None
     if teacher is not None and spec.distil is not None:
         asked = ReferenceTeacher(spec.distil, teacher.model, weights(teacher))
-    if spec.islands > 1:
+    if spec.step_groups > 1:
         return island_steps(spec, weights(spec), thinned)
     return reference_steps(spec, weights(spec), thinned, teacher=asked)

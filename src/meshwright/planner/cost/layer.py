@@ -26,7 +26,8 @@ from meshwright.planner.cost.published_messages import dispatch, merged_share, p
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import layer_shape
-from meshwright.planner.traffic.messages import Message, Overlap, Phase, end_messages, layer_messages
+from meshwright.planner.traffic.message import Message, Overlap, Phase
+from meshwright.planner.traffic.messages import end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
