@@ -20,7 +20,7 @@ from meshwright.distil.teacher import Teacher
 from meshwright.infer.teacher import teaching, write_answers
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
-from meshwright.spec.teacher import refuse_distillation, teacher_of
+from meshwright.spec.other_models import refuse_other_models, teacher_of
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from ranks import Ranks, RanksFailedError
@@ -251,7 +251,7 @@ def test_predictions_that_count_no_teacher_are_refused(corpus: Path, teacher: Pa
             api.verify(spec, **options)
     with pytest.raises(UserError, match=r"a sweep is of the student's layouts"):
         api.sweep(spec, 2)
-    refuse_distillation(spec_of(corpus), "plan")
+    refuse_other_models(spec_of(corpus), "plan")
 
 
 def test_answers_over_the_whole_vocabulary_say_the_same_as_many_of_the_likeliest() -> None:

@@ -18,7 +18,7 @@ from meshwright.dryrun.rank_step import rehearse
 from meshwright.model.attention import attention_mask
 from meshwright.spec import ModelSpec, RunSpec, load
 from meshwright.spec.architecture import Architecture
-from meshwright.spec.teacher import teacher_of
+from meshwright.spec.other_models import teacher_of
 from meshwright.train.metrics import Metrics
 from meshwright.train.parts import Sources
 from meshwright.train.step import Step, Trainer

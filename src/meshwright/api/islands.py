@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.checkpoint.reader import newest_state
-from meshwright.islands.island_log import Entry, IslandLog
+from meshwright.islands.island_log import Entry, IslandLog, island_folder
 from meshwright.launch.islands import Island, IslandsSupervisor, shares_of_cores
 from meshwright.rank.failure import KINDS, RanksFailed
 from meshwright.report.run_page import write_report
@@ -25,7 +25,6 @@ from meshwright.runs.record import (
     RESULT,
     RUN,
     append_event,
-    island_folder,
     read_object,
     write_atomically,
 )

@@ -120,7 +120,7 @@ def _train_here(
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
-        from meshwright.runs.record import island_folder
+        from meshwright.islands.island_log import island_folder
 
         out = island_folder(out, spec.outer.island)
         make_folder(out)
@@ -350,7 +350,7 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
 def check_distillation(spec: RunSpec) -> None:
     """Raise `UserError` for a run that distils from a teacher, or from answers, that it cannot learn from."""
     from meshwright.spec.files import user_path
-    from meshwright.spec.teacher import teacher_of
+    from meshwright.spec.other_models import teacher_of
 
     teacher_of(spec)
     if spec.distil is not None and spec.distil.logits is not None:

@@ -202,8 +202,8 @@ class Mesh:
     heartbeat: Heartbeat
     numbers: Sequence[int]
     step_group: Mesh | None = None
-    teacher: Mesh | None = None
-    """The mesh of a run's teacher, over the same ranks."""
+    others: Mapping[str, Mesh] = field(default_factory=dict)
+    """The meshes of other models of the run, over the same ranks, by their names."""
 
     @property
     def rank(self) -> int:

@@ -21,7 +21,7 @@ from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.load import load
-from meshwright.spec.teacher import is_hf, teacher_of
+from meshwright.spec.other_models import is_hf, teacher_of
 from meshwright.weights.load import import_run, load_tensors
 
 IMPORTED = "teacher"

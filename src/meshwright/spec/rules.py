@@ -9,17 +9,18 @@ from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
-from meshwright.spec.distil_rules import DISTIL_RULES
+from meshwright.spec.distil_rules import DISTIL_RULES, teacher_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.outer_rules import OUTER_RULES, islands_are_several
+from meshwright.spec.outer_rules import OUTER_RULES, exchanges_are_compared, islands_are_several
 from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
+from meshwright.spec.verification import Verification
 
 
 def heads_share_keys(spec: Sections) -> None:
@@ -407,6 +408,12 @@ def check(spec: Sections, ranks: int | None = None) -> None:
         ranks_match(spec, ranks)
     for rule in RULES:
         rule(spec)
+
+
+def check_verification(asked: Verification) -> None:
+    """Raise `UserError` for a run, or an option of it, that `meshwright verify` does not compare."""
+    for rule in (exchanges_are_compared, teacher_is_drawn):
+        rule(asked)
 
 
 def ranks_match(spec: Sections, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -253,12 +254,25 @@ class Sections(FrozenModel):
         values = ((key, getattr(self.outer, key), field.default) for key, field in fields)
         return [f"outer.{key}={value}" for key, value, default in values if value != default]
 
+    def in_time(self, steps: int) -> dict[str, Any]:
+        """Tables with such periods and delays that what they put off is used within so many steps."""
+        return {"outer": self.outer.in_time(steps).model_dump(mode="json")}
+
     def together(self) -> Self:
         """The run whose ranks all take each step together, with its own gradients."""
         layout = self.layout
         if layout.replicate > 1:
             layout = layout.model_copy(update={"zero": max(1, layout.zero)})
         return self.model_copy(update={"outer": OuterSpec(), "layout": layout})
+
+    @property
+    def tables_of_models(self) -> dict[str, str]:
+        """Table -> the further model, in a word or two, that it gives a run; `spec.other_models` reads it."""
+        return {} if self.distil is None else {"distil": "a teacher"}
+
+    def plain(self) -> Self:
+        """The run whose ranks step `together`, and learn from data alone."""
+        return self.together().model_copy(update={"distil": None})
 
     @property
     def staleness(self) -> int:
@@ -292,3 +306,8 @@ class Sections(FrozenModel):
                 "outer": OuterSpec(),
             }
         )
+
+
+def staleness_in(tree: Mapping[str, Any]) -> int:
+    """`Sections.staleness` of a run's record, which may be older than the key."""
+    return int(tree.get("outer", {}).get("staleness", 0))

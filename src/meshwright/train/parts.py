@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.comm.mesh import Mesh
-from meshwright.distil.distillation import Distillation, distillation_of
+from meshwright.distil.teacher import Distillation, distillation_of
 from meshwright.islands.outer_quorum import Arrivals, QuorumOuter, islands_of
 from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.optim.clipping import Clipping
@@ -20,7 +20,7 @@ from meshwright.spec import RunSpec
 
 @dataclass(frozen=True)
 class Sources:
-    """What parts of a step get from outside of its ranks."""
+    """Sources that parts of a step draw on outside of its ranks."""
 
     soft_targets: SoftTargetSource | None = None
     """Answers about each step's tokens; there if and only if the spec asks for distillation."""

@@ -185,7 +185,7 @@ class Candidate:
 
     @cached_property
     def exchange(self) -> ExchangeFigures | None:
-        """What exchanges of parameters take and send; None where all ranks step together."""
+        """Time and bytes of exchanges of parameters; None where all ranks step together."""
         if self.spec.step_groups == 1:
             return None
         together = StepTime(self.spec.together(), self.costs, self.times, self._placed)

@@ -68,7 +68,7 @@ class States:
     scaling: int
     """Delayed scaling's scales, the largest numbers of this step, and those of the steps before."""
     exchange: int
-    """What replicas that step apart hold for the exchanges of their parameters."""
+    """Numbers that replicas which step apart keep for exchanges of their parameters."""
 
     @property
     def total(self) -> int:
