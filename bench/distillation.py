@@ -30,6 +30,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.infer.teacher import teaching
 from meshwright.rank.world import mesh_of
 from meshwright.spec import RunSpec, load
+from meshwright.train.parts import Sources
 from meshwright.train.step import Trainer
 
 FIRST = Path(__file__).parent.parent / "examples" / "first.toml"
@@ -70,7 +71,7 @@ def costs(asking: RunSpec, reading: RunSpec, out: Path, rounds: int) -> dict[str
         loader = Loader(corpus, asking, 0, 1)
         trainers = {
             "alone": Trainer(alone, mesh),
-            "distilled": Trainer(reading, mesh, teacher=teaching(reading, mesh, corpus, out)),
+            "distilled": Trainer(reading, mesh, sources=Sources(teaching(reading, mesh, corpus, out))),
         }
         turns: dict[str, Callable[[Batch], Any]] = {}
         for name, trainer in trainers.items():

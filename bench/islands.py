@@ -107,7 +107,7 @@ def round_of(spec: RunSpec, groups: Any, steps: int) -> float:
     from meshwright.train.step import Trainer
 
     heads, cpu = spec.model.kv_heads, torch.device("cpu")
-    mesh = build_mesh(spec.layout, cpu, heads, groups, False, spec.islands > 1)
+    mesh = build_mesh(spec.layout, cpu, heads, groups, False, spec.step_groups > 1)
     assert mesh is not None
     trainer = Trainer(spec, mesh)
     trainer.initialise()

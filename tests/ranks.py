@@ -33,7 +33,7 @@ from meshwright.profile import links
 from meshwright.rank.child import tie_to_parent
 from meshwright.schedule import schedule_of
 from meshwright.spec import Layout, RunSpec
-from meshwright.spec.teacher import teacher_of
+from meshwright.spec.other_models import other_models
 from nccl_rules import InOrderGroups, PoolGroups, install
 from small import measure_peak_quickly
 
@@ -92,12 +92,13 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
                     meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *kinds)
                 return meshes[key]
 
-            islands = any(getattr(argument, "islands", 1) > 1 for argument in arguments)
+            islands = any(getattr(argument, "step_groups", 1) > 1 for argument in arguments)
             mesh = mesh_of(layout, heads, experts, islands)
-            for teacher in filter(None, map(teacher_of, filter(_is_run, arguments))):
-                own = mesh_of(teacher.layout, teacher.model.kv_heads, teacher.model.moe is not None)
+            runs = filter(_is_run, arguments)
+            for name, other in (named for run in runs for named in other_models(run).items()):
+                own = mesh_of(other.layout, other.model.kv_heads, other.model.moe is not None)
                 if mesh is not None and own is not None:
-                    mesh = replace(mesh, teacher=own.with_layout(teacher.layout))
+                    mesh = replace(mesh, others={name: own.with_layout(other.layout)})
             result = None
             if mesh is not None:
                 mesh.wire.clear()

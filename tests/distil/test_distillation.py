@@ -19,7 +19,7 @@ from meshwright.distil.teacher import Teacher
 from meshwright.infer.teacher import teaching, write_answers
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
-from meshwright.spec.teacher import refuse_distillation, teacher_of
+from meshwright.spec.other_models import refuse_other_models, teacher_of
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks, RanksFailedError
@@ -249,13 +249,13 @@ def test_predictions_that_count_no_teacher_are_refused(corpus: Path, teacher: Pa
             api.verify(spec, **options)
     with pytest.raises(UserError, match=r"a sweep is of the student's layouts"):
         api.sweep(spec, 2)
-    refuse_distillation(spec_of(corpus), "plan")
+    refuse_other_models(spec_of(corpus), "plan")
 
 
 def test_answers_over_the_whole_vocabulary_say_the_same_as_many_of_the_likeliest() -> None:
     """All tokens but one are told apart by k = V - 1: then the KL is that of the whole vocabulary."""
     from meshwright.model.chunked_cross_entropy import linear_cross_entropy
-    from meshwright.model.distillation import Taught
+    from meshwright.model.soft_targets import SoftTargets
     from meshwright.spec.distil import DistilSpec
 
     draw = torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ def test_answers_over_the_whole_vocabulary_say_the_same_as_many_of_the_likeliest
         losses = []
         for top_k, values, indices in ((None, log_p, None), (10, log_p.gather(-1, order), order[:, :10])):
             how = DistilSpec(loss=kind, top_k=top_k, weight=0.5)
-            losses.append(linear_cross_entropy(x, weight, targets, taught=Taught(how, values, indices)))
+            losses.append(linear_cross_entropy(x, weight, targets, soft=SoftTargets(how, values, indices)))
         assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-12)
 
 

@@ -125,7 +125,7 @@ def test_a_plan_of_islands_has_the_peak_of_a_dry_run(
     )
     found = rehearsed(spec)
     held = planned(spec)
-    assert held.optimiser > 2.4 * planned(spec.of_island()).optimiser / 2
+    assert held.optimiser > 2.4 * planned(spec.of_step_group()).optimiser / 2
     assert held.allocated == pytest.approx(found.peak, rel=0.01)
 
 

@@ -200,7 +200,7 @@ def held(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, float]:
     trainer = run.trainer
     run.loader.close()
     run.store.close()
-    own = trainer.outer.prefix
+    own = trainer.prefix
     sums = {"parameter": 0.0, "exp_avg": 0.0, "error": 0.0, "model": 0.0}
     for name, tensor in state.tensors(trainer).items():
         kind = {

@@ -107,7 +107,7 @@ def test_without_a_delay_a_step_takes_its_share_of_the_whole_exchange_longer() -
 
 def test_an_island_steps_as_by_itself_but_for_its_exchanges() -> None:
     spec = run({"every": 40})
-    alone = spec.of_island()
+    alone = spec.of_step_group()
     assert step_time(spec, CostModel(two_sites())).alone == pytest.approx(
         step_time(alone, CostModel(cluster("h100", 8))).seconds
     )
@@ -151,7 +151,7 @@ def test_the_shortest_period_that_hides_the_link_is_chosen(limit: float) -> None
     found = plans(on, max_exposed=limit)
     choice, best = found.islands, found.best
     assert choice is not None and choice.chosen is not None and choice.synchronous is not None
-    assert choice.count == best.spec.islands == 2 and best.spec.outer == choice.chosen.outer
+    assert choice.count == best.spec.step_groups == 2 and best.spec.outer == choice.chosen.outer
     assert best.seconds < choice.synchronous.seconds and choice.waiting > limit / 100
     assert choice.chosen.exposed <= limit / 100
     shorter = best.spec.outer.model_copy(update={"every": best.spec.outer.every - 1})
@@ -183,7 +183,7 @@ def test_a_slower_link_takes_a_delay_and_the_slowest_fewer_bits() -> None:
 def test_where_the_link_is_fast_all_ranks_train_together() -> None:
     found = plans(cluster("h100", 16))
     assert found.islands is not None and found.islands.chosen is None
-    assert found.best.spec.islands == 1 and "none are faster" in found.islands.words
+    assert found.best.spec.step_groups == 1 and "none are faster" in found.islands.words
 
 
 def test_a_link_that_no_period_hides_is_told() -> None:
@@ -212,10 +212,10 @@ def test_islands_of_a_run_file_stay(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run({"every": 50, "delay": 1})))
     found = api.plan(file, "h100", gpus=16, top=3, overrides=ONLY_DATA)
-    assert {plan.spec.islands for plan in found.plans} == {2}
+    assert {plan.spec.step_groups for plan in found.plans} == {2}
     assert found.best.spec.outer == OuterSpec(every=50, delay=1) and found.islands is None
     again = api.plan(file, "h100", gpus=16, top=1, overrides=[*ONLY_DATA, ("layout.replicate", "4")])
-    assert again.best.spec.islands == 4
+    assert again.best.spec.step_groups == 4
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_an_explanation_tells_of_exchanges_and_keeps_as_many_islands() -> None:
     words = " ".join(shown.split())
     assert "outer.every=50, outer.fragments=4, outer.delay=2" in words
     assert "in 50 steps in 4 fragments" in words and "while islands take 2 steps each" in words
-    assert found.candidates and {other.spec.islands for other in found.candidates.values()} == {2}
+    assert found.candidates and {other.spec.step_groups for other in found.candidates.values()} == {2}
     told = found.to_json()["islands"]
     assert told["count"] == 2 and told["synchronous_step_seconds"] > found.seconds
     assert told["bytes"] == pytest.approx(50 * traffic(spec)["replicate", "all_reduce"], rel=1e-6)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.islands.island_log import island_folder
 from meshwright.report.run_page import write_report
-from meshwright.runs.record import RunRecord, island_folder
+from meshwright.runs.record import RunRecord
 from meshwright.spec import UserError, load
 from meshwright.train.callbacks import Observers
 

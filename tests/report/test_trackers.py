@@ -13,8 +13,8 @@ import pytest
 from meshwright import api
 from meshwright.api.runs import _observers
 from meshwright.checkpoint import Lease
+from meshwright.islands.island_log import island_folder
 from meshwright.report.trackers import make_trackers
-from meshwright.runs.record import island_folder
 from meshwright.spec import UserError, load
 from meshwright.train.callbacks import Observers
 

@@ -24,6 +24,7 @@ from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.infer.teacher import teaching
+from meshwright.islands.outer import NoIslands
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.parallel.step_part import StepEnd
 from meshwright.rank.env import Supervision, Worker
@@ -137,14 +138,14 @@ def left_out(run: TrainingRun, mesh: Mesh) -> Iterator[None]:
     """Do not compute the step of the bad batch at all, on any rank or on the last island: only its number and
     the loss scale change."""
     trainer, step = run.trainer, run.trainer.step
-    elsewhere = run.spec.islands > 1 and mesh.replicate.rank < mesh.replicate.size - 1
+    elsewhere = run.spec.step_groups > 1 and mesh.replicate.rank < mesh.replicate.size - 1
 
     def stepped(batch: Batch, number: int, *more: Any) -> Step:
         if number != BAD + 1 or elsewhere:
             return step(batch, number, *more)
         scale = trainer.loss_scale.value
         trainer.loss_scale.update(False)
-        trainer.outer.after_step(StepEnd(number, False, False, False, 0))
+        trainer.part(NoIslands).after_step(StepEnd(number, False, False, False, 0))
         return Step(math.nan, math.nan, 0.0, False, False, 0, 0, scale)
 
     with patch.object(trainer, "step", stepped), patch.object(guard, "locate", lambda *_: None):

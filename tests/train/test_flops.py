@@ -18,8 +18,9 @@ from meshwright.dryrun.rank_step import rehearse
 from meshwright.model.attention import attention_mask
 from meshwright.spec import ModelSpec, RunSpec, load
 from meshwright.spec.architecture import Architecture
-from meshwright.spec.teacher import teacher_of
+from meshwright.spec.other_models import teacher_of
 from meshwright.train.metrics import Metrics
+from meshwright.train.parts import Sources
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 
@@ -122,7 +123,7 @@ def mfu_at_one_flop_a_second(mesh: Mesh, spec: RunSpec) -> float:
     """The FLOPs that a run with a teacher counts for a token."""
     own = teacher_of(spec)
     assert own is not None
-    metrics = Metrics(Trainer(spec, mesh, teacher=Teacher(spec, own, mesh)))
+    metrics = Metrics(Trainer(spec, mesh, sources=Sources(Teacher(spec, own, mesh))))
     metrics.peak_flops = 1.0
     return metrics._mfu(1.0)
 

@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.loop import TrainingRun
+from meshwright.train.open_run import open_run
 from meshwright.weights.load import load_run
 from meshwright.weights.saved_weights import SavedWeights
 from ranks import Ranks
@@ -98,7 +98,7 @@ def _record(out: Path, spec: RunSpec) -> None:
 
 def resumed(mesh: Mesh, spec: RunSpec, out: Path) -> str | None:
     """The directory of what is not trained, before and after a resume on another layout."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]))
     run.execute("auto")
     return run.store.frozen
 

@@ -16,6 +16,7 @@ from covering import marked
 from meshwright.checkpoint.directory import latest_step
 from meshwright.comm.checksum import checksum
 from meshwright.comm.mesh import Mesh
+from meshwright.islands.outer import Outer
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import CorruptionError
 from meshwright.train.callbacks import Observers
@@ -253,12 +254,12 @@ def flipped_anchor(
     that it names."""
     notes = Notes()
     run = open_run(spec, mesh, out, Observers([notes]))
-    step, outer = run.trainer.step, run.trainer.outer
+    step, outer = run.trainer.step, run.trainer.part(Outer)
 
     def spoil(*arguments: Any) -> Step:
         result = step(*arguments)
         if run.done + 1 == 4 and mesh.rank == rank:
-            flip(next(flat for found, _, flat in outer.agreed_parts() if found == prefix), 5, 20)
+            flip(next(flat for found, _, flat in outer.agreed() if found == prefix), 5, 20)
         return result
 
     run.trainer.step = spoil  # type: ignore[method-assign]

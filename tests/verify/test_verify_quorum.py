@@ -37,7 +37,7 @@ CASES: list[dict[str, Any]] = [
 def test_islands_that_come_by_a_script_equal_one_device_each(ranks: Ranks, case: dict[str, Any]) -> None:
     spec = spec_of(BASE, **case)
     exchanges = [
-        each for step in range(1, STEPS + 1) for each in scripted_arrivals(step, spec.islands, spec.outer)
+        each for step in range(1, STEPS + 1) for each in scripted_arrivals(step, spec.step_groups, spec.outer)
     ]
     assert len(exchanges) > 2
     found = ranks.run(spec.layout, verify_islands, spec, rules="nccl")[0]

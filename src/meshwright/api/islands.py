@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.checkpoint.reader import newest_state
-from meshwright.islands.island_log import Entry, IslandLog
+from meshwright.islands.island_log import Entry, IslandLog, island_folder
 from meshwright.launch.islands import Island, IslandsSupervisor, shares_of_cores
 from meshwright.rank.failure import KINDS, RanksFailed
 from meshwright.report.run_page import write_report
@@ -25,7 +25,6 @@ from meshwright.runs.record import (
     RESULT,
     RUN,
     append_event,
-    island_folder,
     read_object,
     write_atomically,
 )
@@ -63,8 +62,8 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
             _check_as_many(spec, earlier, out)
     write_atomically(out / RUN, json.dumps({"spec": spec.to_json()}, indent=2) + "\n")
     (out / EVENTS).touch()
-    order = sorted(range(spec.islands), key=lambda island: -_merged(spec, island_folder(out, island)))
-    cores = shares_of_cores(spec.islands)
+    order = sorted(range(spec.step_groups), key=lambda island: -_merged(spec, island_folder(out, island)))
+    cores = shares_of_cores(spec.step_groups)
     islands = [
         Island(
             number,
@@ -81,7 +80,9 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
     supervisor = IslandsSupervisor(islands, spec.recovery.max_restarts, watch.done, tell)
     signal = supervisor.run(resume)
     if signal:
-        _give_model(spec, out, max(range(spec.islands), key=lambda k: _merged(spec, island_folder(out, k))))
+        _give_model(
+            spec, out, max(range(spec.step_groups), key=lambda k: _merged(spec, island_folder(out, k)))
+        )
         raise _stopped(signal, islands)
     failed = sorted((island for island in islands if island.code), key=lambda island: island.number)
     if len(failed) == len(islands):
@@ -164,7 +165,7 @@ def _part(spec: RunSpec, out: Path) -> None:
             f"checkpoint.dir: {spec.checkpoint.dir} is one folder, and islands have one each; leave it "
             f"out to go on with islands (outer.quorum = {spec.outer.quorum})"
         )
-    for island in range(spec.islands):
+    for island in range(spec.step_groups):
         own = island_folder(out, island)
         if shared.is_dir() and not (own / shared.name).exists():
             own.mkdir(exist_ok=True)
@@ -244,8 +245,8 @@ def _give_model(spec: RunSpec, out: Path, island: int) -> None:
 def _check_as_many(spec: RunSpec, before: Any, out: Path) -> None:
     """Refuse another number of islands than the run in folder `out` has."""
     islands = int(before["layout"]["replicate"])
-    if spec.islands != islands:
+    if spec.step_groups != islands:
         raise UserError(
-            f"layout.replicate: {spec.islands} islands, and {out} has {islands} with checkpoints of their "
-            f"own; give layout.replicate = {islands}, or another --out"
+            f"layout.replicate: {spec.step_groups} islands, and {out} has {islands} with checkpoints of "
+            f"their own; give layout.replicate = {islands}, or another --out"
         )

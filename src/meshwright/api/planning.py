@@ -21,8 +21,8 @@ from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.load import Overrides
+from meshwright.spec.other_models import refuse_other_models
 from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
-from meshwright.spec.teacher import refuse_distillation
 
 Result = dict[str, Any]
 
@@ -49,7 +49,7 @@ def simulate(
     from meshwright.report.timeline import write_timeline, write_trace
     from meshwright.schedule import ScheduleError, StageCost
 
-    refuse_distillation(spec, "simulate")
+    refuse_other_models(spec, "simulate")
     check_writable(out)
     check_writable(trace, "--trace")
     try:
@@ -111,7 +111,7 @@ def explain(
     """
     from meshwright.report.plan_page import write_explanation
 
-    refuse_distillation(spec, "explain")
+    refuse_other_models(spec, "explain")
     check_writable(out)
     ranks = spec.layout.world_size
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
@@ -266,5 +266,5 @@ def dryrun(
     """
     from meshwright.dryrun.report import rehearsals
 
-    refuse_distillation(spec, "dryrun")
+    refuse_other_models(spec, "dryrun")
     return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device)

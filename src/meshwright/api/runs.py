@@ -120,7 +120,7 @@ def _train_here(
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
-        from meshwright.runs.record import island_folder
+        from meshwright.islands.island_log import island_folder
 
         out = island_folder(out, spec.outer.island)
         make_folder(out)
@@ -230,7 +230,7 @@ def train_worker(
         host = "127.0.0.1" if address is None else own_address(address)[0]
         run = open_run(
             spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk,
-            teaching=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
+            soft_targets=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
             weights=lambda: open_weights(spec.model),
         )  # fmt: skip
         if injection is not None:
@@ -350,7 +350,7 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
 def check_distillation(spec: RunSpec) -> None:
     """Raise `UserError` for a run that distils from a teacher, or from answers, that it cannot learn from."""
     from meshwright.spec.files import user_path
-    from meshwright.spec.teacher import teacher_of
+    from meshwright.spec.other_models import teacher_of
 
     teacher_of(spec)
     if spec.distil is not None and spec.distil.logits is not None:

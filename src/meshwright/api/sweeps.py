@@ -18,7 +18,9 @@ from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import differences
 from meshwright.spec.load import Overrides
+from meshwright.spec.rules import check_verification
 from meshwright.spec.schema import known_keys
+from meshwright.spec.verification import Verification
 
 PLAN, FOUND = "sweep.json", "found.json"
 """Files of a sweep's temporary folder: what its ranks shall check, and what they have found so far."""
@@ -55,7 +57,7 @@ def sweep(
     from meshwright.runs.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
-    _refuse_what_no_sweep_compares(spec)
+    check_verification(Verification(spec, sweep=True))
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
     if out is not None:
@@ -84,20 +86,6 @@ def sweep(
     if out is not None:
         write_atomically(out / "verify.json", json.dumps(result))
     return result
-
-
-def _refuse_what_no_sweep_compares(spec: RunSpec) -> None:
-    """Raise `UserError` for islands, and for a student, whose teacher has a layout of its own."""
-    if spec.outer.every:
-        raise UserError(
-            f"outer.every: {spec.outer.every}: a sweep compares layouts that sum gradients; give outer.every "
-            f"= 0, and verify islands without --sweep"
-        )
-    if spec.distil is not None:
-        raise UserError(
-            "distil: a sweep is of the student's layouts, and its teacher's is not among them; give --distil "
-            "none"
-        )
 
 
 def _checked(

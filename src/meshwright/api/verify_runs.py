@@ -14,8 +14,9 @@ from meshwright.api.models import export, import_hf
 from meshwright.api.runs import Result, launch
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.rules import ranks_match
-from meshwright.spec.teacher import teacher_of
+from meshwright.spec.other_models import other_models
+from meshwright.spec.rules import check_verification, ranks_match
+from meshwright.spec.verification import Verification
 
 LIMIT_S = 30.0
 """Longest wait of `verify` in a collective, where `recovery.hang_seconds` sets none."""
@@ -57,15 +58,15 @@ def verify(
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
     if onto is not None and through is None:
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
-    if spec.outer.island is not None:
-        raise UserError(
-            f"outer.island: {spec.outer.island}: `verify` compares all islands, in the order of a script; "
-            f"leave it out"
-        )
     if precision == "run" and through is not None:
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
-    check_islands(spec, through, precision, onto)
-    check_verifiable(spec, through, precision)
+    check_verification(Verification(spec, precision, through, onto))
+    other_models(spec)  # refuses one that is not known
+    if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
+        raise UserError(
+            f"--onto: has {onto.layout.world_size} ranks, and a snapshot is in the memory of those "
+            f"{spec.layout.world_size} that kept it; give a layout of as many, or --through checkpoint"
+        )
     if through == "export":
         write_hf_config(spec.model, "float64")  # refuses a model that no family of HF's computes
     if out is not None:
@@ -87,48 +88,6 @@ def verify(
     if out is not None:
         write_atomically(out / "verify.json", json.dumps(result))
     return result
-
-
-def check_islands(spec: RunSpec, through: str | None, precision: str, onto: RunSpec | None = None) -> None:
-    """Raise `UserError` for exchanges and late gradients that these options do not compare."""
-    for key, value in (("every", spec.outer.every), ("staleness", spec.outer.staleness)):
-        if value and precision == "run":
-            raise UserError(
-                f"outer.{key}: {value}: islands and late gradients are compared in float64; remove "
-                f"--precision, or give outer.{key} = 0"
-            )
-    if through is None:
-        return
-    if spec.outer.quorum is not None:
-        raise UserError(
-            f"outer.quorum: {spec.outer.quorum}: islands that come when they can have a checkpoint each; "
-            f"remove --through, or outer.quorum"
-        )
-    if onto is not None and onto.islands != spec.islands:
-        raise UserError(
-            f"--onto: has {onto.islands} islands, and the run has {spec.islands}, which its reference keeps; "
-            f"give replicate={spec.layout.replicate}"
-        )
-    if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
-        raise UserError(
-            f"--onto: has {onto.layout.world_size} ranks, and a snapshot is in the memory of those "
-            f"{spec.layout.world_size} that kept it; give a layout of as many, or --through checkpoint"
-        )
-
-
-def check_verifiable(spec: RunSpec, through: str | None, precision: str) -> None:
-    """Raise `UserError` for a run with a teacher that these options do not draw, or that is not known."""
-    if spec.distil is None:
-        return
-    option = f"--through {through}" if through else f"--precision {precision}" if precision == "run" else ""
-    if option:
-        raise UserError(f"distil: {option} draws no teacher; remove it, or give --distil none")
-    if spec.distil.teacher is None:
-        raise UserError(
-            "distil.logits: holds answers about the run's own samples, and verify draws samples and a "
-            "teacher; give --distil.logits none and --distil.teacher FOLDER"
-        )
-    teacher_of(spec)
 
 
 IMPORTED = "imported"
@@ -196,8 +155,7 @@ def verify_worker(
     if precision == "run" and (save is not None or load is not None):
         raise UserError("--precision run: compares no checkpoints; remove --save and --load")
     way = through or "checkpoint" if save or load else None
-    check_verifiable(spec, way, precision)
-    check_islands(spec, way, precision)
+    check_verification(Verification(spec, precision, way))
     with mesh_of(spec, longest_wait(spec, precision)) as mesh:
         for made in (out, save):
             if made is not None:

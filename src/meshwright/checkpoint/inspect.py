@@ -31,7 +31,7 @@ from meshwright.spec.sharded_tensor import Rectangle
 
 HOLES_FROM = 1 << 30
 """Size in bytes from which a file is looked at for holes; smaller ones are read in a second."""
-_TRAINED = re.compile(r"(island\.[0-9]+/)?(model|optim|ema)/")
+_TRAINED = re.compile(r"([a-z]+\.[0-9]+/)?(model|optim|ema)/")
 """Names of tensors that a run refuses to load where they are not finite: `train/guard/nonfinite.py`."""
 
 

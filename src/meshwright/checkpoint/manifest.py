@@ -352,9 +352,9 @@ def _seal(body: dict[str, Any]) -> str:
 
 def _unseal(text: str) -> dict[str, Any]:
     """Return the body of a manifest's text. Raises ValueError unless `_seal` would write the same text."""
-    outer = json.loads(text)
-    if not isinstance(outer, dict) or not isinstance(outer.get("body"), dict):
+    sealed = json.loads(text)
+    if not isinstance(sealed, dict) or not isinstance(sealed.get("body"), dict):
         raise ValueError("it is not a manifest")
-    if _seal(outer["body"]) != text:
+    if _seal(sealed["body"]) != text:
         raise ValueError("its SHA-256 is not that of its content")
-    return outer["body"]
+    return sealed["body"]

@@ -212,7 +212,7 @@ def brief(spec: RunSpec) -> str:
         words += [] if layout.stages == "balanced" else ["even" if layout.stages == "even" else "stages"]
     if layout.tp > 1 and not layout.sequence_parallel:
         words.append("no-sp")
-    words += [f"every{spec.outer.every}"] if spec.islands > 1 else []
+    words += [f"every{spec.outer.every}"] if spec.step_groups > 1 else []
     words += [f"zero{layout.zero}"] if layout.zero else []
     words.append(f"mb{layout.micro_batch}")
     words += [] if spec.recompute.policy == "none" else [spec.recompute.policy]
@@ -223,7 +223,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.report.plan_text import islands, offload, routing
+    from meshwright.report.plan_text import offload, routing
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -255,8 +255,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         show.line(f"Offload: {words}.")
     if plans.islands is not None:
         show.line(f"{plans.islands.words}.")
-    if words := islands(best):
-        show.line(f"Exchanges: {words}.")
+    if best.exchange is not None:
+        show.line(f"Exchanges: {best.exchange.words}.")
     length = best.spec.data.seq_len
     layers = best.spec.model.layer_kinds
     share = sum(each.keys_visible(length) for each in layers) / sum(each.keys_seen(length) for each in layers)

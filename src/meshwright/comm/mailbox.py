@@ -1,7 +1,7 @@
 """Tensors between ranks of different worlds: each rank has a mailbox, which any other may write to.
 
 A mailbox is a `StoreServer` in the rank's own process, whose thread takes what comes while the rank computes.
-Only who knows the secret of the islands reaches it. What is sent is there as a whole once its last key is. A
+Only who knows the secret of those worlds reaches it. What is sent is there as a whole once its last key is. A
 rank that dies takes its mailbox along: who sends to it, or asks whether it lives, is told by an error of the
 connection.
 """

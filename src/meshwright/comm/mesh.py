@@ -172,8 +172,8 @@ class Mesh:
     a step that all of them need. `control` carries host messages of all ranks, over the store and not a
     group; `background` is a second one for checkpoints that are written during training: on one they would
     wait for each other. `heartbeat` shows this rank's steps and waits to its supervisor. `numbers` are those
-    that the ranks of the mesh have in the run, in order. `island` is the mesh of the ranks that train
-    together between two exchanges of parameters, in which `replicate` is of one rank; None without islands.
+    that the ranks of the mesh have in the run, in order. `step_group` is the mesh of the ranks that
+    take steps together, where replicas take them by themselves, in which `replicate` is of one rank.
     """
 
     layout: Layout
@@ -201,9 +201,9 @@ class Mesh:
     background: Control
     heartbeat: Heartbeat
     numbers: Sequence[int]
-    island: Mesh | None = None
-    teacher: Mesh | None = None
-    """The mesh of a run's teacher, over the same ranks."""
+    step_group: Mesh | None = None
+    others: Mapping[str, Mesh] = field(default_factory=dict)
+    """The meshes of other models of the run, over the same ranks, by their names."""
 
     @property
     def rank(self) -> int:
@@ -213,8 +213,8 @@ class Mesh:
     def with_layout(self, layout: Layout) -> Mesh:
         """The mesh for a layout of the same axes that differs otherwise, such as in its ZeRO stage."""
         own = layout.model_copy(update={"replicate": 1})
-        island = None if self.island is None else replace(self.island, layout=own)
-        return replace(self, layout=layout, island=island)
+        group = None if self.step_group is None else replace(self.step_group, layout=own)
+        return replace(self, layout=layout, step_group=group)
 
     @property
     def data_rank(self) -> int:
@@ -228,13 +228,13 @@ def build_mesh(
     kv_heads: int | None = None,
     groups: Groups | None = None,
     experts: bool = True,
-    islands: bool = False,
+    apart: bool = False,
 ) -> Mesh | None:
     """Build the mesh of `layout` over the first `layout.world_size` ranks of the default group.
 
     `kv_heads` are those of the model, by default as many as any layout can deal out, and `experts` tells
-    whether it has any. `groups` are those that other meshes of this process have made. With `islands` each
-    replica gets a mesh of its own, too.
+    whether it has any. `groups` are those that other meshes of this process have made. Where replicas
+    step `apart` each gets a mesh of its own, too.
 
     Every rank of the default group calls this, since making a group is collective; a rank that is not part of
     the mesh gets None.
@@ -266,8 +266,8 @@ def build_mesh(
     axes: dict[str, Any] = {"ends": None} | {key: axis(line) for key, line in lines.items()}
     group = groups.world(tuple(range(size)))
     rows = grid.transpose(0, 1).reshape(layout.replicate, -1)
-    island = groups.along(rows, 1, "island") if islands else None
-    island_storages = _storages(groups, layout, grid, copies, experts, ()) if islands else {}
+    members = groups.along(rows, 1, "step_group") if apart else None
+    own_storages = _storages(groups, layout, grid, copies, experts, ()) if apart else {}
     if None in storages.values():
         return None
     for purpose in ("control", "background"):
@@ -277,21 +277,22 @@ def build_mesh(
     over = {lane: (axis, tag) for tag, (lane, axis) in enumerate(lanes.items()) if axis is not None}
     axes["heartbeat"] = groups.heartbeat
     mesh = Mesh(layout, device, wire=wire, lanes=over, numbers=range(size), **storages, **axes)
-    if island is None:
+    if members is None:
         return mesh
-    return replace(mesh, island=_island(mesh, groups, scope, island, island_storages)).with_layout(layout)
+    own = _step_group(mesh, groups, scope, members, own_storages)
+    return replace(mesh, step_group=own).with_layout(layout)
 
 
-def _island(
+def _step_group(
     mesh: Mesh,
     groups: Groups,
     scope: str,
     members: tuple[Row, dist.ProcessGroup | None],
     storages: Mapping[str, Any],
 ) -> Mesh:
-    """The mesh of this rank's island, of these ranks and their group: all its axes but two are the run's."""
+    """The mesh of the ranks that step with this one, and their group: all its axes but two are the run's."""
     numbers, group = members
-    rank, own = numbers.index(mesh.rank), f"{scope}/island/{mesh.replicate.rank}"
+    rank, own = numbers.index(mesh.rank), f"{scope}/step_group/{mesh.replicate.rank}"
     seen: dict[str, Heartbeat | None] = {"control": groups.heartbeat, "background": None}
     controls: dict[str, Any] = {
         purpose: groups.connections.control(purpose, len(numbers), own, groups.timeout, heartbeat, rank)
@@ -303,17 +304,17 @@ def _island(
 
 
 def _storages(
-    groups: Groups, layout: Layout, grid: Tensor, copies: int, experts: bool, outer: tuple[str, ...]
+    groups: Groups, layout: Layout, grid: Tensor, copies: int, experts: bool, first: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The meshes of stored parameters' DTensors, by field of `Mesh`; `outer` names their first dims."""
-    storage = groups.device_mesh(grid, (*outer, "shard", "tp"))
+    """The meshes of stored parameters' DTensors, by field of `Mesh`; `first` names the first dims."""
+    storage = groups.device_mesh(grid, (*first, "shard", "tp"))
     found = {"storage": storage, "split_storage": storage, "expert_storage": storage}
     if experts:
         expert_grid = _expert_grid(layout, grid, experts)
-        found["expert_storage"] = groups.device_mesh(expert_grid, (*outer, "expert_data", "ep", "etp"))
+        found["expert_storage"] = groups.device_mesh(expert_grid, (*first, "expert_data", "ep", "etp"))
     if copies > 1:
         heads_grid = grid.unflatten(-1, (-1, copies))
-        found["split_storage"] = groups.device_mesh(heads_grid, (*outer, "shard", "parts", "copies"))
+        found["split_storage"] = groups.device_mesh(heads_grid, (*first, "shard", "parts", "copies"))
     return found
 
 

@@ -19,8 +19,8 @@ from meshwright.spec import RunSpec
 NO_SAMPLE = -1
 
 
-class Answers(Protocol):
-    """A teacher's answers about the tokens of samples (`model/distillation.py`)."""
+class ByToken(Protocol):
+    """Tensors by sample and token, such as soft targets (`model/soft_targets.py`)."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor], /) -> Self:
         """Return them with each tensor, whose first dim is that of the samples, changed."""
@@ -41,13 +41,15 @@ class Batch:
     documents: torch.Tensor
     ids: torch.Tensor
     slots: torch.Tensor
-    taught: Answers | None = field(default=None, kw_only=True)
-    """A teacher's answers about the tokens, on the device, in a step of distillation."""
+    soft_targets: ByToken | None = field(default=None, kw_only=True)
+    """More that the loss is of, on the device."""
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return the samples from `start` up to `stop`, as views."""
-        taught = None if self.taught is None else self.taught.each(itemgetter(slice(start, stop)))
-        return Batch(*(getattr(self, name)[start:stop] for name in TENSORS), taught=taught)
+        soft_targets = (
+            None if self.soft_targets is None else self.soft_targets.each(itemgetter(slice(start, stop)))
+        )
+        return Batch(*(getattr(self, name)[start:stop] for name in TENSORS), soft_targets=soft_targets)
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy whose tokens, targets and positions are on `device`; of pinned ones without a wait.

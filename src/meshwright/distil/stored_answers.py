@@ -27,7 +27,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch
 from meshwright.data.permutation import I64
-from meshwright.model.distillation import Taught
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.context_parallel import share, zigzag
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
@@ -99,14 +99,14 @@ class AnswerFiles:
         self._ids = np.load(self.folder / FILES[0])
         self._log_p, self._tokens = (np.load(self.folder / name, mmap_mode="r+") for name in FILES[1:])
 
-    def write(self, ids: I64, taught: Taught | None, mesh: Mesh) -> None:
+    def write(self, ids: I64, soft_targets: SoftTargets | None, mesh: Mesh) -> None:
         """Write this rank's answers about the samples `ids`, unless another tensor rank does."""
-        if taught is None or taught.indices is None or mesh.tensor.rank > 0:
+        if soft_targets is None or soft_targets.indices is None or mesh.tensor.rank > 0:
             return
         rows = np.searchsorted(self._ids, ids)[:, None]
         places = zigzag(self.length, mesh.context.size, mesh.context.rank).numpy()
-        self._log_p[rows, places] = taught.log_p.cpu().numpy()
-        self._tokens[rows, places] = taught.indices.cpu().numpy()
+        self._log_p[rows, places] = soft_targets.log_p.cpu().numpy()
+        self._tokens[rows, places] = soft_targets.indices.cpu().numpy()
 
     def flush(self) -> None:
         """See that what was written is on the disk."""
@@ -153,13 +153,13 @@ class StoredAnswers:
         except (OSError, ValueError) as error:
             raise UserError(f"distil.logits: {folder} cannot be read ({error}); write it anew") from None
 
-    def __call__(self, batch: Batch) -> Taught | None:
+    def __call__(self, batch: Batch) -> SoftTargets | None:
         rows = self.check(batch.ids.numpy())
         log_p, tokens = (
             share(torch.from_numpy(file[rows]), self._mesh.context).to(self._mesh.device)
             for file in (self._log_p, self._tokens)
         )
-        return Taught(self._how, log_p, tokens.long())
+        return SoftTargets(self._how, log_p, tokens.long())
 
     def check(self, ids: I64) -> NDArray[np.intp]:
         """Return the rows of samples with these numbers. Raises `UserError` for one without an answer."""

@@ -3,6 +3,7 @@
 A step's samples go from the ranks that read them to those where the teacher takes them, and its answers to
 the ranks of the student's last stage, each in one message (`distil/token_exchange.py`). Answers are
 log-probabilities of the likeliest tokens, or of the whole vocabulary, and hidden states, if asked for.
+`Distillation` is the part of a step that gives them to the loss.
 
 Shapes: B samples of T tokens, V vocabulary, K of the likeliest tokens, D channels of the teacher.
 """
@@ -12,52 +13,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any, NotRequired
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
+from meshwright.distil.stored_answers import TeacherState
 from meshwright.distil.token_exchange import (
     TokenExchange,
     coordinates,
     tokens_at_the_end,
     whole_samples,
 )
-from meshwright.model.distillation import Taught
 from meshwright.model.hooks import Predict
+from meshwright.model.soft_targets import SoftTargets, SoftTargetSource
 from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import initialise, parallelize
+from meshwright.parallel.step_part import StepPart
 from meshwright.parallel.tensor_parallel import parameter_pieces
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.differences import as_in_file
 from meshwright.spec.distil import DistilSpec
-
-
-class Teaching(Protocol):
-    """A source of answers about a step's tokens."""
-
-    identity: Mapping[str, Any]
-    """Says which teacher it is: `step` and `sha256` of its weights, `tokenizer_sha256`."""
-
-    @property
-    def flops_per_token(self) -> float:
-        """Model FLOPs of an answer about one token; 0 for one that is read."""
-        ...
-
-    def __call__(self, batch: Batch) -> Taught | None:
-        """Answers about this rank's tokens of a batch; None on ranks that have no last stage."""
-        ...
 
 
 class Teacher:
     """The teacher of a run on one rank; its weights are zeros until `draw` or a checkpoint fills them."""
 
     def __init__(self, student: RunSpec, spec: RunSpec, mesh: Mesh) -> None:
-        assert student.distil is not None and mesh.teacher is not None
+        assert student.distil is not None
         self.student, self.spec, self.how = student, spec, student.distil
-        self._mesh, self._own = mesh, mesh.teacher
+        self._mesh, self._own = mesh, mesh.others["teacher"]
         self.identity: Mapping[str, Any] = {}
         built = parallelize(spec, self._own)
         self.states, self.balance, self._pipeline = built.states, built.balance, built.pipeline
@@ -94,7 +83,7 @@ class Teacher:
         return asked, TokenExchange(*ends, length, world)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Taught | None:
+    def __call__(self, batch: Batch) -> SoftTargets | None:
         samples = len(batch.tokens) * self.student.layout.data_ranks
         questions, replies = self._exchanges(samples)
         device, length = self._mesh.device, self.spec.data.seq_len
@@ -139,11 +128,72 @@ def _packed(how: DistilSpec, logits: Tensor, x: Tensor) -> Tensor:
     return torch.cat(found, -1)
 
 
-def unpacked(how: DistilSpec, rows_BTC: Tensor, vocabulary: int) -> Taught:
+def unpacked(how: DistilSpec, rows_BTC: Tensor, vocabulary: int) -> SoftTargets:
     """Answers (B, T, C) unpacked, with so many rows of the vocabulary where there is no `top_k`."""
     indices, end = None, vocabulary
     if how.top_k is not None:
         end = how.top_k + 1
         indices = rows_BTC[..., end : end + how.top_k].long()
     hidden = rows_BTC[..., end + (how.top_k or 0) :] if how.hidden else None
-    return Taught(how, rows_BTC[..., :end], indices, hidden)
+    return SoftTargets(how, rows_BTC[..., :end], indices, hidden)
+
+
+# The part of a step -----------------------------------------------------------------------------------
+
+
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    teacher: NotRequired[TeacherState]
+
+
+class Distillation(StepPart):
+    """A step's lessons from `teaching`, by the keys of `[distil]`."""
+
+    Fields = _Fields
+
+    def __init__(self, how: DistilSpec, teaching: SoftTargetSource) -> None:
+        self.how, self.teaching = how, teaching
+
+    def with_answers(self, batch: Batch, own: Batch) -> Batch:
+        """`own`, this rank's tokens of a batch, with the teacher's answers about them."""
+        return replace(own, soft_targets=self.teaching(batch))
+
+    def state(self) -> dict[str, Any]:
+        """Says which teacher it is."""
+        return {"teacher": dict(self.teaching.identity)}
+
+    def check(self, state: Mapping[str, Any], where: str) -> None:
+        """Refuse a checkpoint that learned from another teacher, or by another loss from this one.
+
+        Distillation may begin and end at any checkpoint. A teacher may be asked or have answered before, on
+        any layout.
+        """
+        before, how = state["spec"].get("distil"), self.how
+        if before is None:
+            return
+        was, now = state["teacher"], self.teaching.identity
+        if was["sha256"] != now["sha256"]:
+            raise UserError(
+                f"{where} learned from a teacher's checkpoint of step {was['step']} (SHA-256 "
+                f"{was['sha256'][:12]}), and distil.{'teacher' if how.teacher else 'logits'} is now of step "
+                f"{now['step']} ({now['sha256'][:12]}); give that teacher, of which meshwright average "
+                f"TEACHER --steps {was['step']} makes a run of its own, or another --out"
+            )
+        after = how.model_dump(mode="json")
+        for key in ("loss", "weight", "temperature", "top_k", "hidden"):
+            if before[key] != after[key]:
+                raise UserError(
+                    f"{where} is of another run: distil.{key} was {as_in_file(before[key])} and is "
+                    f"{as_in_file(after[key])}; give the same value, or another --out"
+                )
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs of an answer about one token; 0 for one that is read."""
+        return self.teaching.flops_per_token
+
+
+def distillation_of(spec: RunSpec, teaching: SoftTargetSource | None) -> list[Distillation]:
+    """The part that learns from a teacher, in a list; none in a run without distillation."""
+    assert (teaching is None) == (spec.distil is None)
+    return [Distillation(spec.distil, teaching)] if spec.distil is not None and teaching is not None else []

@@ -34,20 +34,18 @@ from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
 from meshwright.parallel.pipeline_parallel import ActionHook
-from meshwright.planner.memory.states import difference_bytes
 from meshwright.planner.rank_view import place_of
 from meshwright.planner.traffic.exchange import fullest_step
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
+from meshwright.train.parts import COMPONENTS_OF_PARTS
 from meshwright.train.step import Trainer
 
-PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, OUTER, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
-    "parameters", "masters", "gradients", "optimiser", "balance", "scaling", "outer",
-    "batch", "activations", "buffers",
-)  # fmt: skip
-COMPONENTS = (*KINDS, MESSAGES, PLAIN)
-STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, OUTER)
+PARAMETERS, MASTERS, GRADIENTS, OPTIMISER = "parameters", "masters", "gradients", "optimiser"
+BATCH, ACTIVATIONS, BUFFERS = "batch", "activations", "buffers"
+STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, *COMPONENTS_OF_PARTS)
+COMPONENTS = (*STATES, BATCH, ACTIVATIONS, BUFFERS, MESSAGES, PLAIN)
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     with _world(spec.layout.world_size, rank):
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
         groups, started = _FakeGroups(device.type), time.process_time()
-        mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.islands > 1)
+        mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
         assert mesh is not None
         with memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
@@ -132,12 +130,9 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
 
 
 def step_of(spec: RunSpec, rank: int) -> int:
-    """The number of the step that is run: the first, or with islands one that begins an exchange, and after
-    which most bytes of exchanges are under way."""
-    if spec.islands == 1:
-        return 1
-    place = rank // spec.layout.strides["pp"] % spec.layout.pp
-    return fullest_step(spec, difference_bytes(place_of(spec, place)))
+    """The number of the step that is run: the first, or where replicas step apart one that begins an
+    exchange, and after which most bytes of exchanges are under way."""
+    return fullest_step(place_of(spec, rank // spec.layout.strides["pp"] % spec.layout.pp))
 
 
 # Counts -------------------------------------------------------------------------------------------------
@@ -317,7 +312,7 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
 
 
 def _mark_parts(memory: FakeMemory, trainer: Trainer) -> None:
-    """Mark what the parts of a step hold, among it exchanges of islands that the step has begun."""
+    """Mark what the parts of a step hold, among it what the step has begun."""
     for part in trainer.parts:
         for unit, tensor in part.held():
             memory.mark(tensor, part.component, _unit_of(unit.slots) if unit is not None else "")

@@ -73,8 +73,8 @@ def _assumed(spec: RunSpec) -> list[str]:
         found.append("each sample holds two documents")
     if spec.train.batch_warmup:
         found.append(f"the step is one of {spec.train.batch_tokens:,} tokens{spec.train.warmup_in_words}")
-    if spec.islands > 1:
-        found.append(f"the step is one of the {spec.outer.every} of a period that begins an exchange")
+    if spec.step_groups > 1:
+        found.append(f"the step is one of the {spec.exchange_period} of a period that begins an exchange")
     if spec.train.compile:
         found.append("blocks are run as they are, not compiled")
     return found

@@ -294,11 +294,11 @@ class Cluster(Record):
         names = [level.name for level in levels]
         if len(set(names)) < len(names):
             raise UserError(f"levels: {', '.join(names)} are not distinct names; rename one")
-        for inner, outer in pairwise(levels[:-1]):
-            if outer.devices % inner.devices or outer.devices == inner.devices:
+        for inner, wider in pairwise(levels[:-1]):
+            if wider.devices % inner.devices or wider.devices == inner.devices:
                 raise UserError(
                     f"levels: groups of {inner.devices} ('{inner.name}') do not nest in groups of "
-                    f"{outer.devices} ('{outer.name}'); give a multiple"
+                    f"{wider.devices} ('{wider.name}'); give a multiple"
                 )
         if len(self.levels) > 1 and self.levels[-2].devices >= self.count:
             raise UserError(

@@ -16,18 +16,19 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Loader
 from meshwright.distil.stored_answers import AnswerFiles, StoredAnswers, check_tokenizer
-from meshwright.distil.teacher import Teacher, Teaching
+from meshwright.distil.teacher import Teacher
+from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.load import load
-from meshwright.spec.teacher import is_hf, teacher_of
+from meshwright.spec.other_models import is_hf, teacher_of
 from meshwright.weights.load import import_run, load_tensors
 
 IMPORTED = "teacher"
 """Folder, in that of a run, of what was imported from a teacher's HF folder."""
 
 
-def teaching(spec: RunSpec, mesh: Mesh, corpus: Corpus, out: Path) -> Teaching | None:
+def teaching(spec: RunSpec, mesh: Mesh, corpus: Corpus, out: Path) -> SoftTargetSource | None:
     """Return what answers about the samples of a run in the folder `out`; None without distillation.
 
     All ranks call this. Raises `UserError` for a teacher with another tokenizer than the run's, and for

@@ -24,6 +24,11 @@ from meshwright.spec.files import parse_json
 from meshwright.spec.records import Integer, Record, read
 
 
+def island_folder(out: Path, island: int) -> Path:
+    """Return the folder of one island of the run in folder `out`: a run's folder in itself."""
+    return out / f"island.{island}"
+
+
 @dataclass(frozen=True)
 class Entry(Record):
     """An entry of the log: `island` joins or leaves, or `contributions` are exchanged.

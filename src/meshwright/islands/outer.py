@@ -19,7 +19,7 @@ Douillard et al. 2025).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, NotRequired
@@ -35,7 +35,7 @@ from meshwright.islands.outer_compression import Compression, ExactSum, Sum
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored, dtensor, stored
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.parallel.loss_normalization import share_of_an_island
+from meshwright.parallel.loss_normalization import share_of_a_replica
 from meshwright.parallel.router_balance import RouterBalance
 from meshwright.parallel.step_part import StepEnd, StepPart
 from meshwright.spec import RunSpec
@@ -85,17 +85,6 @@ class Exchange:
 class NoIslands(StepPart):
     """The replicas of a run that all train together: there is nothing to exchange between steps."""
 
-    prefix = ""
-    """Beginning of the names of what this rank's island has by itself."""
-
-    def in_place_of_weights(self) -> AbstractContextManager[None]:
-        """Compute with the run's model in place of the weights."""
-        return nullcontext()
-
-    def named(self, own: dict[str, Stored], updates: int) -> dict[str, Stored]:
-        """All tensors of a checkpoint, of `own` as a run without islands has them, after so many updates."""
-        return own
-
     def names_in(self, state: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
         """`tensors`, of `named`, by the names that they have in a checkpoint of this state.
 
@@ -104,14 +93,6 @@ class NoIslands(StepPart):
         if not islands_in(state):
             return tensors
         return {f"island.0/{n}" if n.startswith("optim/") else n: tensor for n, tensor in tensors.items()}
-
-    def updates_in(self, state: Mapping[str, Any]) -> int:
-        """Updates of this rank's optimiser in a checkpoint whose tensors were loaded."""
-        return int(state["updates"])
-
-    def agreed_parts(self) -> Iterator[tuple[str, Anchored, Tensor]]:
-        """(what it is of the part, part, tensor) of all that is equal on all islands."""
-        return iter(())
 
 
 class _Fields(TypedDict):
@@ -185,7 +166,7 @@ class Outer(NoIslands):
 
     def _end(self, exchange: Exchange, own_share: float) -> int:
         """Take the outer step of a fragment; returns how many ranks were asked to stop."""
-        share = share_of_an_island(self.mesh.replicate.size)
+        share = share_of_a_replica(self.mesh.replicate.size)
         for part, summed in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
             delta = summed.total()
             self._agree_on_ends(part, delta)
@@ -219,17 +200,17 @@ class Outer(NoIslands):
     def _every_part(self) -> Iterator[Anchored]:
         return chain.from_iterable(self._parts)
 
-    def agreed_parts(self) -> Iterator[tuple[str, Anchored, Tensor]]:
-        """(what it is of the part, part, tensor) of anchors and outer momentum, equal on all islands."""
+    def agreed(self) -> Iterator[tuple[str, Unit | None, Tensor]]:
+        """(words and name, unit, tensor) of anchors and outer momentum, equal on all islands."""
         for part in self._every_part:
-            yield "the anchor of ", part, part.anchor
+            yield f"the anchor of {part.name}", part.unit, part.anchor
             if part.momentum is not None:
-                yield "the outer momentum of ", part, part.momentum
+                yield f"the outer momentum of {part.name}", part.unit, part.momentum
 
     # Evaluation and checkpoints -----------------------------------------------------------------------
 
     @contextmanager
-    def in_place_of_weights(self) -> Iterator[None]:
+    def model(self) -> Iterator[None]:
         """Compute with the anchors, the run's model; each island's own parameters come back at the end."""
         kept = [part.value.clone() for part in self._every_part]
         try:
@@ -245,10 +226,10 @@ class Outer(NoIslands):
                 part.unit.expire()
             part.value.copy_(value)
 
-    def named(self, own: dict[str, Stored], updates: int) -> dict[str, Stored]:
+    def named(self, tensors: dict[str, Stored], updates: int) -> dict[str, Stored]:
         """Tensors of this island alone, under its prefix, and those that all islands share."""
         self.updates.to_local().fill_(updates)
-        own = {**own, "updates": self.updates}
+        own = {**tensors, "updates": self.updates}
         return {
             **{f"{self.prefix}{name}": tensor for name, tensor in own.items()},
             **dict(self.shared_tensors()),
@@ -273,9 +254,9 @@ class Outer(NoIslands):
         saved = islands_in(state)
         return f"island.{self.mesh.replicate.rank % saved}/" if saved else ""
 
-    def updates_in(self, state: Mapping[str, Any]) -> int:
+    def updates_in(self, state: Mapping[str, Any], updates: int) -> int:
         """Updates of this island's optimiser in a checkpoint whose tensors were loaded."""
-        return int(self.updates.to_local()) if islands_in(state) else super().updates_in(state)
+        return int(self.updates.to_local()) if islands_in(state) else updates
 
     def shared_tensors(self) -> Iterator[tuple[str, Stored]]:
         """(name, tensor) of the run's model, of the outer momentum, and of sums that exchanges under way have

@@ -165,7 +165,7 @@ class LoggedArrivals:
             if time.monotonic() > limit:
                 raise RuntimeError("the island that gives this one its state is lost; this one starts again")
             time.sleep(POLL_S)
-        state = outer.agreed()
+        state = outer.agreed_tensors()
         numbers = torch.zeros(2, dtype=torch.int64)
         *found, counts = self.mailbox.take(name, [*state, numbers])
         for tensor, value in zip(state, found, strict=True):
@@ -310,7 +310,7 @@ class LoggedArrivals:
 
     def _sum_anchors(self) -> None:
         assert self._outer is not None
-        sums = self._control.gather(f"{checksum_of(self._outer.agreed()):016x}")
+        sums = self._control.gather(f"{checksum_of(self._outer.agreed_tensors()):016x}")
         self._anchors = hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16] if sums else ""
 
     def _may_go_on(self) -> bool:
@@ -379,7 +379,7 @@ class LoggedArrivals:
     def _send_state(self, island: int, outer: QuorumOuter) -> None:
         counts = torch.tensor([self._next, outer.merged], dtype=torch.int64)
         name = f"state/{self._members[island].joined}/{self.island}"
-        self._members[island].lost |= not self._sends(island, name, [*outer.agreed(), counts])
+        self._members[island].lost |= not self._sends(island, name, [*outer.agreed_tensors(), counts])
 
     def _name(self, island: int, number: int | None = None) -> str:
         """Name of the message with what an island moved by, at its `number`-th arrival or this one's now."""

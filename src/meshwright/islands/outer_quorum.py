@@ -26,6 +26,7 @@ from meshwright.islands.outer import NoIslands, Outer
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.loss_normalization import shares_of_tokens
 from meshwright.parallel.router_balance import RouterBalance
+from meshwright.parallel.step_part import StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.outer import scripted_arrivals
 from meshwright.spec.records import Natural
@@ -82,7 +83,7 @@ class QuorumOuter(Outer):
         arrivals: Arrivals,
     ) -> None:
         super().__init__(spec, mesh, states, balance)
-        self.number, self.arrivals, self._train = number, arrivals, spec.of_island().train
+        self.number, self.arrivals, self._train = number, arrivals, spec.of_step_group().train
         self.merged = self.base = self.tokens = 0
         """Exchanges that the anchors have followed; those before the island took them last, and the tokens
         that it had trained on by then."""
@@ -157,9 +158,9 @@ class QuorumOuter(Outer):
         super().restore(state)
         self.merged = int(state.get("merged", 0))
 
-    def agreed(self) -> list[Tensor]:
+    def agreed_tensors(self) -> list[Tensor]:
         """The anchors and the outer momentum: all that an island needs to go on after exchange `merged`."""
-        return [flat for _, _, flat in self.agreed_parts()]
+        return [flat for _, _, flat in self.agreed()]
 
 
 class ScriptedArrivals:
@@ -170,7 +171,7 @@ class ScriptedArrivals:
 
     def comes(self, step: int, last: bool) -> bool:
         """True at each step at which an island comes: all of them follow its exchange at once."""
-        return bool(scripted_arrivals(step, self._spec.islands, self._spec.outer))
+        return bool(scripted_arrivals(step, self._spec.step_groups, self._spec.outer))
 
     def exchanges(self, step: int, own: Contribution, moved: list[Tensor]) -> Iterator[MergedExchange]:
         """The exchanges of the script after a step."""
@@ -184,18 +185,18 @@ class ScriptedArrivals:
                 start_broadcast(delta, contribution.island, axis).wait()
             return sent
 
-        for islands in scripted_arrivals(step, self._spec.islands, self._spec.outer):
+        for islands in scripted_arrivals(step, self._spec.step_groups, self._spec.outer):
             yield MergedExchange([listed[island] for island in islands], moved_of)
 
 
 def islands_of(
     spec: RunSpec, mesh: Mesh, states: DataParallel, balance: RouterBalance, arrivals: Arrivals | None
-) -> NoIslands:
+) -> StepPart:
     """The exchanges of this rank's island.
 
     `arrivals` is the order in which islands come that exchange by quorum, by default that of a script.
     """
-    if spec.islands == 1:
+    if spec.step_groups == 1:
         return NoIslands()
     if spec.outer.quorum is None:
         return Outer(spec, mesh, states, balance)

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.kernels import elementwise_cpu
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
-from meshwright.model.distillation import Place, StudentLoss, Taught
+from meshwright.model.soft_targets import Place, SoftTargetLoss, SoftTargets
 from meshwright.spec.tiling import loss_rows
 
 IGNORE = -100
@@ -42,8 +42,8 @@ class VocabularyPart:
     """Rows `first` to `first + rows` of a vocabulary whose other rows are elsewhere.
 
     `gather` stacks numbers of the tokens (M, N) of this part and of all others, in the order of `ranks`, to
-    (ranks, M, N). Without a teacher these are the part's log-sum-exp, and the target's logit where the part
-    has it, 0 elsewhere.
+    (ranks, M, N). Without soft targets these are the part's log-sum-exp, and the target's logit where the
+    part has it, 0 elsewhere.
     """
 
     first: int
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_grad: bool,
         part: VocabularyPart | None,
         scale: float,
-        taught: Taught | None,
+        soft: SoftTargets | None,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
@@ -77,26 +77,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(x), chunk):
             rows = slice(first, first + chunk)
             logits = x[rows] @ weight.T
-            students = []
+            of_pieces = []
             for start in range(first, first + len(logits), piece):
                 tokens = slice(start, min(start + piece, first + len(logits)))
                 part_logits = logits[start - first : tokens.stop - first]
-                if taught is None:
+                if soft is None:
                     total += _loss(part_logits, targets[tokens], with_grad, part, scale)
                     continue
-                answers = taught.each(itemgetter(tokens))
-                loss, student = _taught_loss(
+                answers = soft.each(itemgetter(tokens))
+                loss, of_piece = _soft_loss(
                     part_logits, x[tokens], targets[tokens], answers, with_grad, part, scale
                 )
-                students.append((tokens, student))
+                of_pieces.append((tokens, of_piece))
                 total += loss
             if grad_x is not None:  # the logits have become their gradients
                 torch.mm(logits, weight, out=grad_x[rows])
-                for tokens, student in students:
-                    student.add_grad_x(grad_x[tokens], _scales(targets[tokens] != IGNORE, exact, scale))
+                for tokens, of_piece in of_pieces:
+                    of_piece.add_grad_x(grad_x[tokens], _scales(targets[tokens] != IGNORE, exact, scale))
             if grad_weight is not None:
                 RunningSum(grad_weight, first > 0).add_product(logits.T, x[rows])
-            del students, logits  # two chunks' logits are never there together
+            del of_pieces, logits  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
         return total * scale
 
@@ -154,30 +154,30 @@ def _scales(valid: Tensor, exact: torch.dtype, scale: float) -> Tensor:
     return valid.to(exact).mul_(scale).unsqueeze(1)
 
 
-def _taught_loss(
+def _soft_loss(
     logits: Tensor,
     x: Tensor,
     targets: Tensor,
-    taught: Taught,
+    soft: SoftTargets,
     with_grad: bool,
     part: VocabularyPart | None,
     scale: float,
-) -> tuple[Tensor, StudentLoss]:
-    """`_loss` with a teacher's answers about its tokens; the second result knows the gradient by x."""
+) -> tuple[Tensor, SoftTargetLoss]:
+    """`_loss` with of_piece targets; the second result knows the gradient by x."""
     rows = logits.shape[1] if part is None else part.rows
     place = Place(0, 0, 1) if part is None else Place(part.first, part.rank, part.ranks)
     valid = targets != IGNORE
     here = valid & (targets >= place.first) & (targets < place.first + rows)
     index = (targets - place.first).masked_fill(~here, 0).unsqueeze(1)
-    student = StudentLoss(logits[:, :rows], x, index, here, taught, place)
-    numbers = student.numbers()
-    losses = student.finish(numbers.unsqueeze(0) if part is None else part.gather(numbers))
+    of_piece = SoftTargetLoss(logits[:, :rows], x, index, here, soft, place)
+    numbers = of_piece.numbers()
+    losses = of_piece.finish(numbers.unsqueeze(0) if part is None else part.gather(numbers))
     loss = torch.where(valid, losses, 0).sum()
     if with_grad:
-        grad = student.grad_logits().mul_(_scales(valid, student.exact, scale))
+        grad = of_piece.grad_logits().mul_(_scales(valid, of_piece.exact, scale))
         logits[:, :rows] = grad
         logits[:, rows:] = 0
-    return loss, student
+    return loss, of_piece
 
 
 def linear_cross_entropy(
@@ -187,7 +187,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     part: VocabularyPart | None = None,
     scale: float = 1.0,
-    taught: Taught | None = None,
+    soft: SoftTargets | None = None,
 ) -> Tensor:
     """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without the targets that are IGNORE.
 
@@ -195,13 +195,13 @@ def linear_cross_entropy(
     and whose softmax is taken at one time; by default both are those of `loss_rows`. Without a gradient to
     compute, the forward computes the loss only. With `part`, `weight_VD` is that part
     of the vocabulary (rows beyond it are ignored), the loss is the whole's, and the gradient of x is this
-    part's share, to be summed. With `taught`, a teacher's answers about the tokens (N, C), a token's loss is
-    that of `distillation.py`.
+    part's share, to be summed. With `soft` of the tokens (N, C) a token's loss is that of
+    `soft_targets.py`.
     """
     rows, piece = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
-    if taught is not None:  # what is kept of a piece until its products is larger than they are
+    if soft is not None:  # what is kept of a piece until its products is larger than they are
         rows = piece
     if chunk is not None:
         rows = piece = chunk
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, piece, with_grad, part, scale, taught)
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, piece, with_grad, part, scale, soft)

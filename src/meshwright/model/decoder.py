@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from meshwright.model.attention import KeyValueCache
 from meshwright.model.attention_gqa import Attention
 from meshwright.model.attention_mla import LatentAttention
-from meshwright.model.distillation import Taught
 from meshwright.model.hooks import Hooks
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
 from meshwright.model.norm import make_norm
 from meshwright.model.rope import Rope, rope_table
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.spec import ModelSpec
 
 
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss, a scalar, which
-    `taught`, a teacher's answers about the tokens, changes.
+    `soft` change.
 
     With tied embeddings the weight is that of `Embed`.
     """
@@ -79,9 +79,9 @@ class Head(nn.Module):
         x_BTD: Tensor,
         targets_BT: Tensor | None = None,
         scale: float = 1.0,
-        taught: Taught | None = None,
+        soft: SoftTargets | None = None,
     ) -> Tensor:
-        return self.hooks.predict(self.norm(x_BTD), self.weight, targets_BT, scale, taught)
+        return self.hooks.predict(self.norm(x_BTD), self.weight, targets_BT, scale, soft)
 
 
 class Decoder(nn.Module):

@@ -155,7 +155,7 @@ def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, groups: RowGroups, onto: Tensor
 def grouped_outer(
     grad_RO: Tensor, x_RI: Tensor, groups: RowGroups, into: RunningSum | None = None
 ) -> Tensor | None:
-    """Weight gradients: the sum of outer products over each expert's rows: (E, O, I), or None if added
+    """Weight gradients: the product of each expert's gradients and inputs: (E, O, I), or None if added
     `into` a sum."""
     if one_kernel(grad_RO) and len(grad_RO):
         product = torch._grouped_mm(grad_RO.T, x_RI, offs=groups.ends)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from meshwright.kernels.gradient_accumulation_fusion import GradientSum, no_sum
 from meshwright.model.attention import Attend, attend, attention_mask
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
-from meshwright.model.distillation import Taught
 from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
 from meshwright.model.low_precision_linear import Products
 from meshwright.model.router import Routing, admit_by_capacity
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.spec import MoeSpec
 
@@ -52,8 +52,8 @@ Mask = Callable[[int, int, int | None, Tensor | None, Tensor, int], Any]
 EmbedTokens = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(tokens (B, T), positions, weight (V, D), position weight or None) -> (B, T, D)."""
 
-Predict = Callable[[Tensor, Tensor, Tensor | None, float, Taught | None], Tensor]
-"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale, a teacher's answers (B, T, C) or None) ->
+Predict = Callable[[Tensor, Tensor, Tensor | None, float, SoftTargets | None], Tensor]
+"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale, soft targets (B, T, C) or None) ->
 `scale` x summed loss, or logits (B, T, V)."""
 
 
@@ -63,18 +63,22 @@ def identity(x: Tensor) -> Tensor:
 
 
 def predict(
-    x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float, taught: Taught | None = None
+    x_BTD: Tensor,
+    weight: Tensor,
+    targets_BT: Tensor | None,
+    scale: float,
+    soft: SoftTargets | None = None,
 ) -> Tensor:
     """Logits (B, T, V), or with targets (B, T) the scalar `scale` x summed loss."""
     if targets_BT is None:
         return F.linear(x_BTD, weight)
     tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-    return linear_cross_entropy(tokens, weight, targets, scale=scale, taught=flat(taught))
+    return linear_cross_entropy(tokens, weight, targets, scale=scale, soft=flat(soft))
 
 
-def flat(taught: Taught | None) -> Taught | None:
-    """A teacher's answers about tokens (B, T, C) as (N, C)."""
-    return None if taught is None else taught.each(lambda x: x.flatten(0, 1))
+def flat(soft: SoftTargets | None) -> SoftTargets | None:
+    """Soft targets of tokens (B, T, C) as (N, C)."""
+    return None if soft is None else soft.each(lambda x: x.flatten(0, 1))
 
 
 @dataclass(frozen=True)

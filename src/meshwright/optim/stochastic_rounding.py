@@ -107,12 +107,12 @@ def draws(chunk: Sequence[Rows], seed: int, update: int, device: torch.device) -
 def _quads(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     """The shares that each row, and each four columns of a row, have of the states before they are mixed."""
     slot = rows.slot
-    *outer, columns = slot.global_shape
+    *dims, columns = slot.global_shape
     begin, end = slot.offset[-1], slot.offset[-1] + rows.columns
     number = torch.arange(rows.first, rows.first + rows.height, device=device)
     row, stride = torch.zeros_like(number), 1
     for size, here, offset in zip(
-        reversed(outer), reversed(slot.part[:-1]), reversed(slot.offset[:-1]), strict=True
+        reversed(dims), reversed(slot.part[:-1]), reversed(slot.offset[:-1]), strict=True
     ):
         row += (number % here + offset) * stride
         number, stride = number // here, stride * size

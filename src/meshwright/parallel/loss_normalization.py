@@ -44,11 +44,11 @@ def share_of_a_sequence(global_sequences: int) -> float:
     return 1.0 / global_sequences
 
 
-def share_of_an_island(islands: int) -> float:
-    """Weight of one island in the mean over them: they read as many samples each."""
-    return 1.0 / islands
+def share_of_a_replica(replicas: int) -> float:
+    """Weight of one replica in the mean over them: they read as many samples each."""
+    return 1.0 / replicas
 
 
 def shares_of_tokens(tokens: Sequence[int]) -> list[float]:
-    """Weights of islands that trained on so many tokens each, in the mean over them."""
+    """Weights of replicas that trained on so many tokens each, in the mean over them."""
     return [each / sum(tokens) for each in tokens]

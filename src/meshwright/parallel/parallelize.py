@@ -84,8 +84,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     fp8 = None
     if spec.precision.fp8_gather and isinstance(products, LowPrecision):
         fp8 = Fp8Gather(products)
-    stale = spec.outer.staleness > 0
-    first = first_trained(spec)
+    stale, first = spec.staleness > 0, first_trained(spec)
     states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first)
     store.gradient_sum = states.gradient_sum
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
-from meshwright.model.distillation import Taught
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.data_parallel import UnitModules
 from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
@@ -18,14 +18,14 @@ from meshwright.spec.stages import Stage
 
 
 class Microbatch(Protocol):
-    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, and a
-    teacher's answers about the tokens, if the loss takes any."""
+    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, and
+    soft targets, if the loss takes any."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor
-    taught: Taught | None
+    soft_targets: SoftTargets | None
 
 
 class DecoderStage:
@@ -47,7 +47,7 @@ class DecoderStage:
             x_BTD = decoder.through(stage.blocks, x_BTD, length, microbatch.positions, microbatch.documents)
         if not stage.head:
             return x_BTD
-        return decoder.head(x_BTD, microbatch.targets, self.target_weight, microbatch.taught)
+        return decoder.head(x_BTD, microbatch.targets, self.target_weight, microbatch.soft_targets)
 
     def empty(self, microbatch: Microbatch) -> Tensor:
         """An empty tensor for the stage's input: (B, T, D), or (B, T/n, D) with sequence sharding."""

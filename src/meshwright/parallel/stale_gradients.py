@@ -2,8 +2,8 @@
 
 Splits        nothing; the ranks of a replica sum their gradients in the step itself (`data_parallel.py`).
 Wire          for P parameters of a rank (P/n with ZeRO), R replicas, b bytes of an exact number: each step an
-              all-reduce of 2 P b (R-1)/R over replicate, which has `outer.staleness` steps of time.
-Saves         the wait for that sum; costs `outer.staleness` buffers of P exact numbers.
+              all-reduce of 2 P b (R-1)/R over replicate, which has `staleness` steps of time.
+Saves         the wait for that sum; costs `staleness` buffers of P exact numbers.
 
 Step t computes gradients at its parameters, and applies those of step t - s, each with the normalising factor
 of its own batch: SGD with a fixed delay (Langford et al. 2009, "Slow learners are fast"), the deterministic
@@ -28,6 +28,7 @@ from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.step_part import StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.records import Positive
+from meshwright.spec.sections import staleness_in
 
 
 @dataclass
@@ -112,7 +113,7 @@ class StaleGradients(DueGradients):
 
         They are dropped unless they are as late now.
         """
-        late = state["spec"].get("outer", {}).get("staleness", 0) == self.steps
+        late = staleness_in(state["spec"]) == self.steps
         exact = self._states.formats.exact
         self._under_way = deque(
             _Sums([torch.zeros_like(u.stored, dtype=exact) for u in self._states.trained], [DONE], factor)
@@ -122,4 +123,4 @@ class StaleGradients(DueGradients):
 
 def due_gradients(spec: RunSpec, states: DataParallel) -> DueGradients:
     """The gradients that steps of this run apply."""
-    return StaleGradients(states, spec.outer.staleness) if spec.outer.staleness else DueGradients()
+    return StaleGradients(states, spec.staleness) if spec.staleness else DueGradients()

@@ -7,7 +7,7 @@ and what computes gradients aside go through `Trainer.parts`, and name no single
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,6 +55,8 @@ class StepPart:
     """Component of memory that `held` counts under, as dry runs call it."""
     Fields: ClassVar[type] = NoFields
     """The TypedDict of the fields that `state` adds to a checkpoint's."""
+    prefix: str = ""
+    """Beginning of the names of what the ranks that step with this one have by themselves."""
 
     # Step ---------------------------------------------------------------------------------------------
 
@@ -80,6 +82,13 @@ class StepPart:
         """(name in a checkpoint, tensor) of all that a resume needs, in this part's memory."""
         return ()
 
+    def named(self, tensors: dict[str, Stored], updates: int) -> dict[str, Stored]:
+        """All tensors of a checkpoint by name, where `tensors` are those of the ranks that step together.
+
+        Their optimiser has taken so many `updates`.
+        """
+        return tensors
+
     def state(self) -> Mapping[str, Any]:
         """The rest of what a resume needs, as fields of a checkpoint's state, in JSON."""
         return {}
@@ -98,10 +107,25 @@ class StepPart:
         """Beginnings of the names of `tensors` that a checkpoint of this state does not have."""
         return ()
 
+    def names_in(self, state: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """`tensors`, of `named`, by the names that they have in a checkpoint of this state."""
+        return tensors
+
+    def updates_in(self, state: Mapping[str, Any], updates: int) -> int:
+        """Updates of this rank's optimiser in a checkpoint of this state, whose tensors have been loaded.
+
+        `updates` are those that the state tells.
+        """
+        return updates
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's state, whose tensors have been loaded."""
 
     # What others ask ----------------------------------------------------------------------------------
+
+    def model(self) -> AbstractContextManager[None]:
+        """Compute with the run's model, where the weights that are trained are others."""
+        return nullcontext()
 
     def models(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
         """(name, context that computes with it) of further weights that are evaluated beside the run's."""
@@ -113,6 +137,11 @@ class StepPart:
 
     def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
         """Tensors that live across steps, each with its unit, if it is of one."""
+        return iter(())
+
+    def agreed(self) -> Iterator[tuple[str, Unit | None, Tensor]]:
+        """(words and name, unit, flat tensor) of what is equal on all ranks of `replicate`, though they step
+        apart; the names of a unit's parameters are left to it."""
         return iter(())
 
     def of_gradients(self) -> tuple[list[object], list[Tensor]]:

@@ -1,7 +1,7 @@
 """Embedding and cross entropy over a vocabulary that is split over tensor ranks (Shoeybi et al. 2019, §3).
 
 A rank computes the logits of its part of the vocabulary only, and sends two numbers a token in the loss, or
-with a teacher five, and six where hidden states are compared, too.
+with soft targets five, and six where hidden states are compared, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from meshwright.comm.collectives import gather_rows
 from meshwright.comm.mesh import Axis
 from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
-from meshwright.model.distillation import Taught
 from meshwright.model.embedding import embedding
 from meshwright.model.hooks import flat
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import EnterParallelRegion, leave_parallel_region
 from meshwright.spec.parameters import Piece
@@ -52,7 +52,7 @@ class VocabParallel:
         weight: Tensor,
         targets_BT: Tensor | None,
         scale: float,
-        taught: Taught | None = None,
+        soft: SoftTargets | None = None,
     ) -> Tensor:
         """`scale` times the summed loss, a scalar, for which no rank gathers another's logits; or without
         targets the logits (B, T, V) of all ranks, without their gradient."""
@@ -65,4 +65,4 @@ class VocabParallel:
         gather, rows = partial(gather_rows, axis=axis), shard.size - shard.padding
         part = VocabularyPart(shard.first, rows, gather, axis.rank, axis.size)
         tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale, taught=flat(taught))
+        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale, soft=flat(soft))

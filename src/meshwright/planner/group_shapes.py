@@ -47,15 +47,15 @@ def axes(layout: Layout) -> Axes:
 
 
 def step_axes(spec: RunSpec) -> Axes:
-    """The groups that exchange numbers in each step: the layout's, without replicas that are islands."""
+    """The groups that exchange numbers in each step: the layout's, without replicas that step apart."""
     groups = axes(spec.layout)
-    if spec.islands == 1:
+    if spec.step_groups == 1:
         return groups
     return groups._replace(replicate=GroupShape(1, groups.replicate.stride))
 
 
 def step_world(spec: RunSpec) -> GroupShape:
-    """The ranks that sum a step's totals: all of them, or those of an island."""
-    ranks = spec.layout.world_size // spec.islands
-    between = spec.layout.strides["replicate"] < ranks  # ranks of other islands are between an island's own
-    return GroupShape(ranks, spec.islands if between else 1)
+    """The ranks that sum a step's totals: those that step together."""
+    ranks = spec.layout.world_size // spec.step_groups
+    between = spec.layout.strides["replicate"] < ranks  # ranks of other groups are between
+    return GroupShape(ranks, spec.step_groups if between else 1)

@@ -162,7 +162,7 @@ def choose_islands(
     found: list[tuple[SearchProblem, IslandChoice]] = []
     for count in _counts(problem.cluster) if wanted == "auto" else [int(wanted)]:
         try:
-            tried = problem.with_islands(count, {"every": LONGEST, **keys})
+            tried = problem.with_replicas(count, outer={"every": LONGEST, **keys})
             best = _fastest(tried)
         except UserError:
             if wanted == "auto":
@@ -177,7 +177,7 @@ def choose_islands(
             if chosen.exposed <= limit:
                 break
     if not found and wanted != "auto":
-        return problem.with_islands(int(wanted), {"every": LONGEST, **keys}), none
+        return problem.with_replicas(int(wanted), outer={"every": LONGEST, **keys}), none
     return min(found, key=lambda each: max(limit, _exposed(each[1])), default=(problem, none))
 
 

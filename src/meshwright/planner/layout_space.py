@@ -211,7 +211,7 @@ class LayoutSpace:
         Pipeline ranks are numbered inside of data ranks only where that brings them closer by a level, since
         it takes data ranks further apart. `folded` is ep x etp.
         """
-        if self.base.islands > 1 and pp > 1:  # the slow link is between islands
+        if self.base.step_groups > 1 and pp > 1:  # the slow link is between step groups
             yield "replicate-pp-dp-tp"
             return
         yield "pp-replicate-dp-tp"
@@ -286,10 +286,10 @@ class LayoutSpace:
 
     def shardings(self, inner: LayerLayout, mesh: DataMesh, most_shared: bool = False) -> Iterator[Sharding]:
         """Shardings of a mesh, the least memory first; with `most_shared` only one of each ZeRO stage."""
-        islands = self.base.islands
-        alone = mesh.data // islands * inner.cp == 1 and "zero" not in self.fixed
+        groups = self.base.step_groups
+        alone = mesh.data // groups * inner.cp == 1 and "zero" not in self.fixed
         for zero in (0,) if alone else self._pick("zero", (3, 2, 1, 0)):
-            for replicate in self._pick("replicate", divisors(mesh.data) if zero else (islands,)):
+            for replicate in self._pick("replicate", divisors(mesh.data) if zero else (groups,)):
                 if mesh.data % replicate:
                     continue
                 dp = mesh.data // replicate

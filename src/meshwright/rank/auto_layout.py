@@ -15,7 +15,7 @@ from meshwright.planner.search.request import PlanRequest
 from meshwright.rank.env import count_devices, fit_layout, nproc_of, resolve, sets_layout
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
-from meshwright.spec.teacher import teacher_of
+from meshwright.spec.other_models import other_models
 from meshwright.units import gigabytes, short
 
 
@@ -48,9 +48,9 @@ def check_room(spec: RunSpec) -> None:
     layout, room = spec.layout, machine.host_memory()
     each = memory_model(CostModel(present().resized(layout.world_size))).ranks(spec)
     total = sum(rank.device for rank in each) * layout.world_size / layout.pp
-    if (teacher := teacher_of(spec)) is not None:
-        copies = 1 if teacher.layout.zero == 3 else teacher.layout.data_ranks * teacher.layout.cp
-        total += 4.0 * teacher.model.parameters * copies
+    for other in other_models(spec).values():
+        copies = 1 if other.layout.zero == 3 else other.layout.data_ranks * other.layout.cp
+        total += 4.0 * other.model.parameters * copies
     if total > room:
         ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
         raise UserError(
@@ -95,10 +95,10 @@ def planned(
         sizes = [nproc_of(nproc)]
     if sizes == [1]:
         return alone, None
-    if alone.distil is not None:
+    for table, model in alone.tables_of_models.items():
         raise UserError(
-            "layout: no axis is sized, and a plan for this machine would not count the teacher of [distil]; "
-            "give the student's layout, such as layout.dp = 1"
+            f"layout: no axis is sized, and a plan for this machine would not count {model} of [{table}]; "
+            f"give the run's own layout, such as layout.dp = 1"
         )
     wanted = [*_fixed(tree, alone), *overrides]
     found: list[Plans] = []

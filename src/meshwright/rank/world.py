@@ -27,8 +27,8 @@ from meshwright.parallel.precision import formats, use_fast_fp32_matmul
 from meshwright.rank.env import Supervision, keep_freed_memory, limit_threads, worker
 from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec
+from meshwright.spec.other_models import other_models
 from meshwright.spec.rules import ranks_match
-from meshwright.spec.teacher import teacher_of
 
 
 @contextmanager
@@ -86,9 +86,9 @@ def mesh_on(
     spec: RunSpec, device: torch.device, groups: Groups, limit: timedelta | None = None
 ) -> Iterator[Mesh]:
     """The mesh of a layout that takes all ranks of the world; `limit` is as in `mesh_of`."""
-    mesh, of_teacher = _mesh(spec, device, groups), teacher_of(spec)
-    if of_teacher is not None:
-        mesh = replace(mesh, teacher=_mesh(of_teacher, device, groups))
+    mesh = _mesh(spec, device, groups)
+    others = {name: _mesh(other, device, groups) for name, other in other_models(spec).items()}
+    mesh = replace(mesh, others=others)
     if limit is None:
         yield mesh
         return
@@ -98,9 +98,9 @@ def mesh_on(
 
 
 def _mesh(spec: RunSpec, device: torch.device, groups: Groups) -> Mesh:
-    experts, alone = spec.model.moe is not None, spec.outer.island is not None
-    layout, islands = (spec.of_island().layout, False) if alone else (spec.layout, spec.islands > 1)
-    mesh = build_mesh(layout, device, spec.model.kv_heads, groups, experts, islands)
+    experts, alone = spec.model.moe is not None, spec.own_step_group is not None
+    layout, apart = (spec.of_step_group().layout, False) if alone else (spec.layout, spec.step_groups > 1)
+    mesh = build_mesh(layout, device, spec.model.kv_heads, groups, experts, apart)
     assert mesh is not None  # the layout has as many ranks as the world
     return mesh
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from meshwright.planner.cost.exchange import exchange_facts
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, describe
 from meshwright.planner.explain.neighbours import TERMS, Neighbour, named
 from meshwright.planner.explain.sensitivity import MOST, Assumption
-from meshwright.planner.group_shapes import axes
 from meshwright.planner.memory.generic import Memory
 from meshwright.units import gigabytes, percent, seconds
 
@@ -72,22 +72,6 @@ def _of_rank_and_node(away: dict[str, float]) -> str:
     return f"{gigabytes(away['bytes'])} a rank and {gigabytes(away['node_bytes'])} a node"
 
 
-def islands(found: Candidate) -> str:
-    """A clause on the exchanges of islands and what they cost; an empty text without islands."""
-    if (of := found.islands) is None:
-        return ""
-    outer, level = found.spec.outer, found.costs.links.outermost(axes(found.spec.layout).replicate)
-    parts = f" in {outer.fragments} fragments" if outer.fragments > 1 else ""
-    period = f"{outer.every} step{'s' * (outer.every > 1)}"
-    meanwhile = f" while islands take {outer.delay} step{'s' * (outer.delay > 1)} each" if outer.delay else ""
-    return (
-        f"{of['count']:,.0f}, which send {gigabytes(of['bytes'])} a rank over '{level.name}' in "
-        f"{period}{parts}; that takes {seconds(of['seconds'])}{meanwhile}, of which they wait for "
-        f"{seconds(of['exposed_seconds'])}, {percent(of['exposed'])} of the time; in this layout a step "
-        f"that sums gradients instead takes {seconds(of['synchronous_step_seconds'])}"
-    )
-
-
 def head(found: Explanation) -> list[str]:
     """The layout, its step, and the probability that it fits."""
     spec, costs, (low, high) = found.spec, found.costs, found.interval
@@ -105,7 +89,7 @@ def head(found: Explanation) -> list[str]:
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
         "routing": routing(found),
         "offload": offload(found),
-        "islands": islands(found),
+        **exchange_facts(found.exchange),
         "never measured": "; ".join(found.never_measured),
     }
     width = max(map(len, facts)) + 2

@@ -11,13 +11,12 @@ from typing import Any
 
 from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
+from meshwright.report.curves import chart, rows_with, series, with_gaps
+from meshwright.report.island_page import island_fields
 from meshwright.report.page import render
 from meshwright.runs.record import (
-    RUN,
     RecordedRun,
     Row,
-    island_folder,
-    missing_steps,
     read_run,
     write_atomically,
 )
@@ -65,8 +64,8 @@ def write_report(out: Path) -> Path:
         f"on {info['device']}" if "device" in info else "",
         f"started {str(info['started'])[:16].replace('T', ' ')} UTC" if "started" in info else "",
     ]
-    routed = _rows(run, "load_max")
-    islands = [row for row in result.get("islands") or [] if isinstance(row, dict)]
+    routed = rows_with(run, "load_max")
+    of_islands = {"curves": _curves(run)} | island_fields(out, result)
     peak = (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
     html = render(
         "run.html",
@@ -74,11 +73,9 @@ def write_report(out: Path) -> Path:
         run=run,
         about=[part for part in about if part],
         result=_result_so_far(run),
-        curves=_curves_of_islands(out, islands) if islands else _curves(run),
-        islands=islands,
-        lateness=_lateness(result),
+        **of_islands,
         experts=[
-            _chart(routed, title, names, from_zero=True)
+            chart(routed, title, names, from_zero=True)
             for title, names in _EXPERT_CURVES.items()
             if any(row.get(key) for row in routed for key in names)
         ],
@@ -106,16 +103,11 @@ def write_report(out: Path) -> Path:
     return path
 
 
-def _rows(run: RecordedRun, key: str) -> list[Row]:
-    """Return the metrics rows that have `key`, by step."""
-    return sorted((row for row in run.metrics if key in row and "step" in row), key=lambda row: row["step"])
-
-
 def _result_so_far(run: RecordedRun) -> dict[str, Any]:
     """Return the result; for a run without one, the figures that follow from its rows."""
     if run.result is not None:
         return run.result
-    train, evaluations = _rows(run, "loss"), _rows(run, "val_loss")
+    train, evaluations = rows_with(run, "loss"), rows_with(run, "val_loss")
     result: dict[str, Any] = {"steps": train[-1]["step"] if train else 0}
     for key in ("tokens_per_second", "mfu"):
         values = [row[key] for row in train if fmt.is_number(row.get(key))]
@@ -129,27 +121,9 @@ def _result_so_far(run: RecordedRun) -> dict[str, Any]:
     return result
 
 
-def _with_gaps(run: RecordedRun, rows: Sequence[Row]) -> list[Row]:
-    """Return training rows by step, and for each part of the run that lacks them one with its step alone."""
-    parts = missing_steps(run.info, run.metrics, max((row["step"] for row in rows), default=0))
-    return sorted([*rows, *({"step": part[0]} for part in parts)], key=lambda row: row["step"])
-
-
-def _series(name: str, rows: Sequence[Row], key: str, colour: int = 0, css: str = "line") -> Series:
-    values = [row[key] if fmt.is_number(row.get(key)) else None for row in rows]
-    lost = frozenset(row["step"] for row in rows if row.keys() == {"step"})
-    return Series(name, [row["step"] for row in rows], values, colour, css, lost)
-
-
-def _chart(rows: Sequence[Row], title: str, names: dict[str, str], colour: int = 0, **options: bool) -> Chart:
-    """Return a chart with a curve for each key of `rows`; `names` maps keys to the names of curves."""
-    series = [_series(name, rows, key, colour + place) for place, (key, name) in enumerate(names.items())]
-    return Chart(next(iter(names)).replace("_", "-"), title, series, **options)
-
-
 def _curves(run: RecordedRun) -> list[Chart]:
-    train, evaluations = _with_gaps(run, _rows(run, "loss")), _rows(run, "val_loss")
-    loss = _series("training", train, "loss")
+    train, evaluations = with_gaps(run, rows_with(run, "loss")), rows_with(run, "val_loss")
+    loss = series("training", train, "loss")
     curves = [loss]
     if len(train) >= SMOOTH_FROM:
         window = len(train) // 50 | 1
@@ -158,10 +132,10 @@ def _curves(run: RecordedRun) -> list[Chart]:
         mean = [None if step in loss.lost else value for step, value in means]
         curves.append(replace(loss, name=f"mean of {window:,} rows", y=mean))
     if evaluations:
-        curves.append(_series("validation", evaluations, "val_loss", 1, "dots"))
+        curves.append(series("validation", evaluations, "val_loss", 1, "dots"))
 
     def single(key: str, title: str, name: str, colour: int, **options: bool) -> Chart:
-        return _chart(_with_gaps(run, _rows(run, key)), title, {key: name}, colour, **options)
+        return chart(with_gaps(run, rows_with(run, key)), title, {key: name}, colour, **options)
 
     return [
         Chart("loss", "Loss (nats per token)", curves, log=True, mark_gaps=True, wide=True),
@@ -170,32 +144,6 @@ def _curves(run: RecordedRun) -> list[Chart]:
         single("grad_norm", "Gradient norm", "grad norm", 3, log=True, mark_gaps=True),
         single("lr", "Learning rate", "lr", 4, from_zero=True),
     ]
-
-
-def _curves_of_islands(out: Path, islands: Sequence[Row]) -> list[Chart]:
-    """Return charts with a curve for each island of the run in folder `out`."""
-    folders = {row["island"]: island_folder(out, row["island"]) for row in islands}
-    runs = {island: read_run(folder) for island, folder in folders.items() if (folder / RUN).is_file()}
-
-    def chart(key: str, title: str, **options: bool) -> Chart:
-        curves = [
-            _series(f"island {island}", rows if key == "val_loss" else _with_gaps(run, rows), key, island)
-            for island, run in runs.items()
-            if (rows := _rows(run, key))
-        ]
-        return Chart(key.replace("_", "-"), title, curves, **options)
-
-    return [
-        chart("loss", "Loss (nats per token)", log=True, mark_gaps=True, wide=True),
-        chart("val_loss", "Validation loss (nats per token)", log=True),
-        chart("tokens_per_second", "Throughput of an island (tokens/s)", from_zero=True),
-    ]
-
-
-def _lateness(result: dict[str, Any]) -> dict[int, int]:
-    """Return how often a part of an island came how many exchanges late, from 0 to the most."""
-    found = {int(late): count for late, count in (result.get("lateness") or {}).items()}
-    return {late: found.get(late, 0) for late in range(max(found) + 1)} if found else {}
 
 
 def _by_source(evaluations: Sequence[Row]) -> list[Chart]:

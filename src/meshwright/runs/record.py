@@ -158,11 +158,6 @@ def read_metrics(out: Path) -> list[Row]:
     return _read_lines(out / METRICS)
 
 
-def island_folder(out: Path, island: int) -> Path:
-    """Return the folder of one island of the run in folder `out`: a run's folder in itself."""
-    return out / f"island.{island}"
-
-
 def last_checkpoint(out: Path) -> int | None:
     """Return the step of the last checkpoint in the events of the run in folder `out`, or None."""
     steps = [row.get("step") for row in _read_lines(out / EVENTS) if row.get("kind") == "checkpoint"]

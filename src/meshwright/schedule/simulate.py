@@ -82,7 +82,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A timed step. Times are in seconds since the first of all actions; the outer index is the rank."""
+    """A timed step. Times are in seconds since the first of all actions; the first index is the rank."""
 
     schedule: Schedule
     start: tuple[tuple[float, ...], ...]

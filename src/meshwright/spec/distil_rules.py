@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.errors import UserError
 from meshwright.spec.sections import Sections
+from meshwright.spec.verification import Verification
 
 
 def one_source_of_answers(spec: Sections) -> None:
@@ -57,6 +58,29 @@ def teachers_ranks_divide(spec: Sections) -> None:
                 f"teacher's other axes leave; try distil.{key} = {nearest(size, divisors(left))}"
             )
         left //= size
+
+
+def teacher_is_drawn(asked: Verification) -> None:
+    """`verify` draws a teacher for a run that has one, in float64 and in one layout, and answers for none."""
+    distil, option = asked.spec.distil, ""
+    if distil is None:
+        return
+    if asked.sweep:
+        raise UserError(
+            "distil: a sweep is of the student's layouts, and its teacher's is not among them; give --distil "
+            "none"
+        )
+    if asked.through is not None:
+        option = f"--through {asked.through}"
+    elif asked.precision == "run":
+        option = "--precision run"
+    if option:
+        raise UserError(f"distil: {option} draws no teacher; remove it, or give --distil none")
+    if distil.teacher is None:
+        raise UserError(
+            "distil.logits: holds answers about the run's own samples, and verify draws samples and a "
+            "teacher; give --distil.logits none and --distil.teacher FOLDER"
+        )
 
 
 DISTIL_RULES = (one_source_of_answers, some_tokens_are_left, teachers_ranks_divide)

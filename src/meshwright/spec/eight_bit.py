@@ -1,4 +1,4 @@
-"""Blocks of numbers that share a scale, in 8-bit moments and in what islands send: a function of the model.
+"""Blocks of numbers that share a scale, in 8-bit moments and in compressed messages: a function of the model.
 
 A block lies within a row of a matrix, so that no axis that deals rows cuts it. Rows of the matrices that sum
 over heads or channels (`o`, `down`) are cut, too: there a block divides the share of a head, or of the most
@@ -51,18 +51,18 @@ def blocks_of(model: Architecture) -> Mapping[str, int]:
 
 
 def slices_of_experts_are_whole_blocks(spec: Sections) -> None:
-    """Ranks cut the rows of experts between the blocks of 8-bit moments, and of what islands exchange."""
+    """Ranks cut the rows of experts between the blocks of 8-bit moments."""
+    if spec.train.optimiser_kind.eight_bit:
+        check_whole_blocks(spec, f"train.optimiser = {spec.train.optimiser!r}", "train.optimiser = 'adamw'")
+
+
+def check_whole_blocks(spec: Sections, of: str, instead: str) -> None:
+    """Raise `UserError` where ranks cut blocks in the rows of experts, which are there because of a key.
+
+    `instead` is the key as it has none.
+    """
     moe, etp = spec.model.moe, spec.layout.etp
-    blocked = {
-        f"train.optimiser = {spec.train.optimiser!r}": (
-            "train.optimiser = 'adamw'",
-            spec.train.optimiser_kind.eight_bit,
-        ),
-        f"outer.top_k = {spec.outer.top_k}": ("outer.top_k = 'none'", spec.outer.top_k is not None),
-        f"outer.format = {spec.outer.format!r}": ("outer.format = 'bf16'", spec.outer.has_blocks),
-    }
-    of, instead = next(((key, other) for key, (other, has) in blocked.items() if has), ("", ""))
-    if moe is None or not of:
+    if moe is None:
         return
     slices = moe.ffn // _largest_divisor(moe.ffn // gcd(EXPERT_SLICES, moe.ffn))
     if slices % etp:

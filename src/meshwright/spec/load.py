@@ -10,15 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
-from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.outer import OuterSpec
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
@@ -57,28 +55,26 @@ def fixed_layout(overrides: Overrides) -> dict[str, Any]:
 
     Flags for other tables are ignored. Raises `UserError`.
     """
-    given = [(key, text) for key, text in overrides if key.startswith("layout.")]
-    layout = _validated(_LayoutAlone, {"layout": {}}, given).layout
-    names = [key.split(".")[1] for key, _ in given]
+    layout = _alone("layout", {}, overrides)
+    names = [key.split(".")[1] for key, _ in overrides if key.startswith("layout.")]
     return {name: getattr(layout, name) for name in names}
 
 
-def given_outer(tree: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
-    """Return the keys of `outer` that a file's tables or flags give, without the rules over several tables.
+def given_keys(table: str, tree: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Return the keys of a table that a file's tables or flags give, without the rules over several tables.
 
     Raises `UserError`.
     """
-    given = [(key, text) for key, text in overrides if key.startswith("outer.")]
-    outer = _validated(_OuterAlone, {"outer": tree.get("outer", {})}, given).outer
-    return outer.model_dump(exclude_unset=True)
+    return _alone(table, tree.get(table, {}), overrides).model_dump(exclude_unset=True)
 
 
-class _LayoutAlone(FrozenModel):
-    layout: Layout
-
-
-class _OuterAlone(FrozenModel):
-    outer: OuterSpec
+def _alone(table: str, tree: dict[str, Any], overrides: Overrides) -> FrozenModel:
+    """Validate a table by itself."""
+    kind = RunSpec.model_fields[table].annotation
+    alone: type[FrozenModel] = create_model("Alone", __base__=FrozenModel, **{table: (kind, ...)})
+    given = [(key, text) for key, text in overrides if key.startswith(f"{table}.")]
+    found: FrozenModel = getattr(_validated(alone, {table: tree}, given), table)
+    return found
 
 
 def _validated(

@@ -110,6 +110,15 @@ class OuterSpec(FrozenModel):
             return self.error_decay
         return 0.0 if self.top_k is None else 0.95
 
+    def in_time(self, steps: int) -> OuterSpec:
+        """A copy with such periods and delays that results are used within so many steps."""
+        most = max(1, steps - 1)
+        every = min(self.every, most)
+        changed = {"staleness": min(self.staleness, most), "every": every}
+        if every:
+            changed |= {"delay": min(self.delay, every - 1), "fragments": min(self.fragments, every)}
+        return self.model_copy(update=changed)
+
     def sent_of(self, block: int) -> int:
         """How many numbers of a block are sent."""
         return block if self.top_k is None else max(1, round(self.top_k * block))

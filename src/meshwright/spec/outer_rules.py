@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from meshwright.spec.arithmetic import check_at_most
+from meshwright.spec.eight_bit import check_whole_blocks
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.sections import Sections
+from meshwright.spec.verification import Verification
 
 
 def islands_are_several(spec: Sections) -> None:
@@ -52,6 +54,15 @@ def errors_are_of_a_compression(spec: Sections) -> None:
             f"outer.error_decay: {outer.error_decay} has no effect with outer.format = 'fp32', which sends "
             f"everything; give outer.top_k = 0.03, or outer.format = 'int4'"
         )
+
+
+def slices_of_experts_are_whole_blocks(spec: Sections) -> None:
+    """Ranks cut the rows of experts between the blocks of what islands exchange."""
+    outer = spec.outer
+    if outer.top_k is not None:
+        check_whole_blocks(spec, f"outer.top_k = {outer.top_k}", "outer.top_k = 'none'")
+    elif outer.has_blocks:
+        check_whole_blocks(spec, f"outer.format = {outer.format!r}", "outer.format = 'bf16'")
 
 
 def islands_by_quorum_exchange_all(spec: Sections) -> None:
@@ -101,13 +112,14 @@ def islands_keep_states_of_their_own(spec: Sections) -> None:
             )
 
 
-def islands_have_no_teacher(spec: Sections) -> None:
-    """A teacher is on all ranks of a run, which islands' ranks step without waiting for."""
-    if spec.outer.every and spec.distil is not None:
-        raise UserError(
-            f"distil: a teacher is on all ranks of a run, and islands (outer.every = {spec.outer.every}) do "
-            f"not wait for each other; give outer.every = 0 or --distil none"
-        )
+def islands_have_no_other_models(spec: Sections) -> None:
+    """Another model is on all ranks of a run, which islands' ranks step without waiting for."""
+    for table, model in spec.tables_of_models.items():
+        if spec.outer.every:
+            raise UserError(
+                f"{table}: {model} is on all ranks of a run, and islands (outer.every = {spec.outer.every}) "
+                f"do not wait for each other; give outer.every = 0 or --{table} none"
+            )
 
 
 def late_gradients_are_of_each_step(spec: Sections) -> None:
@@ -163,12 +175,44 @@ def late_gradients_are_judged_late(spec: Sections) -> None:
             )
 
 
+def exchanges_are_compared(asked: Verification) -> None:
+    """`verify` compares exchanges and late gradients in float64, in one world, and in no sweep of layouts."""
+    spec, outer, onto = asked.spec, asked.spec.outer, asked.onto
+    if asked.sweep and outer.every:
+        raise UserError(
+            f"outer.every: {outer.every}: a sweep compares layouts that sum gradients; give outer.every = 0, "
+            f"and verify islands without --sweep"
+        )
+    if outer.island is not None:
+        raise UserError(
+            f"outer.island: {outer.island}: `verify` compares all islands, in the order of a script; leave "
+            f"it out"
+        )
+    for key, value in (("every", outer.every), ("staleness", outer.staleness)):
+        if value and asked.precision == "run":
+            raise UserError(
+                f"outer.{key}: {value}: islands and late gradients are compared in float64; remove "
+                f"--precision, or give outer.{key} = 0"
+            )
+    if asked.through is not None and outer.quorum is not None:
+        raise UserError(
+            f"outer.quorum: {outer.quorum}: islands that come when they can have a checkpoint each; remove "
+            f"--through, or outer.quorum"
+        )
+    if onto is not None and onto.step_groups != spec.step_groups:
+        raise UserError(
+            f"--onto: has {onto.step_groups} islands, and the run has {spec.step_groups}, which its "
+            f"reference keeps; give replicate={spec.layout.replicate}"
+        )
+
+
 OUTER_RULES = (
     fragments_fit_the_period,
     errors_are_of_a_compression,
+    slices_of_experts_are_whole_blocks,
     islands_by_quorum_exchange_all,
     islands_keep_states_of_their_own,
-    islands_have_no_teacher,
+    islands_have_no_other_models,
     late_gradients_are_of_each_step,
     replicas_of_late_gradients_are_whole,
     late_gradients_are_judged_late,

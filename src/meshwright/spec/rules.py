@@ -7,18 +7,19 @@ from math import gcd
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
-from meshwright.spec.distil_rules import DISTIL_RULES
+from meshwright.spec.distil_rules import DISTIL_RULES, teacher_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.model_rules import MODEL_RULES
-from meshwright.spec.outer_rules import OUTER_RULES, islands_are_several
+from meshwright.spec.outer_rules import OUTER_RULES, exchanges_are_compared, islands_are_several
 from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
+from meshwright.spec.verification import Verification
 
 
 def only_experts_are_shared(spec: Sections) -> None:
@@ -168,7 +169,7 @@ def ulysses_has_heads(spec: Sections) -> None:
 def sharding_has_ranks(spec: Sections) -> None:
     """Hybrid sharding needs a ZeRO stage that shards."""
     layout = spec.layout
-    if layout.replicate > 1 and layout.zero == 0 and not (spec.outer.every or spec.outer.staleness):
+    if layout.replicate > 1 and layout.zero == 0 and spec.step_groups == 1 and not spec.staleness:
         raise UserError(
             f"layout.replicate: {layout.replicate} copies of a ZeRO group need layout.zero of 1, 2 or 3; "
             f"for plain replication give layout.dp = {layout.replicate * layout.dp}"
@@ -308,14 +309,20 @@ def check(spec: Sections, ranks: int | None = None) -> None:
         rule(spec)
 
 
+def check_verification(asked: Verification) -> None:
+    """Raise `UserError` for a run, or an option of it, that `meshwright verify` does not compare."""
+    for rule in (exchanges_are_compared, teacher_is_drawn):
+        rule(asked)
+
+
 def ranks_match(spec: Sections, ranks: int) -> None:
     """As many processes are started as the layout has ranks (checked by the launcher)."""
     layout = spec.layout
     if ranks == spec.world_size:
         return
-    if spec.outer.island is not None:
+    if spec.own_step_group is not None:
         raise UserError(
-            f"layout: {layout.describe()} is {spec.world_size} ranks in an island, but {ranks} were asked "
+            f"layout: {layout.describe()} is {spec.world_size} ranks in a replica, but {ranks} were asked "
             f"for; give --nproc {spec.world_size}"
         )
     axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))

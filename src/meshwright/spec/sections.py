@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -231,20 +232,69 @@ class Sections(FrozenModel):
         return self.model_copy(update={"train": train, "layout": layout})
 
     @property
-    def islands(self) -> int:
-        """Groups of ranks that train by themselves between two exchanges of parameters; 1 without `outer`."""
+    def step_groups(self) -> int:
+        """Groups of ranks that take steps by themselves (islands); 1 where all take each step together."""
         return self.layout.replicate if self.outer.every else 1
 
     @property
-    def world_size(self) -> int:
-        """Ranks of this run's world: those of the layout, or of the island that it trains."""
-        return self.layout.world_size // (1 if self.outer.island is None else self.islands)
+    def own_step_group(self) -> int | None:
+        """The step group that is a world of its own in this run; None for the world of all."""
+        return self.outer.island
 
-    def of_island(self) -> Self:
-        """The run of one island by itself: its own ranks, and its share of each batch."""
-        if self.islands == 1:
+    @property
+    def exchange_period(self) -> int:
+        """Steps between two exchanges of a parameter over all step groups; 0 where there is one."""
+        return self.outer.every
+
+    @property
+    def exchange_words(self) -> list[str]:
+        """`outer.key=value` of each key of exchanges that is not the default."""
+        if self.step_groups == 1:
+            return []
+        fields = OuterSpec.model_fields.items()
+        values = ((key, getattr(self.outer, key), field.default) for key, field in fields)
+        return [f"outer.{key}={value}" for key, value, default in values if value != default]
+
+    def in_time(self, steps: int) -> dict[str, Any]:
+        """Tables with such periods and delays that what they put off is used within so many steps."""
+        return {"outer": self.outer.in_time(steps).model_dump(mode="json")}
+
+    def together(self) -> Self:
+        """The run whose ranks all take each step together, with its own gradients."""
+        layout = self.layout
+        if layout.replicate > 1:
+            layout = layout.model_copy(update={"zero": max(1, layout.zero)})
+        return self.model_copy(update={"outer": OuterSpec(), "layout": layout})
+
+    @property
+    def tables_of_models(self) -> dict[str, str]:
+        """Table -> the further model, in a word or two, that it gives a run; `spec.other_models` reads it."""
+        return {} if self.distil is None else {"distil": "a teacher"}
+
+    def plain(self) -> Self:
+        """The run whose ranks step `together`, and learn from data alone."""
+        return self.together().model_copy(update={"distil": None})
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the computation of gradients and their use."""
+        return self.outer.staleness
+
+    @property
+    def staleness_lr_divisor(self) -> int:
+        """Divisor of the learning rates of late gradients (Zhang et al. 2016, staleness-aware async-SGD)."""
+        return max(1, self.staleness) if self.outer.staleness_lr == "inverse" else 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this run's world: those of the layout, or of the step group that it trains."""
+        return self.layout.world_size // (1 if self.own_step_group is None else self.step_groups)
+
+    def of_step_group(self) -> Self:
+        """The run of one step group by itself: its own ranks, and its share of each batch."""
+        if self.step_groups == 1:
             return self
-        count, train = self.islands, self.train
+        count, train = self.step_groups, self.train
         share = {
             "batch_tokens": train.batch_tokens // count,
             "batch_warmup": tuple((size // count, -(-end // count)) for size, end in train.batch_warmup),
@@ -257,3 +307,8 @@ class Sections(FrozenModel):
                 "outer": OuterSpec(),
             }
         )
+
+
+def staleness_in(tree: Mapping[str, Any]) -> int:
+    """`Sections.staleness` of a run's record, which may be older than the key."""
+    return int(tree.get("outer", {}).get("staleness", 0))

@@ -1,1 +1,1 @@
-"""The training step, the loop around it, and the proof that a layout does not change it."""
+"""The training step with its parts, and the loop around it."""

@@ -37,10 +37,17 @@ class World:
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
 
-    @property
-    def steps_to_all(self) -> int:
-        """Most steps until a request to stop has come to all ranks: exchanges of islands take it along."""
-        return self.spec.outer.every
+    def late_stops(self, step_seconds: float) -> list[str]:
+        """Sentences on requests to stop that would be over before they have come to all ranks: exchanges of
+        islands take them along."""
+        every, grace = self.spec.outer.every, self.spec.recovery.grace_seconds
+        if every * step_seconds <= grace:
+            return []
+        return [
+            f"recovery.grace_seconds: {grace:g} is less than the {every * step_seconds:.0f} s between "
+            f"exchanges of islands (outer.every = {every}), which a request to stop travels with; a run that "
+            f"is stopped would not be saved: give more"
+        ]
 
     def loader(self, corpus: Corpus) -> Loader:
         """The batches of this rank."""
@@ -82,14 +89,13 @@ class IslandWorld(World):
         log = IslandLog(out.parent / ISLANDS)
         self.arrivals = LoggedArrivals(log, self.island, spec.outer, mesh.control, host, tell)
 
-    @property
-    def steps_to_all(self) -> int:
-        """0, since an island stops by itself."""
-        return 0
+    def late_stops(self, step_seconds: float) -> list[str]:
+        """None, since an island stops by itself."""
+        return []
 
     def loader(self, corpus: Corpus) -> Loader:
         """The batches of this rank: the island's share of each."""
-        own, mesh = self.spec.of_island(), self.mesh
+        own, mesh = self.spec.of_step_group(), self.mesh
         loader = self._loader(corpus, self.island * own.layout.data_ranks + mesh.data_rank)
         loader.validation = SplitReader(corpus.validation, own, mesh.data_rank, own.layout.data_ranks)
         return loader
@@ -101,7 +107,7 @@ class IslandWorld(World):
     def join(self, trainer: Trainer, step: int) -> None:
         """Take part from now on, with the anchors that the members have, or the newest that was saved."""
         outer = trainer.part(QuorumOuter)
-        self.arrivals.join(outer, step, self.spec.islands, partial(self._restore_anchors, outer))
+        self.arrivals.join(outer, step, self.spec.step_groups, partial(self._restore_anchors, outer))
 
     def _restore_anchors(self, outer: QuorumOuter) -> None:
         """Load the anchors of the island whose newest checkpoint has followed the most exchanges."""

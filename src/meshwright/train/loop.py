@@ -314,20 +314,15 @@ class TrainingRun:
         self.skipped += not result.applied
         error = self.guard.after(self.done, result, self.batch)
         if error is not None:
-            if self.spec.islands == 1:  # a save takes all islands
+            if self.spec.step_groups == 1:  # a save takes all ranks of the run
                 self._save_last()
             raise error
 
     def _warn_of_late_stops(self, step_seconds: float) -> None:
-        """Say once, when a step's time is known, if a stop would be over before it reaches all islands."""
+        """Say once, when a step's time is known, if a stop would be over before it reaches all ranks."""
         self.steps_timed += 1
-        every, grace = self.world.steps_to_all, self.spec.recovery.grace_seconds
-        if self.steps_timed == 3 and every * step_seconds > grace:
-            self.store.warnings.append(
-                f"recovery.grace_seconds: {grace:g} is less than the {every * step_seconds:.0f} s between "
-                f"exchanges of islands (outer.every = {every}), which a request to stop travels with; a run "
-                f"that is stopped would not be saved: give more"
-            )
+        if self.steps_timed == 3:
+            self.store.warnings.extend(self.world.late_stops(step_seconds))
 
     def _roll_back(self, first: int) -> None:
         """Go on from the newest checkpoint before a loss spike that began with step `first`."""
@@ -406,7 +401,7 @@ class TrainingRun:
         self.validation.measure(self.done)
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
-        with self.trainer.outer.in_place_of_weights():
+        with self.trainer.model():
             digest = parameters_sha256(self.trainer)
         return {
             "final_loss": self.loss,

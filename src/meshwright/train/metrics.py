@@ -31,8 +31,8 @@ class Metrics:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.mesh = trainer, trainer.run_mesh
-        alone = trainer.run_spec.outer.island is not None  # an island that is a world of its own
-        self.spec = trainer.spec if alone else trainer.run_spec
+        apart = trainer.run_spec.own_step_group is not None
+        self.spec = trainer.spec if apart else trainer.run_spec
         self.peak_flops = 0.0
         self._speeds: deque[float] = deque(maxlen=RECENT_STEPS)
 
@@ -85,7 +85,7 @@ class Metrics:
         }
 
     def _mfu(self, tokens_per_second: float) -> float:
-        """The share of `peak_flops` that the model takes, and a teacher that answers in the run."""
+        """The share of `peak_flops` that the model takes, and the parts of a step beside it."""
         flops_per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
         flops_per_token += sum(part.flops_per_token() for part in self.trainer.parts)
         return flops_per_token * tokens_per_second / self.peak_flops

@@ -13,13 +13,14 @@ from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.verification import Check
-from meshwright.distil.teacher import Teaching
+from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.optim.offload import MomentMemory, check_offload
 from meshwright.profile.machine import free_memory
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.island_world import world_of
 from meshwright.train.loop import TrainingRun
+from meshwright.train.parts import Sources
 from meshwright.train.step import Trainer
 
 
@@ -32,7 +33,7 @@ def open_run(
     lease: Lease | None = None,
     slots: Sequence[Sequence[int]] = (),
     disk: Disk | None = None,
-    teaching: Callable[[Corpus], Teaching | None] = lambda _corpus: None,
+    soft_targets: Callable[[Corpus], SoftTargetSource | None] = lambda _corpus: None,
     weights: Callable[[], Weights | None] = lambda: None,
     host: str = "127.0.0.1",
 ) -> TrainingRun:
@@ -41,7 +42,8 @@ def open_run(
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
     `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
     for snapshots, two or four descriptors for each rank of this host. Checkpoints are saved on `disk`.
-    `teaching` gives what answers about a corpus to a run with a teacher; `weights` as `TrainingRun` takes it.
+    `soft_targets` gives those about a corpus to a run that learns from some; `weights` as `TrainingRun` takes
+    it.
     """
     control = mesh.control
     corpus = control.together(lambda: open_corpus(spec, check))
@@ -54,7 +56,8 @@ def open_run(
     if "host" in (spec.train.offload, spec.train.offload_activations):
         control.together(lambda: check_offload(spec, mesh.device, mesh.pipeline.rank))
     memory = MomentMemory(spec.train, mesh.device, control, out)
-    trainer = Trainer(spec, mesh, memory=memory, teacher=teaching(corpus), arrivals=world.arrivals)
+    sources = Sources(soft_targets(corpus), world.arrivals)
+    trainer = Trainer(spec, mesh, memory=memory, sources=sources)
     store = _claimed_store(spec, mesh, out, lease, disk)
     snapshots = snapshots_of(spec.recovery.snapshot_every, slots, mesh, free_memory, store.warnings)
     return TrainingRun(out, observers, corpus, world, loader, trainer, store, snapshots, weights)

@@ -11,13 +11,8 @@ from typing_extensions import TypedDict
 
 from meshwright.checkpoint.disk import FROZEN
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.distil.distillation import Distillation
-from meshwright.islands.outer_quorum import QuorumOuter
-from meshwright.optim.clipping import Clipping
-from meshwright.parallel.delayed_scaling import DelayedScaling
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
-from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.precision import PrecisionSpec
@@ -25,6 +20,7 @@ from meshwright.spec.records import Natural, Number, Positive, read
 from meshwright.spec.train import TrainSpec
 from meshwright.spec.weights import TRAINING
 from meshwright.train.guard.guard import GuardState
+from meshwright.train.parts import KINDS
 from meshwright.train.step import Trainer
 
 FREE = {
@@ -44,7 +40,9 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     for part in trainer.parts:
         found.update(part.tensors())
-    return trainer.outer.named(found, trainer.optimiser.updates)
+    for part in trainer.parts:
+        found = part.named(found, trainer.optimiser.updates)
+    return found
 
 
 def frozen_tensors(trainer: Trainer) -> dict[str, Stored]:
@@ -70,7 +68,9 @@ def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
         part.expect(state)
     missing = [name for part in trainer.parts for name in part.missing(state)]
     missing += ["optim/"] if state["data_digest"] is None else []
-    found = trainer.outer.names_in(state, tensors(trainer))
+    found = tensors(trainer)
+    for part in trainer.parts:
+        found = part.names_in(state, found)
     return {name: tensor for name, tensor in found.items() if not name.startswith(tuple(missing))}
 
 
@@ -90,7 +90,7 @@ class _Scale(TypedDict):
 
 
 class _State(TypedDict):
-    """Fields of `metadata` that a resume reads, beside those of `PART_FIELDS`; there may be more."""
+    """Fields of `metadata` that a resume reads, beside those of the parts of a step; there may be more."""
 
     step: Natural
     loss: Number | None
@@ -103,14 +103,10 @@ class _State(TypedDict):
     frozen: NotRequired[Annotated[str, Field(pattern=f"^{FROZEN}[0-9a-f]{{16}}$")]]
 
 
-PART_FIELDS = [kind.Fields for kind in (DelayedScaling, Clipping, QuorumOuter, StaleGradients, Distillation)]
-"""The fields of the parts of a step."""
-
-
 def flaw(state: dict[str, Any]) -> str | None:
     """A field of a state, as JSON, that no resume would take, with its value and the reason; else None."""
     try:
-        for fields in (_State, *PART_FIELDS):
+        for fields in (_State, *(kind.Fields for kind in KINDS)):
             read(fields, state)
     except UserError as error:
         return str(error)
@@ -164,7 +160,10 @@ def imported_state(spec: RunSpec, tokenizer: str | None) -> dict[str, Any]:
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Set what is not a tensor from `metadata`, after the tensors were loaded in place."""
-    trainer.optimiser.resume(trainer.outer.updates_in(state))
+    updates = int(state["updates"])
+    for part in trainer.parts:
+        updates = part.updates_in(state, updates)
+    trainer.optimiser.resume(updates)
     trainer.loss_scale.restore(state["loss_scale"])
     for part in trainer.parts:
         part.restore(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -15,16 +15,11 @@ from meshwright.checkpoint.weights import Weights, fill
 from meshwright.comm.collectives import start_all_reduce, sum_scalars
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.distil.distillation import distillation_of
-from meshwright.distil.teacher import Teaching
-from meshwright.islands.outer_quorum import Arrivals, islands_of
 from meshwright.optim.clipping import Clipping
-from meshwright.optim.ema import ema_of
 from meshwright.optim.lr_schedule import learning_rate
 from meshwright.optim.offload import MomentMemory
 from meshwright.optim.optimisers import OPTIMISER_CLASSES
 from meshwright.parallel.context_parallel import share
-from meshwright.parallel.delayed_scaling import delayed_scaling_of
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.loss_normalization import (
     count_targets,
@@ -36,9 +31,10 @@ from meshwright.parallel.parallelize import initialise, parallelize, round_store
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
-from meshwright.parallel.stale_gradients import due_gradients
+from meshwright.parallel.stale_gradients import DueGradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
+from meshwright.train.parts import Sources, parts_of
 
 P = TypeVar("P", bound=StepPart)
 
@@ -53,11 +49,11 @@ class Step:
     applied: bool
     """False when a gradient was not finite: then nothing was changed, on any rank."""
     waiting: bool
-    """True if no gradient was due yet: one is applied `outer.staleness` steps late. `grad_norm` is 0 then."""
+    """True if no gradient was due yet: one is applied `spec.staleness` steps late. `grad_norm` is 0 then."""
     failures: int
     """Number of ranks that reported a failure."""
     stops: int
-    """Number of ranks that were asked to stop; islands learn of each other's in their next exchange."""
+    """Number of ranks that were asked to stop; step groups learn of each other's in their next exchange."""
     loss_scale: float
     """The loss scale that the step was computed with."""
 
@@ -112,38 +108,23 @@ class Trainer:
         mesh: Mesh,
         observer: UnitObserver | None = None,
         memory: MomentMemory | None = None,
-        teacher: Teaching | None = None,
-        arrivals: Arrivals | None = None,
+        sources: Sources | None = None,
     ) -> None:
-        """`memory` is where the moments are, by default the place of `spec` without a run's folder.
-
-        `teacher` is there if and only if the spec asks for distillation. `arrivals` is the order in which
-        islands come that exchange by quorum, by default that of a script.
-        """
+        """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
         self.run_spec, self.run_mesh = spec, mesh
-        if spec.islands > 1:
-            spec, mesh = spec.of_island(), mesh.island or mesh
+        if spec.step_groups > 1:
+            spec, mesh = spec.of_step_group(), mesh.step_group or mesh
         self.spec, self.mesh = spec, mesh
-        """Those of the ranks that train together: the run's, or its island's."""
+        """Those of the ranks that take steps together."""
         built = parallelize(spec, mesh, observer)
         self.decoder, self.states, self.pipeline = built.decoder, built.states, built.pipeline
         self.balance, self.offload = built.balance, built.offload
         memory = memory or MomentMemory(spec.train, mesh.device, mesh.control)
         self.optimiser = OPTIMISER_CLASSES[spec.train.optimiser](self.states, spec, memory)
-        self.clipping = Clipping(spec.train, self.states, spec.model)
-        self.due = due_gradients(spec, self.states)
-        self._due_factor: float | None = None
-        self.outer = islands_of(self.run_spec, self.run_mesh, self.states, self.balance, arrivals)
-        self.parts: list[StepPart] = [
-            *ema_of(spec, built.states),
-            self.balance,
-            *delayed_scaling_of(spec, mesh, built.states, built.products),
-            self.clipping,
-            *distillation_of(spec, teacher),
-            self.due,
-            self.outer,
-        ]
+        self.parts = parts_of(self.run_spec, self.run_mesh, mesh, built, sources or Sources())
         """In the order in which they act."""
+        self.clipping, self.due = self.part(Clipping), self.part(DueGradients)
+        self._due_factor: float | None = None
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
@@ -181,12 +162,25 @@ class Trainer:
         """The part of a class. Raises StopIteration if the step has none."""
         return next(part for part in self.parts if isinstance(part, kind))
 
+    @property
+    def prefix(self) -> str:
+        """Beginning of the names of what the ranks that step together have by themselves."""
+        return "".join(part.prefix for part in self.parts)
+
+    @contextmanager
+    def model(self) -> Iterator[None]:
+        """Compute with the run's model, where the weights that are trained are others."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.model())
+            yield
+
     def models(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
         """(name, context that computes with it) of the weights that are evaluated, first the run's model.
 
-        That has no name; with islands it is what they last agreed on.
+        That has no name.
         """
-        yield "", self.outer.in_place_of_weights()
+        yield "", self.model()
         for part in self.parts:
             yield from part.models()
 
@@ -311,9 +305,7 @@ class Trainer:
 
         The device decides on the update, where it can, and the host on what the device has skipped.
         """
-        rate = learning_rate(self.spec.train, number)
-        if self.spec.outer.staleness_lr == "inverse":  # Zhang et al. 2016, staleness-aware async-SGD
-            rate /= self.spec.outer.staleness
+        rate = learning_rate(self.spec.train, number) / self.spec.staleness_lr_divisor
         totals, updated = self._totals(sums, self._start_update(sums, rate))
         self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.applied_factor

@@ -18,25 +18,14 @@ def with_own_precision(
 
     The first rank gets both results, the second as `own` in the first.
 
-    These steps are of gradients that are summed in each step, without islands, late gradients or a teacher,
-    which are compared in float64.
+    In these steps ranks sum gradients, apply them at once, and learn from data alone; all else is compared in
+    float64.
     """
     own = None
     if spec.precision.compute != "fp64" and mesh.control.broadcast(found is None or found["equal"]):
-        plain = _plain(spec)
+        plain = spec.plain()
         own = verify_in_own_precision(plain, mesh.with_layout(plain.layout), OWN_STEPS, last_only=True)
     if found is None or own is None:
         return found
     told = {key: own[key] for key in ("equal", "first", "differences")}
     return {**found, **told, "own": own}
-
-
-def _plain(spec: RunSpec) -> RunSpec:
-    """The run with gradients that are summed and applied in each step, and no teacher.
-
-    Replicas that are no islands are of a ZeRO group.
-    """
-    tree = {**spec.to_json(), "outer": {}, "distil": None}
-    if spec.islands > 1:
-        tree["layout"]["zero"] = max(1, spec.layout.zero)
-    return RunSpec.model_validate(tree)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.spec import Layout
 from meshwright.spec.files import strict_json
+from meshwright.verify.kinds import phrase
 
 TOLERANCE = 1e-10
 FLOOR = 1e-4
@@ -159,46 +160,6 @@ class Comparison:
             words += " differs" if len(within) == 1 else " differ"
         return words
 
-
-def phrase(kind: str) -> str:
-    """Words about values of a kind, with braces for the name; a moment may be of any name."""
-    if kind in _PHRASES:
-        return _PHRASES[kind]
-    loaded = kind.startswith("loaded ")
-    return f"the {kind.removeprefix('loaded ')} of {{}}{' as loaded' if loaded else ''}"
-
-
-_PHRASES = {
-    "initial weight": "the initial value of {}",
-    "learning rate": "the learning rate of {}",
-    "clipping": "the clipping of a norm {}",
-    "samples": "the {} of the samples",
-    "forward": "the output of {}",
-    "loss": "the loss",
-    "backward": "the backward of {}",
-    "balance": "the router's statistics {}",
-    "gradient": "the gradient of {}",
-    "grad norm": "the gradient norm",
-    "router bias": "{}",
-    "loaded step": "the step: the run went on from {}",
-    "loaded parameter": "{} as loaded",
-    "loaded router bias": "{} as loaded",
-    "loaded exp_avg": "the first moment of {} as loaded",
-    "loaded exp_avg_sq": "the second moment of {} as loaded",
-    "loaded ema": "the moving average of {} as loaded",
-    "output": "the module's {}",  # this and the next two are of `meshwright.testing`
-    "parameter gradient": "the gradient of {}",
-    "input gradient": "the gradient of {}",
-    "parameter": "the update of {}",
-    "frozen": "{}, which is not trained and has changed",
-    "exp_avg": "the first moment of {}",
-    "exp_avg_sq": "the second moment of {}",
-    "ema": "the moving average of {}",
-    "validation loss": "the validation {}",
-    "outer parameter": "the outer step of {}",
-    "outer momentum": "the outer momentum of {}",
-    "outer error": "what an island had not sent yet of {} after the step",
-}
 
 _THOUGH = {
     "loss": (("forward",), "each module's output is right: in the head's loss, or in its sum over ranks"),

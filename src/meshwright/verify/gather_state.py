@@ -11,6 +11,7 @@ from meshwright.checkpoint.gather_full import gather_full
 from meshwright.optim.eight_bit import SIGNED, UNSIGNED, dequantised
 from meshwright.train import state
 from meshwright.train.step import Trainer
+from meshwright.verify.kinds import kind_of
 
 State = dict[str, dict[str, Tensor]]
 """Whole tensors by kind (parameter, router bias, a moment, or ema) and name; empty but on rank 0."""
@@ -19,25 +20,16 @@ State = dict[str, dict[str, Tensor]]
 def gather_state(trainer: Trainer) -> State:
     """Gather parameters, routers' biases, moments and averages on rank 0; collective over the run's mesh.
 
-    Moments in 8 bits are dequantised. What islands have by themselves is under `island.<number>/<name>`, and
-    what their exchange has under the kinds `outer parameter`, `outer momentum` and `outer error`.
+    Moments in 8 bits are dequantised. `kind_of` tells their kinds and names.
     """
     averages = [kind for part in trainer.parts for kind, _, _ in part.averages()]
     kinds = ("parameter", "router bias", *trainer.optimiser.moments, *averages)
     found: State = {kind: {} for kind in kinds}
-    frozen = ((f"{trainer.outer.prefix}model/{n}", each) for n, each in trainer.states.frozen_parameters())
+    frozen = ((f"{trainer.prefix}model/{n}", each) for n, each in trainer.states.frozen_parameters())
     every = chain(state.tensors(trainer).items(), frozen)
     for key, tensor in gather_full(every, trainer.run_mesh).items():
-        island, _, own = key.partition("/") if key.startswith("island.") else ("", "", key)
-        kind, _, name = own.removeprefix("optim/").partition("/")
-        if kind == "outer":
-            kind, _, name = own.removeprefix("outer/").partition("/")
-            kind = f"outer {kind}"
-        elif kind == "model" and trainer.outer.prefix and not island:
-            kind = "outer parameter"
-        elif kind == "model":
-            kind = "router bias" if name.endswith(".router.bias") else "parameter"
-        found.setdefault(kind, {})[f"{island}/{name}" if island else name] = tensor
+        kind, name = kind_of(key, bool(trainer.prefix))
+        found.setdefault(kind, {})[name] = tensor
     for kind, values in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
         for name, scales in found.pop(f"{kind}_scale", {}).items():
             codes, held = found[kind][name], scales.new_tensor(values, dtype=torch.float32).to(scales.dtype)

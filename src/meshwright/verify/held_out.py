@@ -12,6 +12,7 @@ from meshwright.data.loader import SplitReader
 from meshwright.spec import RunSpec
 from meshwright.train.held_out import likelihoods, total
 from meshwright.train.step import Trainer
+from meshwright.verify.kinds import model_in
 from meshwright.verify.reference.data import held_out_batch
 from meshwright.verify.reference.decoder import ReferenceDecoder
 from meshwright.verify.reference.low_precision import ReferenceLinears
@@ -30,7 +31,7 @@ def targets_of(spec: RunSpec) -> int:
 def validation_losses(trainer: Trainer, reader: SplitReader, mesh: Mesh) -> dict[str, Tensor]:
     """The losses on held-out text, of the weights and of their moving average; collective over the mesh.
 
-    Empty where no text is held out. With islands the weights are those that they last agreed on.
+    Empty where no text is held out.
     """
     if reader.split.target_tokens == 0:
         return {}
@@ -59,7 +60,7 @@ def reference_losses(
     if batch is None:
         return found
     moved = batch.to(device)
-    of_model = weights.get("outer parameter") or weights["parameter"]
+    of_model = model_in(weights)
     biases = weights.get("router bias", {})
     for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
         if held is not None:

@@ -31,9 +31,9 @@ from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.guard.vote import Vote
 from meshwright.train.step import Step, Trainer
-from meshwright.verify.compare import phrase
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
+from meshwright.verify.kinds import phrase
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference.adamw8bit import settled

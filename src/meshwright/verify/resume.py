@@ -31,11 +31,12 @@ from meshwright.train.open_run import open_run
 from meshwright.verify.compare import Comparison, Difference, axes_of
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import AVERAGE, reference_losses
+from meshwright.verify.kinds import imported, minuends, model_in
 from meshwright.verify.narrow import narrow
+from meshwright.verify.reference import run_steps
 from meshwright.verify.reference.data import batches
 from meshwright.verify.reference.low_precision import ReferenceLinears
-from meshwright.verify.reference.outer import island_steps
-from meshwright.verify.reference.steps import ReferenceStep, reference_steps
+from meshwright.verify.reference.steps import ReferenceStep
 from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.verify import exact
@@ -148,8 +149,7 @@ class _Watch(Observers):
             self._reference = self._steps_from(weights)
 
     def _steps_from(self, weights: Mapping[str, Tensor]) -> Iterator[ReferenceStep]:
-        steps = island_steps if self.spec.islands > 1 else reference_steps
-        return steps(self.spec, weights, batches(self.spec))
+        return run_steps(self.spec, weights, batches(self.spec))
 
     def on_start(self, info: dict[str, Any]) -> None:
         """Compare what was loaded."""
@@ -167,32 +167,21 @@ class _Watch(Observers):
         reached = Difference(self.saved, "loaded step", words, math.inf if missed else 0.0)
         self.comparison.note(self.saved, "loaded step", [reached])
         if self.imported:
-            model = wanted.get("outer parameter") or wanted["parameter"] | wanted["router bias"]
-            wanted = self._imported(wanted, model)
+            model = model_in(wanted)
+            wanted = imported(wanted, self.spec.train.moments)
             self._reference = self._steps_from(model)
         self._compare(self.saved, "loaded ", found, wanted)
 
-    def _imported(self, wanted: ReferenceStep, model: Mapping[str, Tensor]) -> ReferenceStep:
-        """The states of a run that begins with the weights and biases of `model`."""
-        begun: ReferenceStep = {}
-        for kind, tensors in wanted.items():
-            if kind in (*self.spec.train.moments, "outer momentum", "outer error"):
-                begun[kind] = {name: torch.zeros_like(moment) for name, moment in tensors.items()}
-            elif kind in ("parameter", "router bias", "ema", "outer parameter"):
-                begun[kind] = {name: model[name.rpartition("/")[2]] for name in tensors}
-        return begun
-
     def on_step(self, row: dict[str, Any]) -> None:
-        """Compare a step; loss and norm of islands are those of the first."""
+        """Compare a step; its loss and norm are those of the ranks that step with the first."""
         found, step = self._state(), int(row["step"])
         wanted = self._reference_after(1)
         if wanted is None:
             return
-        of_island = "island.0/" if self.spec.islands > 1 else ""
         for kind, field in (("loss", "loss"), ("grad norm", "grad_norm")):
-            name = of_island + kind
+            name, of_first = next(iter(wanted[kind].items()))
             number = torch.tensor(row[field], dtype=torch.float64)
-            self.comparison.add(step, kind, {name: number}, {name: wanted[kind][name]})
+            self.comparison.add(step, kind, {name: number}, {name: of_first})
         self._compare(step, "", found, wanted)
 
     def on_eval(self, row: dict[str, Any]) -> None:
@@ -211,8 +200,7 @@ class _Watch(Observers):
 
     def _compare(self, step: int, prefix: str, found: State, wanted: ReferenceStep) -> None:
         for kind in (kind for kind in found if kind in wanted):
-            minuends = wanted.get("outer message") if kind == "outer error" else None
-            self.comparison.add(step, prefix + kind, found[kind], wanted[kind], minuends)
+            self.comparison.add(step, prefix + kind, found[kind], wanted[kind], minuends(kind, wanted))
 
     def _state(self) -> State:
         assert self.run is not None

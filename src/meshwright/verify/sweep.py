@@ -27,8 +27,8 @@ Row = dict[str, Any]
 class KnownReferences:
     """The first `steps` steps of one device, computed once for all layouts that have equal batches.
 
-    Of the layout only the slots count that have no targets, the islands, and the ranks that cut rows which
-    fp8-rowwise scales. An object is called as `one_device` is.
+    Of the layout only the slots count that have no targets, the step groups, and the ranks that cut rows
+    which fp8-rowwise scales. An object is called as `one_device` is.
     """
 
     def __init__(self, steps: int) -> None:
@@ -38,8 +38,8 @@ class KnownReferences:
     def __call__(self, spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
         """Return the steps of a run on one device."""
         tree = spec.to_json()
-        parts = [*(tree[part] for part in ("model", "data", "train", "precision", "outer"))]
-        parts += [empty_slots(spec), spec.islands]
+        parts = [tree[part] for part in tree if part not in ("layout", "recompute", "checkpoint", "recovery")]
+        parts += [empty_slots(spec), spec.step_groups]
         if spec.precision.compute == "fp8-rowwise":
             parts += [spec.layout.tp, spec.layout.etp]
         key = json.dumps(parts, sort_keys=True)

@@ -19,28 +19,29 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.waiting import while_others_wait
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.distil.teacher import Teacher
+from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.guard.vote import Vote
+from meshwright.train.parts import Sources
 from meshwright.train.step import Trainer
 from meshwright.verify.clip_factors import clip_factors
 from meshwright.verify.compare import Comparison, Difference, axes_of
-from meshwright.verify.drawn_teacher import drawn_teacher
+from meshwright.verify.drawn_models import DrawnModels, weights_of
 from meshwright.verify.gather_state import gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
+from meshwright.verify.kinds import kinds_of_a_step, minuends
 from meshwright.verify.learning_rates import learning_rates
 from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
+from meshwright.verify.reference import run_steps
 from meshwright.verify.reference.data import batches
-from meshwright.verify.reference.distillation import ReferenceTeacher
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
-from meshwright.verify.reference.outer import island_steps
-from meshwright.verify.reference.steps import ReferenceStep, reference_steps
+from meshwright.verify.reference.steps import ReferenceStep
 from meshwright.verify.reference.sums import PHASES
 from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
@@ -60,23 +61,24 @@ def verify(
     the spec says: what is checked is the layout, not rounding. Tiles are so small that there are several.
     """
     small, note = narrow(exact(spec, steps))
-    of_teacher = drawn_teacher(spec, small)
+    drawn = DrawnModels(spec, small)
     with tiled(small_tiles(small)):
-        teacher = None
-        if of_teacher is not None:
-            reference = partial(one_device, teacher=of_teacher)
-            teacher = Teacher(small, of_teacher, mesh)
-            teacher.draw()
-        return _side_by_side(small, mesh, steps, note, reference or one_device, teacher)
+        compute = reference or partial(one_device, drawn=drawn)
+        return _side_by_side(small, mesh, steps, note, compute, drawn.soft_targets(mesh))
 
 
 def _side_by_side(
-    spec: RunSpec, mesh: Mesh, steps: int, note: str | None, compute: Reference, teacher: Teacher | None
+    spec: RunSpec,
+    mesh: Mesh,
+    steps: int,
+    note: str | None,
+    compute: Reference,
+    soft_targets: SoftTargetSource | None,
 ) -> dict[str, object] | None:
     corpus = open_corpus(spec)
-    trainer = Trainer(spec, mesh, teacher=teacher)
+    trainer = Trainer(spec, mesh, sources=Sources(soft_targets))
     trainer.initialise()
-    initial = gather_full(trainer.states.parameters(), mesh)  # of equal names, those of the first island
+    initial = gather_full(trainer.states.parameters(), mesh)  # of equal names, those of the first replica
     vote, comparison = Vote(trainer), Comparison()
     reference = None
     if mesh.control.rank == 0:
@@ -104,13 +106,12 @@ def _side_by_side(
         comparison.note(
             number, "samples", compare_samples(number, samples, wanted["samples"], spec.at_step(number))
         )
-        for kind in _kinds(spec):
+        for kind in kinds_of_a_step(spec.train.moments):
             if kind in PHASES:
-                first = spec.of_island().at_step(number)
+                first = spec.of_step_group().at_step(number)
                 comparison.note(number, kind, differences(number, kind, sums, wanted, first))
             elif kind in wanted:  # optimisers have moments of their own
-                minuends = wanted["outer message"] if kind == "outer error" else None
-                comparison.add(number, kind, found[kind], wanted[kind], minuends)
+                comparison.add(number, kind, found[kind], wanted[kind], minuends(kind, wanted))
         comparison.note(number, "frozen", _moved(spec, number, initial, found["parameter"]))
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
@@ -139,28 +140,20 @@ def _moved(
             yield Difference(number, "frozen", name, 0.0 if same else math.inf)
 
 
-def _kinds(spec: RunSpec) -> tuple[str, ...]:
-    """The kinds of values that are compared in each step, in the order in which a step computes them."""
-    return (
-        "forward", "balance", "loss", "backward", "gradient", "grad norm", "router bias", "parameter",
-        *spec.train.moments, "ema", "outer parameter", "outer momentum", "outer error",
-    )  # fmt: skip
-
-
 def _layout_step(
     trainer: Trainer, batch: Batch, number: int
 ) -> tuple[ReferenceStep, list[tuple[list[int], list[Row]]]]:
     """Take a step; the first rank gets its whole tensors and numbers by kind, and all ranks' sums."""
-    mesh, states, island = trainer.run_mesh, trainer.states, trainer.outer.prefix
+    mesh, states, own = trainer.run_mesh, trainer.states, trainer.prefix
     within = replace(batch, slots=batch.slots % trainer.spec.at_step(number).batch_sequences)
     with ModuleSums(trainer, within) as sums:
         loss = trainer.gradients(within)
     summed = trainer.sums(loss)
     factor = trainer.applied_factor
-    gradients = gather_full(((f"{island}{name}", each) for name, each in states.gradients()), mesh)
+    gradients = gather_full(((f"{own}{name}", each) for name, each in states.gradients()), mesh)
     rows = sums.gathered()
     done = trainer.apply(summed, number)
-    numbers = {own: rest for own, *rest in mesh.control.gather([island, factor, done.loss, done.grad_norm])}
+    numbers = {own: rest for own, *rest in mesh.control.gather([own, factor, done.loss, done.grad_norm])}
     for name, gradient in gradients.items():
         own = next(own for own in numbers if name.startswith(own))
         gradient.mul_(numbers[own][0])
@@ -205,27 +198,12 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
     sizes = [size for size, _ in spec.train.batch_warmup]
     tree["train"]["batch_warmup"] = one_step_each(sizes[: max(1, steps - 1)])
-    tree["outer"]["staleness"] = min(spec.outer.staleness, max(1, steps - 1))  # so that some are applied
-    if spec.outer.every:  # so short a period that a result is used within these steps
-        every = min(spec.outer.every, max(1, steps - 1))
-        within = {"every": every, "delay": min(spec.outer.delay, every - 1)}
-        tree["outer"] |= within | {"fragments": min(spec.outer.fragments, every)}
-    return RunSpec.model_validate(tree)
+    return RunSpec.model_validate(tree | spec.in_time(steps))
 
 
 def one_device(
-    spec: RunSpec, device: torch.device, teacher: RunSpec | None = None
+    spec: RunSpec, device: torch.device, drawn: DrawnModels | None = None
 ) -> Iterator[ReferenceStep]:
-    """Compute the steps of the reference, on the device of the first rank, with a drawn `teacher`'s help."""
-
-    def weights(of: RunSpec) -> dict[str, Tensor]:
-        drawn = initial_weights(of.model, of.train.seed, of.precision.master)
-        return {name: tensor.to(device) for name, tensor in drawn.items()}
-
+    """Compute the steps of the reference, on the device of the first rank, with `drawn` models' help."""
     thinned = (thin(batch, number, spec) for number, batch in enumerate(batches(spec), 1))
-    asked = None
-    if teacher is not None and spec.distil is not None:
-        asked = ReferenceTeacher(spec.distil, teacher.model, weights(teacher))
-    if spec.islands > 1:
-        return island_steps(spec, weights(spec), thinned)
-    return reference_steps(spec, weights(spec), thinned, teacher=asked)
+    return run_steps(spec, weights_of(spec, device), thinned, drawn and drawn.loss(device))

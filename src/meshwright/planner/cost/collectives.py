@@ -18,7 +18,7 @@ from math import ceil, log2
 from meshwright.hardware.cluster import Cluster, Level
 from meshwright.hardware.measurements import collective_seconds
 from meshwright.planner.group_shapes import GroupShape
-from meshwright.planner.traffic.messages import Message
+from meshwright.planner.traffic.message import Message
 
 
 @dataclass(frozen=True)

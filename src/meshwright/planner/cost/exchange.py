@@ -8,16 +8,19 @@ Douillard et al. 2025). Without a delay it waits for all of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.planner.cost.data_parallel import StoredParameters
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.group_shapes import axes
 from meshwright.planner.rank_view import widths
 from meshwright.planner.traffic.exchange import exchanged_width
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.outer import OuterFormat, OuterSpec
+from meshwright.units import gigabytes, percent, seconds
 
 _MOVED = 19
 """Numbers that an exchange reads and writes of each parameter in operators that are not fused. Counted: 3
@@ -59,6 +62,71 @@ class ExchangeSeconds:
 
 
 @dataclass(frozen=True)
+class ExchangeFigures:
+    """The exchanges of islands in a plan."""
+
+    spec: RunSpec
+    costs: CostModel
+    mean: ExchangeSeconds
+    step_seconds: float
+    traffic: Mapping[tuple[str, str], float]
+    """(axis, operation) -> bytes that a rank of the busiest pipeline rank sends in a step."""
+    synchronous: float
+    """Seconds of a step of the same layout that reduces gradients instead."""
+
+    @property
+    def exposed(self) -> float:
+        """The share of the time that islands wait for messages."""
+        return self.mean.exposed / self.step_seconds
+
+    def to_json(self) -> dict[str, float]:
+        """Plain values; bytes and seconds of messages are those of a period."""
+        every = self.spec.outer.every
+        return {
+            "count": self.spec.step_groups,
+            "bytes": every * sum(size for (axis, _), size in self.traffic.items() if axis == "replicate"),
+            "seconds": every * self.mean.sent,
+            "exposed_seconds": every * self.mean.exposed,
+            "exposed": self.exposed,
+            "synchronous_step_seconds": self.synchronous,
+        }
+
+    @property
+    def words(self) -> str:
+        """A clause on what is exchanged how often, and what that costs."""
+        outer, of = self.spec.outer, self.to_json()
+        level = self.costs.links.outermost(axes(self.spec.layout).replicate)
+        parts = f" in {outer.fragments} fragments" if outer.fragments > 1 else ""
+        period = f"{outer.every} step{'s' * (outer.every > 1)}"
+        delay = f" while islands take {outer.delay} step{'s' * (outer.delay > 1)} each" if outer.delay else ""
+        return (
+            f"{of['count']:,.0f}, which send {gigabytes(of['bytes'])} a rank over '{level.name}' in "
+            f"{period}{parts}; that takes {seconds(of['seconds'])}{delay}, of which they wait for "
+            f"{seconds(of['exposed_seconds'])}, {percent(of['exposed'])} of the time; in this layout a step "
+            f"that sums gradients instead takes {seconds(of['synchronous_step_seconds'])}"
+        )
+
+
+def exchange_json(found: ExchangeFigures | None) -> dict[str, Any]:
+    """The part of a plan's JSON about exchanges."""
+    return {"islands": found and found.to_json()}
+
+
+def exchange_facts(found: ExchangeFigures | None) -> dict[str, str]:
+    """The facts of a plan about exchanges, each with its name."""
+    return {} if found is None else {"islands": found.words}
+
+
+def refuse_other_stacks(spec: RunSpec, stack: SoftwareStack) -> None:
+    """Raise `UserError` for a plan with islands of another program's runs."""
+    if spec.step_groups > 1 and not stack.ours:
+        raise UserError(
+            f"outer.every: {spec.outer.every} steps between exchanges of islands are of this program, "
+            f"and the stack is {stack.name}; leave --stack out, or give outer.every = 0"
+        )
+
+
+@dataclass(frozen=True)
 class RankParts:
     """Parameters of a pipeline rank, on one tensor rank: blocks, and ends of the model."""
 
@@ -74,22 +142,22 @@ def exchange_seconds(
 
     Of each fragment the rank whose messages take longest counts.
     """
-    if spec.islands == 1:
+    if spec.step_groups == 1:
         return ExchangeSeconds()
     outer, links, stack = spec.outer, costs.links, costs.stack
     listed = [_fragments(spec, rank) for rank in ranks]
     group, width = axes(spec.layout).replicate, exchanged_width(spec)
-    call, share = ("all_gather", spec.islands) if outer.compressed else ("all_reduce", 1)
-    seconds = [0.0] * outer.fragments
+    call, share = ("all_gather", spec.step_groups) if outer.compressed else ("all_reduce", 1)
+    sends = [0.0] * outer.fragments
     for rank in listed:
         for place, (elements, units) in enumerate(rank):
             each = units * links.collective(call, share * width * elements / units, group) if units else 0.0
             if outer.quorum is not None:
-                each = (spec.islands - 1) * links.to_next("send", width * elements, group)
-            seconds[place] = max(seconds[place], each)
+                each = (spec.step_groups - 1) * links.to_next("send", width * elements, group)
+            sends[place] = max(sends[place], each)
     stops = links.collective("all_reduce", _NUMBER, group)
-    seconds = [stops + each * (links.slowed if outer.delay and stack.own else 1.0) for each in seconds]
-    exposed, sent = waited(outer, alone, seconds), sum(seconds)
+    sends = [stops + each * (links.slowed if outer.delay and stack.own else 1.0) for each in sends]
+    exposed, sent = waited(outer, alone, sends), sum(sends)
     contention = links.contention(call)
     if not stack.own:  # compute loses by what a message moves, not by how long a slow link takes to carry it
         rates = [links.rate(level) for level in (links.outermost(group), costs.cluster.levels[0])]
@@ -111,7 +179,7 @@ def _coding(spec: RunSpec) -> float:
     if outer.top_k is not None:
         sort, encode, decode = _SORTED, encode + _PLACED[0], decode + _PLACED[1]
     kept = 4 if outer.kept_error else 0  # the error is added before, and what is sent is taken off it
-    return sort + kept + share * (encode + decode * (spec.islands + (outer.kept_error > 0)))
+    return sort + kept + share * (encode + decode * (spec.step_groups + (outer.kept_error > 0)))
 
 
 def _fragments(spec: RunSpec, rank: RankParts) -> list[tuple[float, float]]:
@@ -128,9 +196,9 @@ def _fragments(spec: RunSpec, rank: RankParts) -> list[tuple[float, float]]:
     return found
 
 
-def waited(outer: OuterSpec, step: float, seconds: Sequence[float]) -> float:
+def waited(outer: OuterSpec, step: float, sends: Sequence[float]) -> float:
     """Seconds that an island waits in a period, where a step takes `step` and each fragment's messages
-    `seconds`."""
+    take `sends`."""
     free = total = half = 0.0
     coming = deque[tuple[int, float]]()
 
@@ -143,11 +211,11 @@ def waited(outer: OuterSpec, step: float, seconds: Sequence[float]) -> float:
     for period in range(_PERIODS):
         if period == _PERIODS // 2:
             half = total
-        for part, each in enumerate(seconds):
+        for part, each in enumerate(sends):
             at = period * outer.every + part * outer.every // outer.fragments
             take(at)
             free = max(free, at * step + total) + each
             coming.append((at + outer.delay, free))
             take(at)
-    backlog = sum(seconds) - outer.every * step  # of a full link, which may take long to be felt
+    backlog = sum(sends) - outer.every * step  # of a full link, which may take long to be felt
     return max(backlog, (total - half) / (_PERIODS - _PERIODS // 2))

@@ -27,7 +27,8 @@ from meshwright.planner.cost.published_messages import dispatch, merged_share, p
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, share
 from meshwright.planner.traffic.layer_shape import layer_shape
-from meshwright.planner.traffic.messages import Message, Overlap, Phase, end_messages, layer_messages
+from meshwright.planner.traffic.message import Message, Overlap, Phase
+from meshwright.planner.traffic.messages import end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.layers import LayerKind
 from meshwright.spec.parameters import block_parameters

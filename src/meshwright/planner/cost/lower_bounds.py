@@ -20,7 +20,7 @@ from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.stages import Contents, PlacedStages, parts, together
 from meshwright.planner.group_shapes import GroupShape
-from meshwright.planner.traffic.messages import Message, Phase
+from meshwright.planner.traffic.message import Message, Phase
 from meshwright.schedule import MOST_HELD, Path, StageCost
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layers import LayerKind

@@ -8,7 +8,7 @@ from functools import partial
 
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.traffic.layer_shape import LayerShape
-from meshwright.planner.traffic.messages import Message, Overlap, Phase, Where
+from meshwright.planner.traffic.message import Message, Overlap, Phase, Where
 
 _MERGED = 0.9
 """Share of the network's bandwidth that dispatches of merged copies attain. Source: DeepSeek-AI 2025 (DeepEP,

@@ -177,10 +177,8 @@ class StageCosts:
         return found
 
     def exchange(self, spec: RunSpec, alone: float) -> ExchangeSeconds:
-        """Seconds of a step for exchanges of islands, whose steps take `alone` seconds without them."""
-        if spec.islands == 1:
-            return ExchangeSeconds()
-        ranks = [self._parts(together(mine)) for mine in self.placed.members]
+        """Seconds of a step for exchanges of parameters, where steps take `alone` seconds without them."""
+        ranks = (self._parts(together(mine)) for mine in self.placed.members)
         return exchange_seconds(spec, self._costs, ranks, alone)
 
     def _parts(self, held: Contents) -> RankParts:

@@ -101,12 +101,12 @@ class StepModel:
         return alone + stages.exchange(spec, alone).total
 
     def exact(self, spec: RunSpec, finals: Sequence[float]) -> float:
-        """Seconds of a step, with islands in the mean of a period."""
+        """Seconds of a step, in the mean of a period of exchanges of parameters."""
         alone = self.alone(spec, finals)
         return alone + self.stages.exchange(spec, alone).total
 
     def alone(self, spec: RunSpec, finals: Sequence[float]) -> float:
-        """Seconds of a step without the exchanges of islands."""
+        """Seconds of a step without exchanges of parameters."""
         lists, stages = lists_of(spec), self.stages
         if self.shared is not None:
             span = makespan(make(*lists), stages.stages, finals, self.shared, stages.hop)
@@ -143,12 +143,12 @@ class StepTime:
 
     @cached_property
     def alone(self) -> float:
-        """Seconds of the step without the exchanges of islands."""
+        """Seconds of the step without exchanges of parameters."""
         return self.model.alone(self.spec, self._finals)
 
     @cached_property
     def exchange(self) -> ExchangeSeconds:
-        """Seconds of the exchanges of islands, in the mean of a period."""
+        """Seconds of exchanges of parameters, in the mean of a period."""
         return self.model.stages.exchange(self.spec, self.alone)
 
     @cached_property

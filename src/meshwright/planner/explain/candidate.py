@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from meshwright.planner.cost.exchange import ExchangeFigures, exchange_json, refuse_other_stacks
 from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
@@ -19,7 +20,6 @@ from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.rank_view import place_of
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.outer import OuterSpec
 
 TIE = 1e-3
 """Layouts whose steps differ by a smaller share are equally fast."""
@@ -53,11 +53,7 @@ class Candidate:
             )
         check_offload(spec, costs.cluster)
         check_activation_offload(spec, costs.cluster, costs.stack)
-        if spec.islands > 1 and not costs.stack.ours:
-            raise UserError(
-                f"outer.every: {spec.outer.every} steps between exchanges of islands are of this program, "
-                f"and the stack is {costs.stack.name}; leave --stack out, or give outer.every = 0"
-            )
+        refuse_other_stacks(spec, costs.stack)
         self.spec, self.costs, self.cluster = spec, costs, costs.cluster
         self.times = times if times is not None else ScheduleTimes()
 
@@ -188,24 +184,15 @@ class Candidate:
         }
 
     @cached_property
-    def islands(self) -> dict[str, float] | None:
-        """Islands: their number, bytes that a rank of the busiest pipeline rank sends in a period, seconds of
-        these messages and those that islands wait for, the share of the time that they wait, and seconds of a
-        step of the same layout that reduces gradients instead. None without islands."""
-        spec, every, found = self.spec, self.spec.outer.every, self.time.exchange
-        if spec.islands == 1:
+    def exchange(self) -> ExchangeFigures | None:
+        """Time and bytes of exchanges of parameters; None where all ranks step together."""
+        if self.spec.step_groups == 1:
             return None
-        sent = traffic(spec, self.time.rank)
-        layout = spec.layout.model_copy(update={"zero": max(1, spec.layout.zero)})
-        together = spec.model_copy(update={"outer": OuterSpec(), "layout": layout})
-        return {
-            "count": spec.islands,
-            "bytes": every * sum(size for (axis, _), size in sent.items() if axis == "replicate"),
-            "seconds": every * found.sent,
-            "exposed_seconds": every * found.exposed,
-            "exposed": found.exposed / self.seconds,
-            "synchronous_step_seconds": StepTime(together, self.costs, self.times, self._placed).seconds,
-        }
+        together = StepTime(self.spec.together(), self.costs, self.times, self._placed)
+        return ExchangeFigures(
+            self.spec, self.costs, self.time.exchange, self.seconds, traffic(self.spec, self.time.rank),
+            together.seconds,
+        )  # fmt: skip
 
     @property
     def never_measured(self) -> list[str]:
@@ -249,5 +236,5 @@ class Candidate:
             "uneven_routing": self.uneven,
             "offloaded": self.offloaded,
             "offloaded_activations": self.offloaded_activations,
-            "islands": self.islands,
+            **exchange_json(self.exchange),
         }

@@ -13,7 +13,6 @@ from meshwright.planner.explain.link_load import AxisLoad, communication
 from meshwright.planner.explain.neighbours import changes, neighbours
 from meshwright.planner.explain.sensitivity import assumptions
 from meshwright.spec import RunSpec
-from meshwright.spec.outer import OuterSpec
 from meshwright.spec.sections import SelectiveRecompute
 
 
@@ -100,11 +99,7 @@ def describe(spec: RunSpec) -> str:
         words.append("sequence_parallel=off")
     if layout.expert_parts > 1:
         words.append(f"expert_parts={layout.expert_parts}")
-    if spec.islands > 1:
-        changed = (
-            (key, getattr(spec.outer, key), field.default) for key, field in OuterSpec.model_fields.items()
-        )
-        words += [f"outer.{key}={value}" for key, value, default in changed if value != default]
+    words += spec.exchange_words
     words += [f"micro_batch={spec.micro_batch}", f"recompute={recompute.policy}"]
     if isinstance(recompute, SelectiveRecompute) and recompute != SelectiveRecompute():
         words.append(f"recompute.save={'+'.join(recompute.save) or 'nothing'}")

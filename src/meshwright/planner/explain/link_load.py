@@ -17,7 +17,8 @@ from meshwright.planner.cost.stages import message
 from meshwright.planner.cost.step import StepTime
 from meshwright.planner.group_shapes import axes
 from meshwright.planner.rank_view import place_of
-from meshwright.planner.traffic.messages import Message, messages, microbatch_messages, totals
+from meshwright.planner.traffic.message import Message
+from meshwright.planner.traffic.messages import messages, microbatch_messages, totals
 from meshwright.spec import RunSpec
 
 _INSIDE = ("tensor", "context", "expert")

@@ -109,8 +109,8 @@ _ON_OFF = {True: "on", False: "off"}
 def changes(spec: RunSpec, schedules: Sequence[str] = tuple(SCHEDULES)) -> dict[str, RunSpec]:
     """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
 
-    The microbatch stays too, where it is not the change, and islands stay as many: others learn otherwise. A
-    schedule becomes one of `schedules`.
+    The microbatch stays too, where it is not the change, and step groups stay as many: others learn
+    otherwise. A schedule becomes one of `schedules`.
     """
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: dict[str, RunSpec] = {}
@@ -120,7 +120,7 @@ def changes(spec: RunSpec, schedules: Sequence[str] = tuple(SCHEDULES)) -> dict[
         changed = spec.model_copy(update={"layout": layout})
         if (
             _legal(changed)
-            and changed.islands == spec.islands
+            and changed.step_groups == spec.step_groups
             and not _same(layout, base)
             and layout not in seen
         ):

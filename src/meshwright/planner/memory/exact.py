@@ -49,7 +49,7 @@ class Exact(LowerBound):
         terms = (
             held.parameters + held.masters,
             moment.gradients,
-            held.optimiser + held.balance + held.scaling + held.outer,
+            held.optimiser + held.balance + held.scaling + held.exchange,
             moment.activations,
             moment.temporaries,
             moment.buffers,

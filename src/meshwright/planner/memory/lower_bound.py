@@ -19,6 +19,7 @@ from meshwright.planner.cost.stages import Contents, stored
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
 from meshwright.planner.rank_view import moment_width, sum_width, widths
+from meshwright.planner.traffic import exchange
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
 
@@ -124,7 +125,7 @@ class LowerBound(Generic):
             if spec.train.offload == "none":
                 optimiser += moment_width(spec) * part
             optimiser += part * width.exact if spec.train.ema is not None else 0
-            optimiser += 2 * part * width.exact if spec.islands > 1 else 0
+            optimiser += exchange.shared_numbers(spec) * part * width.exact
             parameters += part * width.master
             if zero < 3 and not (n == 1 and width.compute == width.master):
                 parameters += whole * width.compute

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from meshwright.planner.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
 from meshwright.planner.group_shapes import step_axes
-from meshwright.planner.memory.states import StateShard, decoded_bytes, difference_bytes, packed_width, waits
+from meshwright.planner.memory.states import StateShard, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
+from meshwright.planner.traffic import exchange
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,8 @@ class _Step:
         """Units that are being gathered."""
         self.reducing: deque[StateShard] = deque()
         """Units whose gradients are being reduced over the ranks that share their states."""
-        at_once = self.spec.islands > 1 and not self.spec.outer.delay
-        self.exchanged = (max(difference_bytes(view)) if at_once else 0) + decoded_bytes(view)
-        """Bytes of the differences of an exchange that ends in the step in which it begins, and of the unit
-        that is encoded or decoded."""
+        self.exchanged = exchange.bytes_at_once(view)
+        """Bytes that come and go with an exchange of parameters between replicas that step apart."""
         self.most = Moment(0, 0, 0, 0)
         self.sizes = Sizes(view.spec)
         self.stream = self.width.compute * self.sizes.stream
@@ -158,7 +157,7 @@ class _Step:
         return max(step_axes(self.spec).replicate.ranks, ranks) > 1
 
     def finish(self) -> None:
-        """Wait for all reductions; an exchange of islands without a delay comes and goes after them."""
+        """Wait for all reductions; what an exchange of parameters takes comes and goes after them."""
         while self.reducing:
             self._reduced(self.reducing.popleft())
         self.look(self.exchanged)

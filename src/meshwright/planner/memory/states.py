@@ -15,16 +15,15 @@ bf16, else m = e), its P numbers, padding included, take (cf. Rajbhandari et al.
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. Parameters that are not trained are units of their own, of P b
-bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and counts its steps in a number of 4 bytes
-for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no pattern
-divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8 bits
-(`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has two
+bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and counts its steps in a number of
+4 bytes for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no
+pattern divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8
+bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has two
 maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps elsewhere
 take no bytes of the device, but for the pieces of them that pass through a GPU in an update
 (`optim/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
-what one moment does, on the device. Islands have an anchor and an outer momentum of e for each number of the
-stored part, an error of e with error feedback, an anchor for each bias of a router, and with a delay the
-differences that are under way, or the messages of all islands.
+what one moment does, on the device. What groups of ranks that step apart hold for their exchanges is in
+`planner/traffic/exchange.py`.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ from meshwright.spec.tiling import tiling
 
 SLOTS = 3
 """Pieces of each offloaded moment on a device: one comes, one is updated, one goes back."""
-STEP_COUNT, EXACT_COUNT, BIAS, SCALE, UPDATES = 4, 8, 4, 4, 8
-"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale, of
-the number of an island's updates."""
+STEP_COUNT, EXACT_COUNT, BIAS, SCALE = 4, 8, 4, 4
+"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ class States:
     """The routers' biases, and counts of the experts' load."""
     scaling: int
     """Delayed scaling's scales, the largest numbers of this step, and those of the steps before."""
-    outer: int
-    """Anchors and outer momentum of islands, and the differences that an exchange has under way."""
+    exchange: int
+    """Numbers that replicas which step apart keep for exchanges of their parameters."""
 
     @property
     def total(self) -> int:
@@ -147,40 +145,8 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
     gradients = _gradients(view, trained)
-    outer = outer_bytes(view)
-    return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec), outer)
-
-
-def outer_bytes(view: RankView) -> int:
-    """Bytes that a rank of an island holds for its exchanges, at their most."""
-    spec, exact = view.spec, widths(view.spec).exact
-    if spec.islands == 1:
-        return 0
-    parts, sizes = exchange.fragments(view), difference_bytes(view)
-    held = spec.outer.under_way(exchange.fullest_step(spec, sizes) + 1)
-    biases = BIAS * sum(map(sum, (part.biases for part in parts)))
-    units = sum(map(sum, (part.units for part in parts)))
-    states = 2 + (spec.outer.kept_error > 0)
-    return states * exact * units + biases + UPDATES + sum(sizes[part] for part, _ in held)
-
-
-def difference_bytes(view: RankView) -> list[int]:
-    """Bytes of how far each fragment of a rank has moved from its anchor, or of all islands' messages of it
-    where they are compressed."""
-    spec, exact, parts = view.spec, widths(view.spec).exact, exchange.fragments(view)
-    biases = [BIAS * sum(part.biases) for part in parts]
-    if spec.outer.compressed:
-        return [spec.islands * sum(part.encoded) + own for part, own in zip(parts, biases, strict=True)]
-    return [exact * sum(part.units) + own for part, own in zip(parts, biases, strict=True)]
-
-
-def decoded_bytes(view: RankView) -> int:
-    """Bytes of the unit whose compressed messages take most to write, or to add up."""
-    if not view.spec.outer.compressed:
-        return 0
-    exact, parts = widths(view.spec).exact, exchange.fragments(view)
-    pairs = (pair for part in parts for pair in zip(part.units, part.encoded, strict=True))
-    return max((exact * elements + 2 * sent for elements, sent in pairs), default=0)
+    held = exchange.bytes_held(view)
+    return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec), held)
 
 
 def _scaling(spec: RunSpec) -> int:
@@ -206,8 +172,8 @@ def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
 def checkpoint_bytes(spec: RunSpec) -> int:
     """Bytes of trained parameters, moments and moving averages of all ranks, as they are stored.
 
-    Islands have parameters, moments and errors each, and anchors and outer momentum together. Sums of
-    exchanges under way are left out.
+    Groups of ranks that step apart have them each, and numbers of their exchanges besides. Sums that are
+    under way are left out.
     """
     width, total = widths(spec), 0
     averages = int(spec.train.ema is not None)
@@ -217,10 +183,8 @@ def checkpoint_bytes(spec: RunSpec) -> int:
         if spec.train.optimiser_kind.eight_bit and len(p.shape) >= 2:
             each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
         stored += each * len(spec.train.moments_of(p.name, len(p.shape)))
-        if spec.islands > 1:
-            stored += width.exact * p.size * (spec.outer.kept_error > 0)
-            total += 2 * width.exact * p.size
-        total += spec.islands * stored
+        stored += width.exact * p.size * exchange.own_numbers(spec)
+        total += spec.step_groups * stored + width.exact * p.size * exchange.shared_numbers(spec)
     return total
 
 

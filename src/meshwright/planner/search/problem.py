@@ -95,10 +95,9 @@ class SearchProblem:
         tree["model"] = model.model_dump(mode="json")
         return replace(self, base=RunSpec.model_validate(tree))
 
-    def with_islands(self, count: int, outer: Mapping[str, Any]) -> SearchProblem:
-        """The run with `count` islands, and these keys of `outer`. Raises `UserError`."""
-        tree = self.base.to_json()
-        tree["layout"], tree["outer"] = {"replicate": count}, dict(outer)
+    def with_replicas(self, count: int, **tables: Mapping[str, Any]) -> SearchProblem:
+        """The run with `count` replicas, and tables of keys that go with them. Raises `UserError`."""
+        tree = self.base.to_json() | {"layout": {"replicate": count}} | tables
         fixed = {**self.fixed, "replicate": count}
         return replace(self, base=RunSpec.model_validate(tree), fixed=fixed)
 

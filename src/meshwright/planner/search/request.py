@@ -20,10 +20,10 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
-from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_outer, read_tree
+from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_keys, read_tree
+from meshwright.spec.other_models import refuse_other_models
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.presets import PRESETS
-from meshwright.spec.teacher import refuse_distillation
 from meshwright.units import amount, duration
 
 _MOST_SHOWN = 20
@@ -74,7 +74,7 @@ class PlanRequest:
         base, note = self._base_run(kind)
         check_offload(base, kind)
         check_activation_offload(base, kind, stack)
-        refuse_distillation(base, "plan")
+        refuse_other_models(base, "plan")
         if (tokens := self.total_tokens) is not None:
             train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
             base = base.model_copy(update={"train": train})
@@ -83,7 +83,7 @@ class PlanRequest:
         fixed = {name: value for name, value in keys.items() if value is not None}
         problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
         tree, _ = self._tables(kind)
-        outer = given_outer(tree, self.overrides)
+        outer = given_keys("outer", tree, self.overrides)
         if self.islands is None and outer.get("every"):
             count = fixed.get("replicate", tree.get("layout", {}).get("replicate", 1))
             if count == 1:
@@ -91,7 +91,7 @@ class PlanRequest:
                     f"outer.every: {outer['every']} steps between exchanges are given, and no number of "
                     f"islands; give --islands auto, or --layout.replicate 2 or more"
                 )
-            problem = problem.with_islands(count, outer)
+            problem = problem.with_replicas(count, outer=outer)
         problems = [problem.resized(count) for count in sizes]
         _check_pipelines(problems)
         return problems, note
@@ -104,7 +104,7 @@ class PlanRequest:
     def given_outer(self) -> dict[str, Any]:
         """Keys of `outer` that are given. Raises `UserError`."""
         kind = hardware.cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
-        return given_outer(self._tables(kind)[0], self.overrides)
+        return given_keys("outer", self._tables(kind)[0], self.overrides)
 
     @property
     def total_tokens(self) -> float | None:
@@ -186,7 +186,7 @@ class PlanRequest:
         tree, source = self._tables(cluster)
         given = self._given
         tables = ["layout"]
-        if self.islands is not None or given_outer(tree, self.overrides).get("every"):
+        if self.islands is not None or given_keys("outer", tree, self.overrides).get("every"):
             tables.append("outer")  # islands come with the layout
         for table in tables:
             tree.pop(table, None)

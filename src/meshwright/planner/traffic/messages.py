@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from meshwright.planner.group_shapes import GroupShape, axes, step_axes, step_world
 from meshwright.planner.rank_view import (
@@ -28,6 +27,7 @@ from meshwright.planner.rank_view import (
 )
 from meshwright.planner.traffic import exchange
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
+from meshwright.planner.traffic.message import Message, Overlap, Phase, Where
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
@@ -43,79 +43,6 @@ _COUNT, _TOTALS = 8, 5
 """Bytes of an int64 count or a float64 sum; numbers that a step sums over all ranks (`train.step.Totals`)."""
 _SMALL = 4
 """Bytes of a number of the router's: counts in fp32, chosen experts in int32."""
-
-Where = Literal["dense", "moe", "embedding", "head", "loss", "edge", "unit", "step"]
-"""Part of the model that a message belongs to; an edge lies between stages, a unit is gathered as one."""
-
-
-class Phase(StrEnum):
-    """When a message is sent."""
-
-    FORWARD = "forward"
-    INPUT = "input"
-    """In the backward, for the gradient of a layer's input."""
-    WEIGHT = "weight"
-    """In the backward, for the gradient of its weights; zero-bubble schedules put it off."""
-    RECOMPUTE = "recompute"
-    """In the backward, to compute activations again."""
-    MICROBATCH = "microbatch"
-    """For each microbatch, between its layers: parameters and gradients under ZeRO-2 and 3."""
-    STEP = "step"
-    """Once in an optimiser step."""
-
-
-class Overlap(StrEnum):
-    """Computation that runs while a message travels."""
-
-    NONE = "none"
-    COMPUTE = "compute"
-    """The other operators of its layer."""
-    PRODUCT = "product"
-    """The matrix product for the gradient of the layer's input."""
-    ATTENTION = "attention"
-    """Attention to the keys and values that are already there."""
-    NEXT_UNIT = "next unit"
-    """The forward or backward of the next ZeRO unit."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """Equal calls of one collective or transfer, as one rank of the group sees them."""
-
-    axis: str
-    """Axis of the mesh, by the name under which the program records it."""
-    operation: str
-    elements: float
-    """Elements of the whole tensor for all-gather, reduce-scatter and all-reduce; else of one rank's part."""
-    width: float
-    """Bytes of an element."""
-    group: GroupShape
-    phase: Phase
-    where: Where
-    count: float = 1
-    """Number of calls: in a microbatch for those of one layer or end, in a step for those of a rank."""
-    overlaps: Overlap = Overlap.NONE
-
-    @property
-    def size(self) -> float:
-        """Bytes of `elements`."""
-        return self.elements * self.width
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends in one call, of a bandwidth-optimal algorithm (Thakur et al. 2005).
-
-        (n-1)/n of `size` for all-gather, reduce-scatter and all-to-all, twice that for an all-reduce, all of
-        it for a shift or a send.
-        """
-        if self.operation in ("send", "shift"):
-            return self.size
-        twice = self.operation in ("all_reduce", "scalars", "amax")
-        return (2 if twice else 1) * self.size * share(self.group.ranks)
-
-    def times(self, count: float) -> Message:
-        """`count` times as many calls."""
-        return replace(self, count=self.count * count)
 
 
 def totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
@@ -288,8 +215,8 @@ def messages(
     """Every message that a rank sends in one optimiser step; `count` is then that of the step.
 
     `copies` are those of each dispatch of the step, by default as an even router makes them. The ranks of one
-    pipeline rank send the same, but for the dispatches. `on_cpu` sets the size of the loss's chunks. With
-    islands `number` is that of the step, from 1; by default exchanges count in the mean over a period.
+    pipeline rank send the same, but for the dispatches. `on_cpu` sets the size of the loss's chunks. Where
+    groups of ranks step apart `number` is that of the step, from 1; by default exchanges count in the mean.
     """
     view, shape = place_of(spec, pipeline_rank), layer_shape(spec, on_cpu)
     inside = microbatch_messages(
@@ -299,7 +226,7 @@ def messages(
     )
     listed = [*_state_messages(view), *(m for m in inside if m.axis != "expert")]
     listed += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
-    listed += [*_muon_messages(view), *_exchange_messages(view, number)]
+    listed += [*_muon_messages(view), *exchange.messages(view, number)]
     return [m for m in listed if m.count and m.elements and m.group.ranks > 1]
 
 
@@ -375,8 +302,8 @@ def _gathers(view: RankView) -> dict[str, int]:
 
     A block is gathered for its forward and for its backward. The head and the last block stay whole in
     between, the first block from its backward to the next microbatch's forward; the backward of the embedding
-    reads no weight. Tied ends stay whole through the step. Blocks before the first module that is trained have
-    no backward.
+    reads no weight. Tied ends stay whole through the step. Blocks before the first module that is trained
+    have no backward.
     """
     often, blocks = view.spec.microbatches, view.spec.model.layers
     if view.spec.layout.zero < 3 or view.spec.layout.pp > 1:
@@ -462,28 +389,3 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     yield call("world", "scalars", numbers, _COUNT, world)
     if spec.precision.compute in DELAYED:
         yield call("world", "amax", 3 * len([*rounded_parameters(spec)]), 4, world)
-
-
-def _exchange_messages(view: RankView, number: int | None) -> Iterator[Message]:
-    """How far islands' parameters have moved, and ranks that were asked to stop (`islands/outer.py`)."""
-    spec, groups = view.spec, axes(view.spec.layout)
-    if spec.islands == 1:
-        return
-    parts, width, islands = exchange.fragments(view), widths(spec).exact, groups.replicate.ranks
-    call = partial(Message, "replicate", group=groups.replicate, phase=Phase.STEP, where="unit")
-    for part, count in exchange.begun(spec, number).items():
-        if spec.outer.quorum is not None:  # to each other island (`comm/mailbox.py`)
-            each = count * (islands - 1)
-            yield from (call("send", size, width, count=each) for size in parts[part].units)
-            yield from (call("send", size, _SMALL, count=each) for size in parts[part].biases)
-            continue
-        if spec.outer.compressed:
-            yield from (call("all_gather", islands * size, 1, count=count) for size in parts[part].encoded)
-        else:
-            yield from (call("all_reduce", size, width, count=count) for size in parts[part].units)
-        yield from (call("all_reduce", size, _SMALL, count=count) for size in parts[part].biases)
-        yield call("scalars", 1, _COUNT, count=count)
-    ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
-    for part, count in exchange.ended(spec, number).items():
-        apart = parts[part].apart, widths(spec).exact
-        yield Message("pipeline", "broadcast", *apart, ends, Phase.STEP, "unit", count)

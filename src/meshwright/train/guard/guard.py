@@ -52,7 +52,8 @@ class Guard:
         self.rollbacks = 0
         self._spikes = SpikeDetector(self.recovery)
         self._vote = Vote(trainer)
-        self._vote_of_islands = Vote(trainer, between_islands=True) if trainer.outer.prefix else None
+        self._apart = trainer.run_spec.step_groups > 1
+        self._vote_of_all = Vote(trainer, between_groups=True) if self._apart else None
         self._voted = -1
         self._batch: Batch | None = None
 
@@ -99,7 +100,7 @@ class Guard:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        late = self._trainer.spec.outer.staleness
+        late = self._trainer.spec.staleness
         if late:
             first = f"the gradient of step {step - late}, which this step applied"
         else:
@@ -114,7 +115,7 @@ class Guard:
         return NumericalError(
             f"the gradient was not finite in {self.in_a_row} steps in a row, up to step {step}, more than "
             f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
-            f"which they left alone, is {'not ' if self._trainer.outer.prefix else ''}saved: resume from an "
+            f"which they left alone, is {'not ' if self._apart else ''}saved: resume from an "
             f"earlier checkpoint, or train anew with a lower {scale}train.lr"
         )
 
@@ -189,8 +190,8 @@ class Guard:
         """Raise `NumericalError` if the state of this step must not be saved."""
         if self.recovery.vote_every and self._voted != step:
             self._compare(step, self._vote)
-        if self.recovery.vote_every and self._vote_of_islands is not None:  # a save takes all islands
-            self._compare(step, self._vote_of_islands)
+        if self.recovery.vote_every and self._vote_of_all is not None:  # a save takes all ranks of the run
+            self._compare(step, self._vote_of_all)
         self._refuse_bad_state(f"after step {step}", _NOT_SAVED)
 
     def refuse_flaw(self, step: int, flaw: Callable[[], str | None]) -> None:

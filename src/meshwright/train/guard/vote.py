@@ -68,13 +68,13 @@ class _Copies:
 class Vote:
     """The comparisons that one rank takes part in; every rank calls it together.
 
-    They are those of the ranks that train together, and `between_islands` those of what islands have agreed
+    They are those of the ranks that step together, and `between_groups` those of what such groups have agreed
     on, which takes all ranks of the run.
     """
 
-    def __init__(self, trainer: Trainer, *, between_islands: bool = False) -> None:
-        self._trainer, self._between = trainer, between_islands
-        self._mesh = trainer.run_mesh if between_islands else trainer.mesh
+    def __init__(self, trainer: Trainer, *, between_groups: bool = False) -> None:
+        self._trainer, self._between = trainer, between_groups
+        self._mesh = trainer.run_mesh if between_groups else trainer.mesh
 
     def __call__(self) -> Divergence | None:
         """Compare everything over all ranks: the first difference, or None; every rank gets the same."""
@@ -157,12 +157,12 @@ def _all_copies(trainer: Trainer) -> Iterator[_Copies]:
 
 
 def _agreed_copies(trainer: Trainer) -> Iterator[_Copies]:
-    """Anchors and outer momentum of this rank, which all islands of the world hold alike."""
-    for prefix, part, flat in trainer.outer.agreed_parts():
-        parts = [(prefix + part.name, flat)]
-        if part.unit is not None:
-            buffer = StateBuffer("", part.unit, flat, part.unit.slots)
-            parts = [(prefix + slot.key, buffer.part(slot)) for slot in buffer.slots]
+    """Tensors of this rank that are alike on all replicas of the run, though these step apart."""
+    for words, unit, flat in (each for part in trainer.parts for each in part.agreed()):
+        parts = [(words, flat)]
+        if unit is not None:
+            buffer = StateBuffer("", unit, flat, unit.slots)
+            parts = [(words + slot.key, buffer.part(slot)) for slot in buffer.slots]
         yield _Copies(trainer.run_mesh.replicate, parts, [flat] if parts else [])
 
 

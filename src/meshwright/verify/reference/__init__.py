@@ -8,3 +8,26 @@
 
 No module here imports one of model, parallel, train, checkpoint or planner; a contract of imports holds it.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from meshwright.data.loader import Batch
+from meshwright.spec import RunSpec
+from meshwright.verify.reference.outer import island_steps
+from meshwright.verify.reference.steps import Loss, ReferenceStep, reference_steps
+
+
+def run_steps(
+    spec: RunSpec,
+    weights: Mapping[str, Tensor],
+    batches: Iterable[Batch],
+    other_loss: Loss | None = None,
+) -> Iterator[ReferenceStep]:
+    """Take an optimiser step of a run on each batch, as `reference_steps` of one device or each island do."""
+    if spec.step_groups > 1:
+        return island_steps(spec, weights, batches)
+    return reference_steps(spec, weights, batches, other_loss=other_loss)

@@ -5,8 +5,6 @@ Shapes: n sequences of T tokens, V vocabulary, D channels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -14,17 +12,11 @@ from meshwright.data.loader import Batch
 from meshwright.spec import ModelSpec
 from meshwright.spec.distil import DistilSpec
 from meshwright.verify.reference.decoder import ReferenceDecoder
-
-
-class Heads(NamedTuple):
-    """Logits (n, T, V) of a decoder, and the hidden states (n, T, D) that it makes them of."""
-
-    logits: Tensor
-    hidden: Tensor
+from meshwright.verify.reference.steps import Heads
 
 
 class ReferenceTeacher:
-    """A frozen teacher as a function of a batch."""
+    """A frozen teacher, as the loss of a student that learns from its answers: a `Loss` of `steps.py`."""
 
     def __init__(self, how: DistilSpec, model: ModelSpec, weights: dict[str, Tensor]) -> None:
         self.how = how
@@ -35,8 +27,13 @@ class ReferenceTeacher:
         self._last[path] = x
         return x
 
+    def __call__(self, batch: Batch, student: Heads, cross_entropy: Tensor) -> Tensor:
+        loss = distillation_loss(self.how, student, self.answers(batch), batch.targets)
+        return (1 - self.how.weight) * cross_entropy + loss
+
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Heads:
+    def answers(self, batch: Batch) -> Heads:
+        """Compute the teacher's logits and hidden states."""
         logits, _ = self._decoder(batch.tokens, batch.positions, batch.documents)
         return Heads(logits, self._last["head.norm"])
 

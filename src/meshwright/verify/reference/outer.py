@@ -109,7 +109,7 @@ class QuorumRule(OuterRule):
 
     def __init__(self, spec: RunSpec, weights: Mapping[str, Tensor]) -> None:
         super().__init__(spec, weights)
-        islands, first = spec.islands, self.agreed
+        islands, first = spec.step_groups, self.agreed
         self._taken = [dict(first) for _ in range(islands)]
         self._exchanges_before = [0] * islands
         self._steps_before = [0] * islands
@@ -144,7 +144,7 @@ class QuorumRule(OuterRule):
                 islands[place][name].copy_(value)
 
     def _tokens(self, begun: int, step: int) -> int:
-        sizes = list(islice(batch_sizes(self.spec.of_island().train), step))
+        sizes = list(islice(batch_sizes(self.spec.of_step_group().train), step))
         return sum(sizes[begun:])
 
 
@@ -156,8 +156,8 @@ def island_steps(
     Kinds of `OF_ISLANDS`, moments and `outer error` have the values of every island; `outer parameter` and
     `outer momentum` are those of the exchange. Routers' statistics and modules' sums are the first island's.
     """
-    alone = spec.of_island()
-    shares: list[deque[Batch]] = [deque() for _ in range(spec.islands)]
+    alone = spec.of_step_group()
+    shares: list[deque[Batch]] = [deque() for _ in range(spec.step_groups)]
     live: list[Weights] = [{} for _ in shares]
     runs = [
         reference_steps(alone, weights, iter(share.popleft, None), held)
@@ -165,7 +165,7 @@ def island_steps(
     ]
     rule: OuterRule | None = None
     for number, batch in enumerate(batches, 1):
-        rows = batch.tokens.shape[0] // spec.islands
+        rows = batch.tokens.shape[0] // spec.step_groups
         for place, share in enumerate(shares):
             share.append(batch.rows(place * rows, (place + 1) * rows))
         found = [next(run) for run in runs]

@@ -13,15 +13,13 @@ from meshwright.spec import RunSpec
 
 
 class GradientQueue:
-    """Gradients by name of the last steps, which are applied `outer.staleness` steps after their own."""
+    """Gradients by name of the last steps, which are applied `spec.staleness` steps after their own."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._late = spec.outer.staleness
+        self._late = spec.staleness
         self._waiting: deque[dict[str, Tensor]] = deque()
-        self.rate_factor = 1.0
+        self.rate_factor = 1.0 / spec.staleness_lr_divisor
         """Factor on the learning rate of a step."""
-        if self._late > 0 and spec.outer.staleness_lr == "inverse":
-            self.rate_factor = 1.0 / self._late
 
     def due(self, gradients: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Take the gradients of a step; returns those that it applies, or None where there are none yet."""

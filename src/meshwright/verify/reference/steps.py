@@ -6,7 +6,8 @@ autograd, and the optimiser and its learning rates as their papers state them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from meshwright.spec import RunSpec
 from meshwright.verify.reference.adamw8bit import round_moments
 from meshwright.verify.reference.clipping import ReferenceClipping, norm_of
 from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
-from meshwright.verify.reference.distillation import Heads, ReferenceTeacher, distillation_loss
 from meshwright.verify.reference.groups import factor_and_decay, is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.optimisers import update
@@ -36,12 +36,23 @@ IGNORE = -100
 """The target of a token that is not predicted."""
 
 
+class Heads(NamedTuple):
+    """Logits (n, T, V) of a decoder, and the hidden states (n, T, D) that it makes them of."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+Loss = Callable[[Batch, Heads, Tensor], Tensor]
+"""(batch, heads, mean cross entropy) -> the loss of the model that is taken in its place."""
+
+
 def reference_steps(
     spec: RunSpec,
     weights: Mapping[str, Tensor],
     batches: Iterable[Batch],
     live: dict[str, Tensor] | None = None,
-    teacher: ReferenceTeacher | None = None,
+    other_loss: Loss | None = None,
 ) -> Iterator[ReferenceStep]:
     """Take an optimiser step on each batch; yields the samples, loss, gradients, gradient norm,
     parameters, moments and averages, routers' statistics and biases after it, and the sums of each module.
@@ -74,7 +85,7 @@ def reference_steps(
         moved, sums = batch.to(device), ReferenceSums()
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
-        loss, objective, routings = loss_and_objective(decoder, moved, teacher)
+        loss, objective, routings = loss_and_objective(decoder, moved, other_loss)
         statistics: dict[str, Tensor] = {}
         for layer, routing in routings.items():
             assert moe is not None
@@ -114,7 +125,7 @@ def reference_steps(
 
 
 def loss_and_objective(
-    decoder: ReferenceDecoder, batch: Batch, teacher: ReferenceTeacher | None = None
+    decoder: ReferenceDecoder, batch: Batch, other_loss: Loss | None = None
 ) -> tuple[Tensor, Tensor, dict[int, Routing]]:
     """The mean loss of a batch, that with the routers' losses, which is differentiated, and the routings."""
     seen: dict[str, Tensor] = {}
@@ -124,14 +135,12 @@ def loss_and_objective(
         seen[path] = tap(path, x)
         return seen[path]
 
-    decoder.tap = kept if teacher is not None else tap
+    decoder.tap = kept if other_loss is not None else tap
     logits, routings = decoder(batch.tokens, batch.positions, batch.documents)
     decoder.tap = tap
     loss = mean_loss(logits, batch.targets)
-    if teacher is not None:
-        student = Heads(logits, seen["head.norm"])
-        taught = distillation_loss(teacher.how, student, teacher(batch), batch.targets)
-        loss = (1 - teacher.how.weight) * loss + taught
+    if other_loss is not None:
+        loss = other_loss(batch, Heads(logits, seen["head.norm"]), loss)
     objective = loss
     for routing in routings.values():
         assert decoder.spec.moe is not None

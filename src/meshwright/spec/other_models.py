@@ -1,4 +1,4 @@
-"""The teacher of a run as a `RunSpec` of its own, and what its folder says."""
+"""Further models of a run as `RunSpec`s of their own: the teacher of `[distil]`, by what its folder says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from meshwright.spec.load import from_tree, load
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.run import RunSpec
+
+
+def other_models(spec: RunSpec) -> dict[str, RunSpec]:
+    """Return the models that a run computes with beside its own, on the same ranks, by name."""
+    teacher = teacher_of(spec)
+    return {} if teacher is None else {"teacher": teacher}
 
 
 def teacher_of(spec: RunSpec) -> RunSpec | None:
@@ -87,10 +93,10 @@ def on_ranks_of(spec: RunSpec, model: ModelSpec, trained: PrecisionSpec) -> RunS
         ) from None
 
 
-def refuse_distillation(spec: RunSpec, verb: str) -> None:
-    """Raise `UserError` for a run with a teacher, whose time and memory a prediction does not count."""
-    if spec.distil is not None:
+def refuse_other_models(spec: RunSpec, verb: str) -> None:
+    """Raise `UserError` for a run with further models, whose time and memory a prediction does not count."""
+    for table, model in spec.tables_of_models.items():
         raise UserError(
-            f"distil: {verb} does not count a teacher, or the loss that takes its answers; give --distil "
+            f"{table}: {verb} does not count {model}, or the loss that takes its answers; give --{table} "
             f"none for the student alone"
         )

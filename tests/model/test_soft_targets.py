@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
-from meshwright.model.distillation import Taught
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.spec.distil import DistilSpec
 
 
@@ -16,7 +16,7 @@ def test_gradient_is_finite_where_the_student_leaves_nothing_to_other_tokens(gap
     weight = torch.tensor([[gap], [0.0], [0.0]])
     x = torch.ones(1, 1, requires_grad=True)
     log_p = torch.tensor([[0.5, 0.5]]).log()
-    taught = Taught(DistilSpec(teacher="teacher", top_k=1, weight=1.0), log_p, torch.tensor([[0]]))
-    linear_cross_entropy(x, weight, torch.tensor([0]), taught=taught).backward()
+    soft_targets = SoftTargets(DistilSpec(teacher="teacher", top_k=1, weight=1.0), log_p, torch.tensor([[0]]))
+    linear_cross_entropy(x, weight, torch.tensor([0]), soft=soft_targets).backward()
     # d KL/d logits = q - p, and 1 - 1/2 at the likeliest token.
     torch.testing.assert_close(x.grad, torch.tensor([[gap / 2]]))

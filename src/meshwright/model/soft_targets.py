@@ -10,25 +10,26 @@ likeliest, and of one category for all others. So both sides are whole distribut
 to 1 would teach the student to be too sure (Anshumann et al. 2025, sparse logit sampling).
 
 Over tensor ranks, each of which has a part of the vocabulary, a token needs the log-sum-exps and the sums of
-`StudentLoss.numbers`, which the ranks gather in one message.
+`SoftTargetLoss.numbers`, which the ranks gather in one message.
 
 Shapes: N tokens, V rows of the vocabulary (here), K tokens that a teacher tells apart, D channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.data.loader import Batch
 from meshwright.spec.distil import DistilSpec
 
 
 @dataclass(frozen=True)
-class Taught:
+class SoftTargets:
     """A teacher's answers about some tokens, (..., tokens, C) each.
 
     `log_p` are log-probabilities at the run's temperature: of `indices` (K) and then of all other tokens
@@ -41,11 +42,27 @@ class Taught:
     indices: Tensor | None = None
     hidden: Tensor | None = None
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Taught:
+    def each(self, change: Callable[[Tensor], Tensor]) -> SoftTargets:
         """The answers with each tensor changed."""
         changed = [None if x is None else change(x) for x in (self.log_p, self.indices, self.hidden)]
         assert changed[0] is not None
         return replace(self, log_p=changed[0], indices=changed[1], hidden=changed[2])
+
+
+class SoftTargetSource(Protocol):
+    """A source of answers about a step's tokens."""
+
+    identity: Mapping[str, Any]
+    """Says which teacher it is: `step` and `sha256` of its weights, `tokenizer_sha256`."""
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of an answer about one token; 0 for one that is read."""
+        ...
+
+    def __call__(self, batch: Batch) -> SoftTargets | None:
+        """Answers about this rank's tokens of a batch; None on ranks that have no last stage."""
+        ...
 
 
 class Place(NamedTuple):
@@ -56,33 +73,35 @@ class Place(NamedTuple):
     ranks: int
 
 
-class StudentLoss:
+class SoftTargetLoss:
     """The loss of a chunk of tokens: first `numbers` of this rank, then `finish` with those of all ranks.
 
     `logits` (N, V) are this rank's, without padding; `targets` index them where `here` says so. `x` are the
     hidden states (N, D) that gave the logits.
     """
 
-    def __init__(self, logits: Tensor, x: Tensor, index: Tensor, here: Tensor, taught: Taught, place: Place):
-        self.how, self.here, self.index = taught.how, here, index
+    def __init__(
+        self, logits: Tensor, x: Tensor, index: Tensor, here: Tensor, soft: SoftTargets, place: Place
+    ):
+        self.how, self.here, self.index = soft.how, here, index
         self.exact = torch.promote_types(logits.dtype, torch.float32)
         self.z = logits.to(self.exact)
         self.u = self.z if self.how.temperature == 1 else self.z / self.how.temperature
-        rows, log_p = logits.shape[1], taught.log_p.to(self.exact)
+        rows, log_p = logits.shape[1], soft.log_p.to(self.exact)
         self.log_rest: Tensor | None = None
-        if taught.indices is None:
+        if soft.indices is None:
             self.told, self.log_p = self.u, log_p[:, :rows]
         else:
             self.log_p, self.log_rest = log_p[:, :-1], log_p[:, -1]
-            self.told_here = (taught.indices >= place.first) & (taught.indices < place.first + rows)
-            self.places = (taught.indices - place.first).masked_fill(~self.told_here, 0).long()
+            self.told_here = (soft.indices >= place.first) & (soft.indices < place.first + rows)
+            self.places = (soft.indices - place.first).masked_fill(~self.told_here, 0).long()
             self.told = self.u.gather(1, self.places)
         self.error: Tensor | None = None
-        if taught.hidden is not None:
+        if soft.hidden is not None:
             # Tensor ranks have the same hidden states: each takes the error of some of their channels.
             width = x.shape[1]
             self.channels = slice(width * place.rank // place.ranks, width * (place.rank + 1) // place.ranks)
-            self.error = (x.to(self.exact) - taught.hidden.to(self.exact))[:, self.channels]
+            self.error = (x.to(self.exact) - soft.hidden.to(self.exact))[:, self.channels]
             self.width = width
 
     def numbers(self) -> Tensor:
