@@ -131,24 +131,15 @@ def _pack_mlp(mlp: Mlp, reorder: bool) -> Callable[[Tensor], Tensor]:
 
 def _pack_block(block: Block, reorder: bool) -> None:
     """Let a block compute by joint products. Its parameters stay where they are."""
-    attn: Callable[..., Tensor] = block.attn
     if isinstance(block.attn, Attention):
-        attn = PackedAttention(block.attn, reorder)
+        block.attn.forward = PackedAttention(block.attn, reorder)  # type: ignore[method-assign]
     else:
         out = Product([block.attn.o], reorder)
         block.attn.hooks = replace(block.attn.hooks, output=lambda x, _: out(x))
-    mlp: Callable[[Tensor], Tensor] = block.mlp
     if isinstance(block.mlp, Mlp):
-        mlp = _pack_mlp(block.mlp, reorder)
+        block.mlp.forward = _pack_mlp(block.mlp, reorder)  # type: ignore[method-assign]
     elif block.mlp.shared is not None:
         _pack_mlp(block.mlp.shared, reorder)
-    attn_norm, mlp_norm = block.attn_norm.forward, block.mlp_norm.forward
-
-    def forward(x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None) -> Tensor:
-        x_BTD = x_BTD + attn(attn_norm(x_BTD), rope, mask, cache)
-        return x_BTD + mlp(mlp_norm(x_BTD))
-
-    block.forward = forward  # type: ignore[method-assign]
 
 
 @torch.no_grad()
