@@ -61,7 +61,9 @@ def test_what_is_not_trained_is_saved_once(ranks: Ranks, corpus: Path, tmp_path:
     assert len(steps) == STEPS // 2
     assert {own_bytes(step) for step in steps} == {checkpoint_bytes(spec)}
     manifest = Manifest.parse((steps[-1] / "manifest.json").read_text())
-    assert not [name for name in manifest.tensors if name.startswith("optim") and name.endswith(tuple(frozen))]
+    assert not [
+        name for name in manifest.tensors if name.startswith("optim") and name.endswith(tuple(frozen))
+    ]
     assert all(info.problem is None for info in list_checkpoints(folder))
     assert verify_checkpoint(folder).problems == ()
     (file,) = list(apart.glob("rank-00000.bin"))

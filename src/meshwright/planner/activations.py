@@ -29,7 +29,14 @@ from math import ceil
 from typing import NamedTuple
 
 from meshwright.planner import activations_moe as experts
-from meshwright.planner.rank_view import added_by_products, sum_width, widths
+from meshwright.planner.rank_view import (
+    added_by_products,
+    embedding_is_trained,
+    head_is_trained,
+    sum_width,
+    training_of,
+    widths,
+)
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
@@ -77,7 +84,8 @@ class Activations:
 
     def of(self, stage: Stage) -> int:
         """Kept on the device by one microbatch in a stage of a pipeline, without `plans`."""
-        found = sum(self.by_block[layer] for layer in stage.blocks) + (self.shared if stage.blocks else 0)
+        found = sum(self.by_block[layer] for layer in stage.blocks)
+        found += self.shared if found else 0
         return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
 
 
@@ -124,7 +132,11 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     s, last = Sizes(spec), spec.model.layers - 1
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
     of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
-    whole, moved = [of_kind[model.has_experts(layer)] for layer in range(model.layers)], _moved(s)
+    whole = [
+        of_kind[model.has_experts(layer)] * training_of(spec, layer).feed_forward
+        for layer in range(model.layers)
+    ]
+    moved = _moved(s)
     tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
     length = spec.data.seq_len
     peaks = backward_peaks(s, last, cpu)
@@ -133,9 +145,11 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
         moved,
         shared=b * (tables + _mask(spec)),
         plans=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
-        embed=9 * s.tokens if layout.tp > 1 else 0,
+        embed=9 * s.tokens if layout.tp > 1 and embedding_is_trained(spec) else 0,
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
-        head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
+        head=b * (s.stream + s.whole)
+        + s.numbers(1, s.own)
+        + exact * s.rows * model.hidden * head_is_trained(spec),
         in_block=max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention)
         + peaks.kept
         - whole[last]
@@ -249,8 +263,9 @@ def _moved(s: Sizes) -> tuple[int, ...]:
     given = s.width.compute * s.stream
     for stage in stages(model, s.spec.layout, s.spec.data.seq_len):
         for layer in stage.blocks[:-1]:
-            found[layer] = of_kind[model.has_experts(layer)]
-        if len(stage.blocks) > 1 and not stage.embed and given >= tiling().offload_bytes:
+            found[layer] = of_kind[model.has_experts(layer)] * training_of(s.spec, layer).feed_forward
+        moves = len(stage.blocks) > 1 and training_of(s.spec, stage.first).before
+        if moves and not stage.embed and given >= tiling().offload_bytes:
             found[stage.first] -= given
     return tuple(found)
 

@@ -79,7 +79,7 @@ def microbatch_seconds(blocks: LayerCost, model: Contents, policy: str | None = 
     """
     total = sum(count * passes.total for count, passes in parts(blocks, model))
     if policy == "full":
-        total += sum(count * blocks.passes(routed).forward.total for count, routed in model.kinds)
+        total += sum(count * blocks.passes(routed).forward.total for count, routed in model.backward)
     return total
 
 
@@ -133,9 +133,14 @@ class Pace(NamedTuple):
 
 
 def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
-    """The pace of a mesh whose stages are a message of `hop` seconds apart."""
-    passes = [blocks.seconds(part) if count else PassSeconds() for part, count in model._asdict().items()]
-    return Pace(tuple(part.total for part in passes), tuple(part.forward.total for part in passes), hop)
+    """The pace of a mesh whose stages are a message of `hop` seconds apart.
+
+    Where parameters are frozen, it counts forwards only, since backwards differ from module to module.
+    """
+    passes = [blocks.seconds(part) if count else PassSeconds() for part, count in model.parts.items()]
+    forward = tuple(part.forward.total for part in passes)
+    total = tuple(part.total for part in passes) if model.trained is None else forward
+    return Pace(total, forward, hop)
 
 
 def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whole: bool) -> float:
@@ -145,7 +150,9 @@ def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whol
     """
     once, hop = (pace.total, 2 * pace.hop) if whole else (pace.forward, pace.hop)
     return max(
-        microbatches * sum(map(mul, work, pace.total)) + sum(map(mul, before, once)) + hops * hop
+        microbatches * sum(map(mul, work.parts.values(), pace.total))
+        + sum(map(mul, before.parts.values(), once))
+        + hops * hop
         for work, before, hops in shapes
     )
 

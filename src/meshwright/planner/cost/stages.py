@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,11 +19,12 @@ from meshwright.planner.cost.exchange import ExchangeSeconds, RankParts, exchang
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.muon import muon_seconds
+from meshwright.planner.cost.trained import Trained, Work, trained_in
 from meshwright.planner.group_shapes import axes, step_world
 from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
 from meshwright.schedule.actions import looped, v_shape
-from meshwright.spec import Layout, ModelSpec, RunSpec
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import TWO_STAGES
 from meshwright.spec.stages import Stage, stages
 
@@ -42,6 +43,21 @@ class Contents(NamedTuple):
     """Blocks with routed experts."""
     embed: bool
     head: bool
+    trained: Trained | None = None
+    """The part of it that is trained; None where no parameter of the run is frozen."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Number of its modules by kind."""
+        return {"dense": self.dense, "routed": self.routed, "embed": self.embed, "head": self.head}
+
+    @property
+    def backward(self) -> list[tuple[int, bool]]:
+        """`kinds` of the blocks that have a backward."""
+        if (trained := self.trained) is None:
+            return self.kinds
+        counts = (trained.dense.input, False), (trained.routed.input, True)
+        return [(count, routed) for count, routed in counts if count]
 
     @property
     def blocks(self) -> int:
@@ -54,23 +70,30 @@ class Contents(NamedTuple):
         return [(count, routed) for count, routed in ((self.dense, False), (self.routed, True)) if count]
 
 
-def model_contents(model: ModelSpec) -> Contents:
-    """The whole model."""
+def model_contents(spec: RunSpec) -> Contents:
+    """The whole model of a run."""
+    model = spec.model
     routed = sum(map(model.has_experts, range(model.layers)))
-    return Contents(model.layers - routed, routed, True, True)
+    trained = trained_in(spec, Stage(0, 0, model.layers, True, True))
+    return Contents(model.layers - routed, routed, True, True, trained)
 
 
 class PlacedStages:
     """The stages of a pipeline on its ranks: `own` lists each rank's stages, by index."""
 
     def __init__(
-        self, stages: Sequence[Stage], own: Sequence[Sequence[int]], routed_before: Sequence[int]
+        self,
+        spec: RunSpec,
+        stages: Sequence[Stage],
+        own: Sequence[Sequence[int]],
+        routed_before: Sequence[int],
     ) -> None:
         self.own = own
         self.contents = []
         for stage in stages:
             routed = routed_before[stage.last] - routed_before[stage.first]
-            self.contents.append(Contents(stage.last - stage.first - routed, routed, stage.embed, stage.head))
+            dense, trained = stage.last - stage.first - routed, trained_in(spec, stage)
+            self.contents.append(Contents(dense, routed, stage.embed, stage.head, trained))
 
     @cached_property
     def by_rank(self) -> list[tuple[Contents, ...]]:
@@ -90,7 +113,9 @@ def placed_stages(spec: RunSpec) -> PlacedStages:
     """The stages of a run's pipeline."""
     experts = map(spec.model.has_experts, range(spec.model.layers))
     made = stages(spec.model, spec.layout, spec.data.seq_len)
-    return PlacedStages(made, ranks_of(spec.layout, spec.layout.pp), list(accumulate(experts, initial=0)))
+    return PlacedStages(
+        spec, made, ranks_of(spec.layout, spec.layout.pp), list(accumulate(experts, initial=0))
+    )
 
 
 def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
@@ -104,8 +129,10 @@ def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
 
 def together(held: Sequence[Contents]) -> Contents:
     """The contents of several stages."""
-    dense, routed, embed, head = zip(*held, strict=True)
-    return Contents(sum(dense), sum(routed), any(embed), any(head))
+    dense, routed, embed, head, trained = zip(*held, strict=True)
+    known = [each for each in trained if each is not None]
+    total = reduce(Trained.plus, known) if known else None
+    return Contents(sum(dense), sum(routed), any(embed), any(head), total)
 
 
 @dataclass(frozen=True)
@@ -159,7 +186,7 @@ class StageCosts:
         backward = sum(passes.total for passes in work) - forward
         found = data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
         if spec.train.optimiser_kind.orthogonalises:
-            kinds = together(mine).kinds
+            kinds = together(mine).backward
             more = sum(count * muon_seconds(spec, self._costs, routed) for count, routed in kinds)
             found = replace(found, optimiser=found.optimiser + more)
         return found
@@ -172,9 +199,14 @@ class StageCosts:
         return exchange_seconds(spec, self._costs, ranks, alone)
 
     def _parts(self, held: Contents) -> RankParts:
-        both = stored(self.blocks, held._replace(embed=False, head=False))
+        both = stored(self.blocks, held._replace(embed=False, head=False)).trained
         end, tied = self.blocks.rows * self.blocks.spec.model.hidden, self.blocks.spec.model.tied
-        return RankParts(both, held.embed * end, (held.head and not (tied and held.embed)) * end)
+        embed = head = 1.0
+        if held.trained is not None:
+            embed, head = held.trained.embed.weight, held.trained.head.weight
+        return RankParts(
+            both, held.embed * end * embed, (held.head and not (tied and held.embed)) * end * head
+        )
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""
@@ -189,7 +221,12 @@ class StageCosts:
 
 def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]]:
     """(number, seconds of a microbatch in one) of the blocks of each kind, the embedding and the head."""
-    return ((count, blocks.seconds(part)) for part, count in held._asdict().items() if count)
+    for part, count in held.parts.items():
+        if count and held.trained is None:
+            yield count, blocks.seconds(part)
+        elif count:
+            work: Work = getattr(held.trained, part)
+            yield 1, work.of(count, blocks.seconds(part))
 
 
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
@@ -200,7 +237,17 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     for count, routed in held.kinds:
         mine = blocks.held(routed)
         whole, experts = whole + count * mine[0], experts + count * mine[1]
-    return StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
+    found = StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
+    if (trained := held.trained) is None:
+        return found
+    layout, weights = blocks.spec.layout, []
+    if held.embed:
+        weights.append(trained.embed.weight)
+    if held.head and len(weights) < ends:
+        weights.append(trained.head.weight)
+    dense = trained.frozen_split // layout.tp + trained.frozen_whole
+    dense += weights.count(0.0) * blocks.rows * model.hidden
+    return replace(found, frozen=dense, frozen_routed=trained.frozen_experts / (layout.ep * layout.etp))
 
 
 def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, Link | None]:

@@ -20,6 +20,7 @@ from meshwright.planner.group_shapes import GroupShape, axes, step_axes, step_wo
 from meshwright.planner.rank_view import (
     BlockTraining,
     RankView,
+    embedding_is_trained,
     gathered_bytes,
     part_elements,
     place_of,
@@ -327,11 +328,6 @@ def _routed_last(kind: tuple[bool, BlockTraining]) -> bool:
     return kind[0]
 
 
-def embedding_is_trained(spec: RunSpec) -> bool:
-    """True if the embedding of tokens has a gradient."""
-    return any(p.trainable for p in run_parameters(spec)["embed"] if p.name == "embed.weight")
-
-
 def head_has_gradient(spec: RunSpec) -> bool:
     """True if the input of the head's product has a gradient: one goes to its norm, or to modules before."""
     listed = [p for unit in ("embed", "head") for p in run_parameters(spec).get(unit, ())]
@@ -375,7 +371,7 @@ def _gathers(view: RankView) -> dict[str, int]:
 
     A block is gathered for its forward and for its backward. The head and the last block stay whole in
     between, the first block from its backward to the next microbatch's forward; the backward of the embedding
-    reads no weight. Tied ends stay whole through the step. Blocks before the first module that is trained have
+    reads no weight. Tied ends stay whole through the step. Blocks before the first trained module have
     no backward.
     """
     often, blocks = view.spec.microbatches, view.spec.model.layers

@@ -1,0 +1,86 @@
+"""The share of a stage's work and parameters that training takes where some parameters are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.planner.cost.breakdown import PassSeconds, Seconds
+from meshwright.planner.rank_view import training_of
+from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import frozen_names, run_parameters
+from meshwright.spec.parameters import Parameter
+from meshwright.spec.stages import Stage, first_trained
+
+
+class Work(NamedTuple):
+    """Modules of one kind in a stage whose backward is computed, and those whose weights' gradients are.
+
+    The latter are not whole where some of a module's matrices are frozen.
+    """
+
+    input: int = 0
+    weight: float = 0.0
+
+    def of(self, count: int, each: PassSeconds) -> PassSeconds:
+        """Seconds of `count` modules that take `each` where everything is trained."""
+        nothing = Seconds()
+        return PassSeconds(
+            nothing.plus(each.forward, count),
+            nothing.plus(each.input, self.input),
+            nothing.plus(each.weight, self.weight),
+            nothing.plus(each.again, self.input),
+        )
+
+
+class Trained(NamedTuple):
+    """Work of the backward by kind of module, and elements that are frozen."""
+
+    dense: Work = Work()
+    routed: Work = Work()
+    embed: Work = Work()
+    head: Work = Work()
+    frozen_split: int = 0
+    """Elements that tensor ranks share, of blocks without their routed experts."""
+    frozen_whole: int = 0
+    """Elements that each tensor rank holds."""
+    frozen_experts: int = 0
+
+    def plus(self, other: Trained) -> Trained:
+        """The sum of two stages."""
+        works = (
+            Work(a.input + b.input, a.weight + b.weight) for a, b in zip(self[:4], other[:4], strict=True)
+        )
+        return Trained(*works, *(a + b for a, b in zip(self[4:], other[4:], strict=True)))
+
+
+def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
+    """The work of a stage's backward; None where no parameter of the run is frozen."""
+    if not frozen_names(spec):
+        return None
+    every, found, first = run_parameters(spec), Trained(), first_trained(spec)
+    for layer in stage.blocks:
+        listed = every[f"blocks.{layer}"]
+        work = Work(int(training_of(spec, layer).feed_forward), _share(listed))
+        kind = "routed" if spec.model.has_experts(layer) else "dense"
+        frozen = [p for p in listed if not p.trainable]
+        sizes = {
+            "frozen_split": sum(p.size for p in frozen if p.split and not p.expert),
+            "frozen_whole": sum(p.size for p in frozen if not p.split and not p.expert),
+            "frozen_experts": sum(p.size for p in frozen if p.expert),
+        }
+        found = found.plus(Trained(**{kind: work}, **sizes))
+    ends = {p.name: p.trainable for unit in ("embed", "head") for p in every.get(unit, ())}
+    if stage.embed:
+        found = found._replace(embed=Work(0, float(ends["embed.weight"])))
+    if stage.head:
+        weight = ends["embed.weight" if spec.model.tied else "head.weight"]
+        norm = any(trained for name, trained in ends.items() if name.startswith("head.norm."))
+        found = found._replace(head=Work(int(norm or first <= spec.model.layers), float(weight)))
+    return found
+
+
+def _share(listed: Sequence[Parameter]) -> float:
+    """The share of the elements of matrices that is trained."""
+    matrices = [p for p in listed if len(p.shape) > 1]
+    return sum(p.size for p in matrices if p.trainable) / sum(p.size for p in matrices)
