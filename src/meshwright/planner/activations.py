@@ -32,7 +32,6 @@ from meshwright.planner import activations_moe as experts
 from meshwright.planner.rank_view import (
     added_by_products,
     embedding_is_trained,
-    head_is_trained,
     sum_width,
     training_of,
     widths,
@@ -41,6 +40,7 @@ from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
 from meshwright.spec.tiling import loss_rows, part_tile, query_rows, tiling
+from meshwright.spec.training_flops import head_is_trained
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,6 @@ def embedding_is_trained(spec: RunSpec) -> bool:
     return "embed.weight" not in frozen_names(spec)
 
 
-def head_is_trained(spec: RunSpec) -> bool:
-    """True if the head's matrix has a gradient."""
-    return ("embed.weight" if spec.model.tied else "head.weight") not in frozen_names(spec)
-
-
 def place_of(spec: RunSpec, rank: int) -> RankView:
     """The view of pipeline rank `rank`."""
     schedule = schedule_of(spec.layout, spec.microbatches)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.planner.activations import activations
-from meshwright.planner.rank_view import recomputed, widths
+from meshwright.planner.rank_view import recomputed, training_of, widths
 from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
 from meshwright.schedule.bubble_formulas import idle
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage, stages
+from meshwright.spec.training_flops import head_has_gradient, head_is_trained, trained_share
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,16 @@ def _counted(spec: RunSpec, stage: Stage, flops: float) -> StageCost:
     model, layout, length = spec.model, spec.layout, spec.data.seq_len
     matmul = sum(map(model.block_weight_flops, stage.blocks))
     attention = sum(model.block_flops(length, layer) for layer in stage.blocks) - matmul
-    again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
-    head = model.head_flops if stage.head else 0
+    back = [layer for layer in stage.blocks if training_of(spec, layer).feed_forward]
+    matmul_back = sum(map(model.block_weight_flops, back))
+    attention_back = sum(model.block_flops(length, layer) for layer in back) - matmul_back
+    again = recomputed(spec, "matmul") * matmul_back + recomputed(spec, "attention") * attention_back
+    head = model.head_flops * (1 + head_has_gradient(spec) + head_is_trained(spec)) if stage.head else 0
     rate = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # tokens' FLOPs a second
     return StageCost(
-        forward=(matmul + attention + 3 * head) / rate,
-        input=(matmul + 2 * attention + again) / rate,
-        weight=matmul / rate,
+        forward=(matmul + attention + head) / rate,
+        input=(matmul_back + 2 * attention_back + again) / rate,
+        weight=sum(trained_share(spec, layer) * model.block_weight_flops(layer) for layer in back) / rate,
     )
 
 

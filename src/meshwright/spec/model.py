@@ -19,7 +19,7 @@ class ModelSpec(Architecture):
     @property
     def active_parameters(self) -> int:
         """Number of parameters that one token is computed with; only its own of the routed experts count."""
-        return sum(_active_size(self, parameter) for unit in parameters(self).values() for parameter in unit)
+        return sum(active_size(self, parameter) for unit in parameters(self).values() for parameter in unit)
 
     @property
     def head_flops(self) -> int:
@@ -71,7 +71,7 @@ class ModelSpec(Architecture):
         return _weight_flops(self, self.has_experts(layer))
 
 
-def _active_size(model: ModelSpec, parameter: Parameter) -> int:
+def active_size(model: ModelSpec, parameter: Parameter) -> int:
     """Number of elements that one token is computed with: all, or those of its own experts."""
     if model.moe is None or not parameter.expert:
         return parameter.size
@@ -83,4 +83,4 @@ def _weight_flops(model: ModelSpec, experts: bool) -> int:
     """Forward FLOPs on one token of the matrices in the first block with, or without, experts."""
     layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == experts)
     matrices = [parameter for parameter in block_parameters(model, layer) if len(parameter.shape) > 1]
-    return 2 * sum(_active_size(model, parameter) for parameter in matrices)
+    return 2 * sum(active_size(model, parameter) for parameter in matrices)

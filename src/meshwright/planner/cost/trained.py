@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, Seconds
-from meshwright.planner.rank_view import training_of
+from meshwright.planner.rank_view import embedding_is_trained, training_of
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
-from meshwright.spec.parameters import Parameter
-from meshwright.spec.stages import Stage, first_trained
+from meshwright.spec.stages import Stage
+from meshwright.spec.training_flops import head_has_gradient, head_is_trained, trained_share
 
 
 class Work(NamedTuple):
@@ -58,10 +57,10 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
     """The work of a stage's backward; None where no parameter of the run is frozen."""
     if not frozen_names(spec):
         return None
-    every, found, first = run_parameters(spec), Trained(), first_trained(spec)
+    every, found = run_parameters(spec), Trained()
     for layer in stage.blocks:
         listed = every[f"blocks.{layer}"]
-        work = Work(int(training_of(spec, layer).feed_forward), _share(listed))
+        work = Work(int(training_of(spec, layer).feed_forward), trained_share(spec, layer))
         kind = "routed" if spec.model.has_experts(layer) else "dense"
         frozen = [p for p in listed if not p.trainable]
         sizes = {
@@ -70,17 +69,8 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
             "frozen_experts": sum(p.size for p in frozen if p.expert),
         }
         found = found.plus(Trained(**{kind: work}, **sizes))
-    ends = {p.name: p.trainable for unit in ("embed", "head") for p in every.get(unit, ())}
     if stage.embed:
-        found = found._replace(embed=Work(0, float(ends["embed.weight"])))
+        found = found._replace(embed=Work(0, float(embedding_is_trained(spec))))
     if stage.head:
-        weight = ends["embed.weight" if spec.model.tied else "head.weight"]
-        norm = any(trained for name, trained in ends.items() if name.startswith("head.norm."))
-        found = found._replace(head=Work(int(norm or first <= spec.model.layers), float(weight)))
+        found = found._replace(head=Work(int(head_has_gradient(spec)), float(head_is_trained(spec))))
     return found
-
-
-def _share(listed: Sequence[Parameter]) -> float:
-    """The share of the elements of matrices that is trained."""
-    matrices = [p for p in listed if len(p.shape) > 1]
-    return sum(p.size for p in matrices if p.trainable) / sum(p.size for p in matrices)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from meshwright.planner.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
 from meshwright.planner.group_shapes import step_axes
 from meshwright.planner.memory.states import StateShard, decoded_bytes, difference_bytes, packed_width, waits
-from meshwright.planner.rank_view import RankView, head_is_trained, widths
+from meshwright.planner.rank_view import RankView, widths
 from meshwright.spec.stages import first_trained
+from meshwright.spec.training_flops import head_is_trained
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
-from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Piece, parameters
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.stages import first_trained
 from meshwright.spec.tiling import loss_pieces
+from meshwright.spec.training_flops import head_has_gradient
 
 Key = TypeVar("Key")
 
@@ -326,13 +326,6 @@ def microbatch_messages(
 
 def _routed_last(kind: tuple[bool, BlockTraining]) -> bool:
     return kind[0]
-
-
-def head_has_gradient(spec: RunSpec) -> bool:
-    """True if the input of the head's product has a gradient: one goes to its norm, or to modules before."""
-    listed = [p for unit in ("embed", "head") for p in run_parameters(spec).get(unit, ())]
-    of_norm = any(p.trainable for p in listed if p.name.startswith("head.norm."))
-    return of_norm or first_trained(spec) <= spec.model.layers
 
 
 def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | None) -> Iterator[Message]:
