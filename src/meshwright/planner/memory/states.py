@@ -19,8 +19,8 @@ bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and coun
 bytes for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no
 pattern divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8
 bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has
-two maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps elsewhere
-take no bytes of the device, but for the pieces of them that pass through a GPU in an update
+two maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps
+elsewhere take no bytes of the device, but for the pieces of them that pass through a GPU in an update
 (`optim/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
 what one moment does, on the device. Islands have an anchor and an outer momentum of e for each number of the
 stored part, an error of e with error feedback, an anchor for each bias of a router, and with a delay the
