@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 
 from meshwright.exchange.hf_config import write_hf_config
 from meshwright.model.init import init_value
-from meshwright.spec import RunSpec
-from meshwright.spec.parameter_groups import Group, group_of
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.parameter_groups import Group, frozen_names, group_of, run_parameters
+from meshwright.spec.stages import first_trained
+from meshwright.spec.training_flops import flops_per_token
 
 
 def spec_of(train: dict[str, Any], model: dict[str, Any] | None = None) -> RunSpec:
@@ -74,3 +77,34 @@ def test_mup_is_not_in_what_is_exported() -> None:
         RunSpec.model_validate({"model": {"preset": "tiny", "mup_base_hidden": base}}) for base in (None, 64)
     )
     assert write_hf_config(mup.model, "float32") == write_hf_config(plain.model, "float32")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "told"),
+    [
+        (["embed.*", "blocks.9.*"], "train.frozen: 'blocks.9.*' matches no parameter of the model"),
+        (["*"], "train.frozen: '*' match every parameter, so nothing would be trained"),
+    ],
+)
+def test_a_set_of_frozen_parameters_that_makes_no_sense_is_refused(frozen: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        spec_of({"frozen": frozen})
+
+
+def test_frozen_parameters_are_those_of_the_patterns() -> None:
+    spec = spec_of({"frozen": ["embed.*", "blocks.?.attn.*"]})
+    every = [parameter for unit in run_parameters(spec).values() for parameter in unit]
+    assert {p.name for p in every if not p.trainable} == frozen_names(spec)
+    assert all(p.trainable != (p.name.startswith("embed.") or ".attn." in p.name) for p in every)
+    assert first_trained(spec) == 1
+    assert first_trained(spec_of({"frozen": ["embed.*", "blocks.*"]})) == spec.model.layers + 1
+
+
+def test_flops_of_frozen_parameters_are_those_of_the_forward() -> None:
+    plain, head = spec_of({}), spec_of({"frozen": ["embed.*", "blocks.*"]})
+    model, length = plain.model, plain.data.seq_len
+    assert flops_per_token(plain) == model.flops_per_token(length)
+    assert flops_per_token(head) == model.forward_flops(length) + 2 * model.head_flops
+    matrices = spec_of({"frozen": ["blocks.*.attn.?.weight", "blocks.*.mlp.*", "head.weight"]})
+    weights = sum(map(model.block_weight_flops, range(model.layers))) + model.head_flops
+    assert flops_per_token(matrices) == model.flops_per_token(length) - weights

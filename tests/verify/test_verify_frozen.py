@@ -36,6 +36,9 @@ CASES: list[dict[str, object]] = [
         "model__tied": "true",
     },
     {"layout__dp": 2, "train__frozen": "embed.*,blocks.*"},
+    {"layout__dp": 2, "layout__zero": 1, "train__ema": 0.9, "train__clip_parameter": 0.01},
+    {"layout__dp": 2, "layout__replicate": 2, "outer__every": 1, "train__optimiser": "muon"},
+    {"layout__dp": 2, "layout__replicate": 2, "layout__zero": 1, "outer__staleness": 1},
 ]
 QUICK = [CASES[index] for index in (1, 3, 5, 7, 8, 10, 13)]
 

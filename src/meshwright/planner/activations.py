@@ -29,12 +29,19 @@ from math import ceil
 from typing import NamedTuple
 
 from meshwright.planner import activations_moe as experts
-from meshwright.planner.rank_view import added_by_products, sum_width, widths
+from meshwright.planner.rank_view import (
+    added_by_products,
+    embedding_is_trained,
+    sum_width,
+    training_of,
+    widths,
+)
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layers import LayerKind, RopeSpec
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
 from meshwright.spec.tiling import loss_rows, part_tile, query_rows, tiling
+from meshwright.spec.training_flops import head_is_trained
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,8 @@ class Activations:
     def of(self, stage: Stage) -> int:
         """Kept on the device by one microbatch in a stage of a pipeline, without `plans`."""
         found = sum(self.by_block[layer] for layer in stage.blocks)
-        found += self.shared_by(self.kinds[stage.first : stage.last])
+        kept = [self.kinds[layer] for layer in stage.blocks if self.by_block[layer] or self.moved[layer]]
+        found += self.shared_by(kept)
         return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
 
 
@@ -149,7 +157,8 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
     of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
     kinds = model.layer_kinds
-    whole, moved = [of_kind[kind] for kind in kinds], _moved(s)
+    whole = [of_kind[kind] * training_of(spec, layer).feed_forward for layer, kind in enumerate(kinds)]
+    moved = _moved(s)
     length = spec.data.seq_len
     windows = {kind.window for kind in s.kinds}
     peaks = backward_peaks(s, last, cpu)
@@ -160,9 +169,11 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
         tables={kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds},
         masks={window: b * _mask(spec, window) for window in windows},
         plan=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
-        embed=9 * s.tokens if layout.tp > 1 else 0,
+        embed=9 * s.tokens if layout.tp > 1 and embedding_is_trained(spec) else 0,
         host=len(windows) * 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
-        head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
+        head=b * (s.stream + s.whole)
+        + s.numbers(1, s.own)
+        + exact * s.rows * model.hidden * head_is_trained(spec),
         in_block=max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention)
         + peaks.kept
         - whole[last]
@@ -277,8 +288,9 @@ def _moved(s: Sizes) -> tuple[int, ...]:
     given = s.width.compute * s.stream
     for stage in stages(model, s.spec.layout, s.spec.data.seq_len):
         for layer in stage.blocks[:-1]:
-            found[layer] = of_kind[kinds[layer]]
-        if len(stage.blocks) > 1 and not stage.embed and given >= tiling().offload_bytes:
+            found[layer] = of_kind[kinds[layer]] * training_of(s.spec, layer).feed_forward
+        moves = len(stage.blocks) > 1 and training_of(s.spec, stage.first).before
+        if moves and not stage.embed and given >= tiling().offload_bytes:
             found[stage.first] -= given
     return tuple(found)
 

@@ -12,7 +12,7 @@ from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
 from meshwright.spec.low_precision_rules import is_rounded
-from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
 from meshwright.spec.precision import FP8_TILE, WORD
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
@@ -148,6 +148,11 @@ def training_of(spec: RunSpec, layer: int) -> BlockTraining:
     listed, first = run_parameters(spec)[f"blocks.{layer}"], first_trained(spec)
     names = frozenset(p.name.split(".", 2)[2] for p in listed if p.trainable)
     return BlockTraining(first <= layer, None if len(names) == len(listed) else names)
+
+
+def embedding_is_trained(spec: RunSpec) -> bool:
+    """True if the embedding of tokens has a gradient."""
+    return "embed.weight" not in frozen_names(spec)
 
 
 def place_of(spec: RunSpec, rank: int) -> RankView:

@@ -13,15 +13,17 @@ times its forward for F. Norms, the embedding and other operators without a matr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.planner.activations import activations
-from meshwright.planner.rank_view import recomputed, widths
+from meshwright.planner.rank_view import recomputed, training_of, widths
 from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
 from meshwright.schedule.bubble_formulas import idle
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage, stages
+from meshwright.spec.training_flops import head_has_gradient, head_is_trained, trained_share
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,29 @@ def message_bytes(spec: RunSpec) -> int:
     return tokens * spec.model.hidden * widths(spec).compute
 
 
+def _block_flops(spec: RunSpec, layers: Iterable[int]) -> tuple[int, int]:
+    """Forward FLOPs of blocks on one token: of their weights, and of attention."""
+    model = spec.model
+    kinds = [model.layer_kinds[layer] for layer in layers]
+    weights = sum(map(model.block_weight_flops, kinds))
+    return weights, sum(model.block_flops(spec.data.seq_len, kind) for kind in kinds) - weights
+
+
 def _counted(spec: RunSpec, stage: Stage, flops: float) -> StageCost:
     """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
-    model, layout, length = spec.model, spec.layout, spec.data.seq_len
-    kinds = model.layer_kinds[stage.first : stage.last]
-    matmul = sum(map(model.block_weight_flops, kinds))
-    attention = sum(model.block_flops(length, kind) for kind in kinds) - matmul
-    again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
-    head = model.head_flops if stage.head else 0
+    model, layout = spec.model, spec.layout
+    kinds = model.layer_kinds
+    back = [layer for layer in stage.blocks if training_of(spec, layer).feed_forward]
+    matmul, attention = _block_flops(spec, stage.blocks)
+    matmul_back, attention_back = _block_flops(spec, back)
+    again = recomputed(spec, "matmul") * matmul_back + recomputed(spec, "attention") * attention_back
+    head = model.head_flops * (1 + head_has_gradient(spec) + head_is_trained(spec)) if stage.head else 0
+    weights = sum(trained_share(spec, layer) * model.block_weight_flops(kinds[layer]) for layer in back)
     rate = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # tokens' FLOPs a second
     return StageCost(
-        forward=(matmul + attention + 3 * head) / rate,
-        input=(matmul + 2 * attention + again) / rate,
-        weight=matmul / rate,
+        forward=(matmul + attention + head) / rate,
+        input=(matmul_back + 2 * attention_back + again) / rate,
+        weight=weights / rate,
     )
 
 

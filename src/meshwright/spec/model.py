@@ -21,7 +21,7 @@ class ModelSpec(Architecture):
     @property
     def active_parameters(self) -> int:
         """Number of parameters that one token is computed with; only its own of the routed experts count."""
-        return sum(_active_size(self, parameter) for unit in parameters(self).values() for parameter in unit)
+        return sum(active_size(self, parameter) for unit in parameters(self).values() for parameter in unit)
 
     @property
     def head_flops(self) -> int:
@@ -62,7 +62,7 @@ class ModelSpec(Architecture):
         return _weight_flops(self, kind)
 
 
-def _active_size(model: ModelSpec, parameter: Parameter) -> int:
+def active_size(model: ModelSpec, parameter: Parameter) -> int:
     """Number of elements that one token is computed with: all, or those of its own experts."""
     if model.moe is None or not parameter.expert:
         return parameter.size
@@ -74,4 +74,4 @@ def _weight_flops(model: ModelSpec, kind: LayerKind) -> int:
     """Forward FLOPs on one token of the matrices in the first block of a kind."""
     listed = block_parameters(model, model.layer_kinds.index(kind))
     matrices = [parameter for parameter in listed if len(parameter.shape) > 1]
-    return 2 * sum(_active_size(model, parameter) for parameter in matrices)
+    return 2 * sum(active_size(model, parameter) for parameter in matrices)

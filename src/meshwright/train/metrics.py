@@ -13,6 +13,7 @@ import torch
 from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import MoeSpec
+from meshwright.spec.training_flops import flops_per_token
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Step, Trainer
 
@@ -86,9 +87,8 @@ class Metrics:
 
     def _mfu(self, tokens_per_second: float) -> float:
         """The share of `peak_flops` that the model takes, and the parts of a step beside it."""
-        flops_per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
-        flops_per_token += sum(part.flops_per_token() for part in self.trainer.parts)
-        return flops_per_token * tokens_per_second / self.peak_flops
+        flops = flops_per_token(self.spec) + sum(part.flops_per_token() for part in self.trainer.parts)
+        return flops * tokens_per_second / self.peak_flops
 
 
 def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:

@@ -15,6 +15,7 @@ from meshwright.train.step import Trainer
 from meshwright.verify.kinds import model_in
 from meshwright.verify.reference.data import held_out_batch
 from meshwright.verify.reference.decoder import ReferenceDecoder
+from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.steps import mean_loss
 
@@ -62,9 +63,11 @@ def reference_losses(
     moved = batch.to(device)
     of_model = model_in(weights)
     biases = weights.get("router bias", {})
+    own = {name.split("/")[-1]: tensor for name, tensor in weights["parameter"].items()}  # of any island
+    frozen = {name: tensor for name, tensor in own.items() if is_frozen(spec, name)}
     for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
         if held is not None:
-            tensors = {name: tensor.double() for name, tensor in {**biases, **held}.items()}
+            tensors = {name: tensor.double() for name, tensor in {**biases, **frozen, **held}.items()}
             decoder = ReferenceDecoder(spec.model, tensors, linears=linears)
             logits, _ = decoder(moved.tokens, moved.positions, moved.documents)
             found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()

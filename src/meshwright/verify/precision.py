@@ -39,7 +39,7 @@ from meshwright.verify.narrow import narrow
 from meshwright.verify.reference.adamw8bit import settled
 from meshwright.verify.reference.clipping import ReferenceClipping
 from meshwright.verify.reference.data import batches
-from meshwright.verify.reference.groups import factor_and_decay
+from meshwright.verify.reference.groups import factor_and_decay, is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.optimisers import update
 from meshwright.verify.reference.rounding import stochastic
@@ -140,6 +140,8 @@ class _Comparison:
         self.state = gather_state(self.trainer)
         if mesh.rank == 0:
             drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
+            compute = formats(spec.precision).compute
+            drawn |= {name: each.to(compute) for name, each in drawn.items() if is_frozen(spec, name)}
             words = "step 0: the initial value of {} differs"
             self.found.close(0, "initial weight", self.state["parameter"], drawn, MASTER_TOLERANCE, words)
             if self.trainer.loss_scale.dynamic:
@@ -292,7 +294,8 @@ class _Comparison:
             return
         wanted = {name: bias.clone() for name, bias in before["router bias"].items()}
         for layer, experts in chosen.items():
-            move_bias(moe, experts, wanted[f"blocks.{layer}.mlp.router.bias"])
+            if not is_frozen(self.spec, f"blocks.{layer}.mlp.router.weight"):
+                move_bias(moe, experts, wanted[f"blocks.{layer}.mlp.router.bias"])
         words = f"step {number}: {{}} is not that of the experts' loads"
         self.found.close(number, "router bias", self.state["router bias"], wanted, MASTER_TOLERANCE, words)
 
@@ -339,6 +342,10 @@ class _Comparison:
             averages = {name: averaged(each, end.double(), spec.train.ema) for name, each, end in pairs}
             words = f"step {number}: the moving average of {{}} is not that of its weights"
             found.close(number, "ema", self.state["ema"], averages, MASTER_TOLERANCE, words)
+        for name in self.state["parameter"].keys() - clipped.keys():
+            words = f"step {number}: {name}, which is not trained, has changed"
+            same = torch.equal(before["parameter"][name], self.state["parameter"][name])
+            found.add(number, "frozen", name, 0.0 if same else math.inf, 0.0, words)
         for name, target in wanted["parameter"].items():
             start, end = before["parameter"][name].double(), self.state["parameter"][name].double()
             moved = float((target - start).abs().max()) or 1.0

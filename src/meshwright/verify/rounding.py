@@ -20,6 +20,7 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
 from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.steps import IGNORE, loss_and_objective
 
@@ -55,7 +56,7 @@ def exact_gradients(
     """
     held = {name: weight.double() for name, weight in weights.items()}
     linears.begin_step(targets_of(batch))
-    return _gradients(ReferenceDecoder(spec.model, held, None, linears, chosen), batch, 1.0)
+    return _gradients(spec, ReferenceDecoder(spec.model, held, None, linears, chosen), batch, 1.0)
 
 
 def rounded_gradients(
@@ -111,7 +112,7 @@ def rounded_gradients(
     targets = max(1, targets_of(batch))
     scale = targets * 2.0 ** math.frexp(1 / targets)[1] * loss_scale
     while True:
-        loss, found, routings = _gradients(decoder, batch, scale)
+        loss, found, routings = _gradients(spec, decoder, batch, scale)
         for grad in found.values():
             grad.copy_(summed(rounded(grad.to(wide) * scale))).div_(scale)
         if scale <= targets or all(bool(grad.isfinite().all()) for grad in found.values()):
@@ -137,12 +138,12 @@ class _Rounded(torch.autograd.Function):
         return ctx.rounded(grad), None
 
 
-def _gradients(decoder: ReferenceDecoder, batch: Batch, scale: float) -> Gradients:
-    """Gradients of `scale` times the objective, divided by `scale`."""
+def _gradients(spec: RunSpec, decoder: ReferenceDecoder, batch: Batch, scale: float) -> Gradients:
+    """Gradients of `scale` times the objective by what is trained, divided by `scale`."""
     parameters = {
         name: weight.requires_grad_()
         for name, weight in decoder.weights.items()
-        if not name.endswith(".router.bias")
+        if not name.endswith(".router.bias") and not is_frozen(spec, name)
     }
     loss, objective, routings = loss_and_objective(decoder, batch)
     found = torch.autograd.grad(objective * scale, list(parameters.values()))

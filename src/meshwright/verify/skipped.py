@@ -43,17 +43,19 @@ def _stored(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def infinite_gradient(trainer: Trainer) -> Iterator[None]:
-    """Make the gradient of one norm infinite, on one rank, before it is summed.
+    """Make the gradient of one norm, or other trained parameter, infinite on one rank, before it is summed.
 
     Tensor ranks may hold copies of it that are not summed, of which only the first one's counts. All ranks
     enter this.
     """
     control, counts = trainer.mesh.control, trainer.mesh.tensor.rank == 0
-    own = [
-        parameter
+    trained = {
+        name: parameter
         for name, parameter in trainer.decoder.named_parameters()
-        if counts and name.endswith("norm.weight") and parameter.device.type != "meta"
-    ]
+        if counts and parameter.requires_grad and parameter.device.type != "meta"
+    }
+    norms = [parameter for name, parameter in trained.items() if name.endswith("norm.weight")]
+    own = norms or [*trained.values()]
     ranks = control.gather(bool(own))
     last = control.broadcast(max((rank for rank, has in enumerate(ranks) if has), default=0))
     if control.rank != last:

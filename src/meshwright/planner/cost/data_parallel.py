@@ -48,6 +48,15 @@ class StoredParameters:
     routed: float
     units: int
     tensors: int
+    frozen: float = 0.0
+    """Those of `dense` that are not trained."""
+    frozen_routed: float = 0.0
+
+    @property
+    def trained(self) -> StoredParameters:
+        """Those that are trained."""
+        dense, routed = self.dense - self.frozen, self.routed - self.frozen_routed
+        return StoredParameters(dense, routed, self.units, self.tensors)
 
 
 @dataclass(frozen=True)
@@ -95,15 +104,19 @@ def data_seconds(
     unpack = kernels.moved(stack.unpacked)
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     reduction = "reduce_scatter" if layout.zero else "all_reduce"
-    stored = ("shard", held.dense, groups.shard), ("expert_data", held.routed, groups.expert_data)
-    for axis, elements, group in stored:
+    stored = (
+        ("shard", held.dense, held.frozen, groups.shard),
+        ("expert_data", held.routed, held.frozen_routed, groups.expert_data),
+    )
+    for axis, every, frozen, group in stored:
+        count = held.tensors if stack.by_tensor and layout.zero else held.units
+        gathered, elements = every if layout.shards(False) else every - frozen, every - frozen
+        if layout.zero and gathered:
+            gathers[axis] += _messages(links, "all_gather", gathered * width, group, count)
+            gathers[axis] += gathered * unpack if group.ranks > 1 else 0.0
         if not elements:
             continue
-        count = held.tensors if stack.by_tensor and layout.zero else held.units
         reduces[axis] += _messages(links, reduction, elements * gradient, group, count)
-        if layout.zero:
-            gathers[axis] += _messages(links, "all_gather", elements * width, group, count)
-            gathers[axis] += elements * unpack if group.ranks > 1 else 0.0
         mine = elements / (group.ranks if layout.zero else 1)
         across = formats.exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)

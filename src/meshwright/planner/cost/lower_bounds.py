@@ -80,7 +80,7 @@ def microbatch_seconds(blocks: LayerCost, model: Contents, policy: str | None = 
     """
     total = sum(count * passes.total for count, passes in parts(blocks, model))
     if policy == "full":
-        kinds = model.by_kind(blocks.kinds)
+        kinds = model.backward(blocks.kinds)
         total += sum(count * blocks.seconds(kind).forward.total for count, kind in kinds)
     return total
 
@@ -138,10 +138,15 @@ class Pace(NamedTuple):
 
 
 def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
-    """The pace of a mesh whose stages are a message of `hop` seconds apart."""
+    """The pace of a mesh whose stages are a message of `hop` seconds apart.
+
+    Where parameters are frozen, it counts forwards only, since backwards differ from module to module.
+    """
     listed = zip(model.parts, blocks.parts, strict=True)
     passes = [blocks.seconds(part) if count else PassSeconds() for count, part in listed]
-    return Pace(tuple(part.total for part in passes), tuple(part.forward.total for part in passes), hop)
+    forward = tuple(part.forward.total for part in passes)
+    total = tuple(part.total for part in passes) if model.trained is None else forward
+    return Pace(total, forward, hop)
 
 
 def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whole: bool) -> float:
@@ -151,7 +156,9 @@ def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whol
     """
     once, hop = (pace.total, 2 * pace.hop) if whole else (pace.forward, pace.hop)
     return max(
-        microbatches * sum(map(mul, work, pace.total)) + sum(map(mul, before, once)) + hops * hop
+        microbatches * sum(map(mul, work.parts.values(), pace.total))
+        + sum(map(mul, before.parts.values(), once))
+        + hops * hop
         for work, before, hops in shapes
     )
 

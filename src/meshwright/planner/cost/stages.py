@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from operator import sub
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from meshwright.planner.cost.exchange import ExchangeSeconds, RankParts, exchang
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.muon import muon_seconds
+from meshwright.planner.cost.trained import Trained, trained_in
 from meshwright.planner.group_shapes import axes, step_world
 from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
@@ -41,6 +42,8 @@ class Contents(NamedTuple):
     """Blocks of each of the model's kinds, in their order."""
     embed: bool
     head: bool
+    trained: Trained | None = None
+    """The part of it that is trained; None where no parameter of the run is frozen."""
 
     @property
     def blocks(self) -> int:
@@ -56,10 +59,19 @@ class Contents(NamedTuple):
         """(number of blocks, their kind), without kinds that are absent; `kinds` are the model's."""
         return [(count, kind) for count, kind in zip(self.counts, kinds, strict=True) if count]
 
+    def backward(self, kinds: Sequence[LayerKind]) -> list[tuple[int, LayerKind]]:
+        """`by_kind` of the blocks that have a backward."""
+        if self.trained is None:
+            return self.by_kind(kinds)
+        return [
+            (work.input, kind) for work, kind in zip(self.trained.works, kinds, strict=False) if work.input
+        ]
 
-def model_contents(model: ModelSpec) -> Contents:
-    """The whole model."""
-    return Contents(blocks_before(model)[-1], True, True)
+
+def model_contents(spec: RunSpec) -> Contents:
+    """The whole model of a run."""
+    trained = trained_in(spec, Stage(0, 0, spec.model.layers, True, True))
+    return Contents(blocks_before(spec.model)[-1], True, True, trained)
 
 
 def blocks_before(model: ModelSpec) -> list[tuple[int, ...]]:
@@ -77,13 +89,17 @@ class PlacedStages:
     `blocks_before`."""
 
     def __init__(
-        self, stages: Sequence[Stage], own: Sequence[Sequence[int]], before: Sequence[tuple[int, ...]]
+        self,
+        spec: RunSpec,
+        stages: Sequence[Stage],
+        own: Sequence[Sequence[int]],
+        before: Sequence[tuple[int, ...]],
     ) -> None:
         self.own = own
-        self.contents = [
-            Contents(tuple(map(sub, before[stage.last], before[stage.first])), stage.embed, stage.head)
-            for stage in stages
-        ]
+        self.contents = []
+        for stage in stages:
+            counts = tuple(map(sub, before[stage.last], before[stage.first]))
+            self.contents.append(Contents(counts, stage.embed, stage.head, trained_in(spec, stage)))
 
     @cached_property
     def by_rank(self) -> list[tuple[Contents, ...]]:
@@ -102,7 +118,7 @@ class PlacedStages:
 def placed_stages(spec: RunSpec) -> PlacedStages:
     """The stages of a run's pipeline."""
     made = stages(spec.model, spec.layout, spec.data.seq_len)
-    return PlacedStages(made, ranks_of(spec.layout, spec.layout.pp), blocks_before(spec.model))
+    return PlacedStages(spec, made, ranks_of(spec.layout, spec.layout.pp), blocks_before(spec.model))
 
 
 def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
@@ -116,8 +132,10 @@ def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
 
 def together(held: Sequence[Contents]) -> Contents:
     """The contents of several stages."""
-    counts, embed, head = zip(*held, strict=True)
-    return Contents(tuple(map(sum, zip(*counts, strict=True))), any(embed), any(head))
+    counts, embed, head, trained = zip(*held, strict=True)
+    known = [each for each in trained if each is not None]
+    total = reduce(Trained.plus, known) if known else None
+    return Contents(tuple(map(sum, zip(*counts, strict=True))), any(embed), any(head), total)
 
 
 @dataclass(frozen=True)
@@ -171,7 +189,7 @@ class StageCosts:
         backward = sum(passes.total for passes in work) - forward
         found = data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
         if spec.train.optimiser_kind.orthogonalises:
-            kinds = together(mine).by_kind(self.blocks.kinds)
+            kinds = together(mine).backward(self.blocks.kinds)
             more = sum(count * muon_seconds(spec, self._costs, kind) for count, kind in kinds)
             found = replace(found, optimiser=found.optimiser + more)
         return found
@@ -182,9 +200,14 @@ class StageCosts:
         return exchange_seconds(spec, self._costs, ranks, alone)
 
     def _parts(self, held: Contents) -> RankParts:
-        both = stored(self.blocks, held._replace(embed=False, head=False))
+        both = stored(self.blocks, held._replace(embed=False, head=False)).trained
         end, tied = self.blocks.rows * self.blocks.spec.model.hidden, self.blocks.spec.model.tied
-        return RankParts(both, held.embed * end, (held.head and not (tied and held.embed)) * end)
+        embed = head = 1.0
+        if held.trained is not None:
+            embed, head = held.trained.embed.weight, held.trained.head.weight
+        return RankParts(
+            both, held.embed * end * embed, (held.head and not (tied and held.embed)) * end * head
+        )
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""
@@ -199,8 +222,12 @@ class StageCosts:
 
 def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]]:
     """(number, seconds of a microbatch in one) of the blocks of each kind, the embedding and the head."""
-    listed = zip(held.parts, blocks.parts, strict=True)
-    return ((count, blocks.seconds(part)) for count, part in listed if count)
+    works = [None] * len(held.parts) if held.trained is None else held.trained.works
+    for count, part, work in zip(held.parts, blocks.parts, works, strict=True):
+        if count and work is None:
+            yield count, blocks.seconds(part)
+        elif count and work is not None:
+            yield 1, work.of(count, blocks.seconds(part))
 
 
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
@@ -211,7 +238,17 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     for count, kind in held.by_kind(blocks.kinds):
         mine = blocks.held(kind)
         whole, experts = whole + count * mine[0], experts + count * mine[1]
-    return StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
+    found = StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
+    if (trained := held.trained) is None:
+        return found
+    layout, weights = blocks.spec.layout, []
+    if held.embed:
+        weights.append(trained.embed.weight)
+    if held.head and len(weights) < ends:
+        weights.append(trained.head.weight)
+    dense = trained.frozen_split // layout.tp + trained.frozen_whole
+    dense += weights.count(0.0) * blocks.rows * model.hidden
+    return replace(found, frozen=dense, frozen_routed=trained.frozen_experts / (layout.ep * layout.etp))
 
 
 def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, Link | None]:

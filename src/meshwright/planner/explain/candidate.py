@@ -20,6 +20,7 @@ from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.rank_view import place_of
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.training_flops import flops_per_token
 
 TIE = 1e-3
 """Layouts whose steps differ by a smaller share are equally fast."""
@@ -106,7 +107,7 @@ class Candidate:
     def mfu(self) -> float:
         """Model FLOPs of a second over the devices' peak for the format that computes."""
         spec, cluster = self.spec, self.cluster
-        flops = spec.model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
+        flops = flops_per_token(spec) * spec.train.batch_tokens
         devices = cluster.count / (cluster.sharing if cluster.device.kind == "cpu" else 1)
         rate = peak(cluster.device, self.costs.format or spec.precision.compute) * devices
         return flops / self.seconds / rate
@@ -114,8 +115,7 @@ class Candidate:
     @property
     def causal_mfu(self) -> float:
         """The MFU with what a causal mask leaves of attention's FLOPs: half of them without a window."""
-        model, length = self.spec.model, self.spec.data.seq_len
-        return self.mfu * model.flops_per_token(length, causal=True) / model.flops_per_token(length)
+        return self.mfu * flops_per_token(self.spec, causal=True) / flops_per_token(self.spec)
 
     @cached_property
     def memory(self) -> Memory:

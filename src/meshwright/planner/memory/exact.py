@@ -78,7 +78,7 @@ def buffers(view: RankView, shards: Sequence[StateShard]) -> int:
     sharded = [unit for unit in shards if unit.ranks > 1]
     if not sharded:
         return 0
-    largest = max(unit.whole for unit in sharded)
+    largest = max((unit.whole for unit in sharded if unit.trainable), default=0)
     if spec.layout.zero == 1:
         return largest * width.compute
     gathered = sum(unit.whole for unit in sharded) * width.compute if spec.layout.zero == 3 else 0

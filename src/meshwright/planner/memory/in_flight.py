@@ -17,7 +17,7 @@ from operator import mul
 
 from meshwright.planner.activations import Activations, Sizes, activations, of_experts
 from meshwright.planner.activations_moe import routed_deferred, routed_everything, routed_saved
-from meshwright.planner.rank_view import place_of
+from meshwright.planner.rank_view import place_of, training_of
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.stages import Stage
@@ -31,7 +31,8 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     kept, sizes = kept or activations(spec), Sizes(spec)
 
     def deferred(stage: Stage) -> int:
-        return sum(weight_gradient_inputs(sizes, layer) for layer in stage.blocks)
+        trained = (layer for layer in stage.blocks if training_of(spec, layer).feed_forward)
+        return sum(weight_gradient_inputs(sizes, layer) for layer in trained)
 
     return _most(spec, pipeline_rank, kept.of, deferred, kept.plans_of(place_of(spec, pipeline_rank).own))
 

@@ -69,7 +69,7 @@ class LowerBound(Generic):
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
         """Bytes that a stage keeps of one microbatch; the least of any schedule if `split` is None."""
         each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
-        kinds = held.by_kind(blocks.kinds)
+        kinds = held.backward(blocks.kinds)
         whole = each.all.shared_by([kind for _, kind in kinds])
         whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
         whole += min((each.movable[kind] for _, kind in kinds), default=0)  # the last block's stay
@@ -78,7 +78,7 @@ class LowerBound(Generic):
     def deferred(self, blocks: LayerCost, held: Contents) -> float:
         """Bytes that a stage keeps of one microbatch whose weight gradients alone are left."""
         each = self._of_microbatch(blocks, True)
-        return sum(count * each.deferred[kind] for count, kind in held.by_kind(blocks.kinds))
+        return sum(count * each.deferred[kind] for count, kind in held.backward(blocks.kinds))
 
     def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
         """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds."""
@@ -87,11 +87,12 @@ class LowerBound(Generic):
         if spec.layout.pp > 1:
             # A schedule that splits backwards may need less in a block: its products add gradients.
             in_block = min(self._of_microbatch(blocks, split).all.in_block for split in (False, True))
-            block = in_block - head if held.blocks else 0
+            block = in_block - head if held.blocks and held.trained is None else 0
             kept = float(max(each.all.at_head if held.head else 0, block, 0))
         else:
             # With two microbatches, ZeRO-1 frees the head's gradients before any others of a block are whole.
             block = 0 if spec.layout.zero == 1 and spec.microbatches == 2 else each.all.in_block - head
+            block = block if held.trained is None else 0
             kept = self.kept(blocks, held, False) + each.all.plans + max(each.at_head, block)
         return self._count(spec, blocks, held, kept, met)
 
@@ -120,8 +121,11 @@ class LowerBound(Generic):
         parameters = optimiser = buffers = 0.0
         during = after = 0.0
         """Gradients while a last microbatch's activations are there, and at the end of the step."""
-        for whole, n in zip((elements.dense / shares, elements.routed / shares), ranks, strict=True):
+        frozen = elements.frozen / shares, elements.frozen_routed / shares
+        every = elements.trained.dense / shares, elements.trained.routed / shares
+        for whole, still, n in zip(every, frozen, ranks, strict=True):
             part = whole / n
+            parameters += still * width.compute / (n if layout.shards(False) else 1)
             if spec.train.offload == "none":
                 optimiser += moment_width(spec) * part
             optimiser += part * width.exact if spec.train.ema is not None else 0
@@ -136,8 +140,8 @@ class LowerBound(Generic):
             during += whole * packed if waits else part * width.exact if several else 0.0
             after += part * width.exact
             if zero == 3 and layout.pp > 1:
-                buffers += whole * width.compute
-        if zero == 1 and layout.pp > 1 and ranks[0] > 1:
+                buffers += (whole + still) * width.compute
+        if zero == 1 and layout.pp > 1 and ranks[0] > 1 and held.trained is None:
             units = [blocks.largest_unit] if held.embed or held.head else []
             units += [blocks.held(kind)[0] for _, kind in held.by_kind(blocks.kinds)]
             gathered = max(units, default=0) if shares == 1 else min(units)

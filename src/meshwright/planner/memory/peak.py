@@ -18,6 +18,8 @@ from meshwright.planner.group_shapes import step_axes
 from meshwright.planner.memory.states import StateShard, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 from meshwright.planner.traffic import exchange
+from meshwright.spec.stages import first_trained
+from meshwright.spec.training_flops import head_is_trained
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,19 @@ class _Step:
         self.head = head_peaks(self.sizes, on_cpu)
         self.tied = "head" not in self.groups
         self.blocks = [f"blocks.{layer}" for layer in range(view.spec.model.layers)]
+        self.first_trained = first_trained(view.spec)
+        self.first = max(0, self.first_trained - 1)
+        """The first block that has a backward."""
         of_kind = {kind: backward_peaks(self.sizes, last, on_cpu) for kind, last in self.sizes.kinds.items()}
         self.peaks = [of_kind[kind] for kind in kept.kinds]
+
+    def trained(self, name: str) -> list[StateShard]:
+        """The units of a group that are trained."""
+        return [unit for unit in self.groups[name] if unit.trainable]
+
+    def release_frozen(self, name: str) -> None:
+        """Free those of a group that are not trained, whose backward is over."""
+        self.release([unit for unit in self.groups[name] if not unit.trainable])
 
     def look(self, temporaries: int) -> None:
         """Record the moment if it is the fullest so far."""
@@ -147,7 +160,7 @@ class _Step:
             self._reduced(unit)
             return
         self.reducing.append(unit)
-        while len(self.reducing) > len(self.groups[unit.name]):
+        while len(self.reducing) > len(self.trained(unit.name)):
             self._reduced(self.reducing.popleft())
 
     def sends(self, unit: StateShard) -> bool:
@@ -202,57 +215,74 @@ class _Step:
         self.look(self.head[0])
 
     def backward(self, last: bool) -> None:
-        """From the loss to the embedding."""
+        """From the loss to the first module that is trained."""
         self._head(last)
-        for layer in reversed(range(len(self.blocks))):
+        for layer in reversed(range(self.first, len(self.blocks))):
             self._block(layer, last)
-        self._embedding(last)
+        if last or self.first:
+            self.release([unit for units in self.groups.values() for unit in units if not unit.trainable])
+        if self.first_trained == 0:
+            self._embedding(last)
         self.activations -= self.kept.shared + self.kept.plans + self.kept.embed
 
     def _head(self, last: bool) -> None:
-        (unit,) = self.groups["embed" if self.tied else "head"]
-        exact, packed = self.width.exact * self.weight, self.width.compute * self.weight
+        units, weight = (
+            self.trained("embed" if self.tied else "head"),
+            self.weight * head_is_trained(self.spec),
+        )
+        exact, packed = self.width.exact * weight, self.width.compute * weight
         self.look(self.head[1])
         self.activations -= exact
-        if not self.tied:
+        for unit in () if self.tied else units:
             self.pack(unit)
         self.look(packed)
-        self.pack(unit)
+        for unit in units:
+            self.pack(unit)
         held = packed if self.tied else 0  # until the embedding's gradient is added
         self.look(self.head[2] + exact + held)
         self.activations -= self.kept.head - exact - held
-        if not self.tied:
+        for unit in () if self.tied else units:
             self.done(unit, last, self.stream)
 
     def _block(self, layer: int, last: bool) -> None:
-        *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # experts come first in a backward
+        units = self.trained(name := self.blocks[layer])
+        routed, others = ([unit for unit in units if unit.routed == kind] for kind in (True, False))
+        after = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else None if self.tied else "head"
+        if after is not None:
+            self.release_frozen(after)
         peaks, kept = self.peaks[layer], self.kept.by_block[layer] + self.kept.moved[layer]
         if layer:  # what the next one saved comes
             self.activations += self.kept.moved[layer - 1]
-        self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")
+        before = self.blocks[layer - 1] if layer > self.first else None if last else "embed"
+        self.gather(name, before)
         more = peaks.kept - kept
         if self.sizes.channels(layer):
-            self.pack(unit)
+            for unit in others:
+                self.pack(unit)
             self.look(more + peaks.feed_forward)
-        for each in routed:
+        for unit in routed:
             self.look(more + peaks.experts)
-            self.pack(each)
+            self.pack(unit)
             self.look(more + peaks.packed)
-            self.done(each, last, 0)
-        self.pack(unit)
+            self.done(unit, last, 0)
+        for unit in others:
+            self.pack(unit)
         self.look(more + peaks.attention)
         self.activations -= kept
-        self.done(unit, last, self.stream)
+        for unit in others:
+            self.done(unit, last, self.stream)
 
     def _embedding(self, last: bool) -> None:
-        (unit,) = self.groups["embed"]
+        units = self.trained("embed")
         width, sizes = self.width, self.sizes
         gradient = added = width.compute * self.weight
         if self.on_cpu and width.exact != width.compute:  # a CPU adds up in wider numbers
             added = width.exact * self.weight + max(gradient, width.exact * sizes.whole)
         self.look(max(self.stream, width.compute * sizes.whole) + added)
-        self.pack(unit)
+        for unit in units:
+            self.pack(unit)
         self.look(gradient * (2 if self.tied else 1))
         if self.tied:
             self.activations -= gradient
-        self.done(unit, last, 0)
+        for unit in units:
+            self.done(unit, last, 0)

@@ -15,12 +15,12 @@ bf16, else m = e), its P numbers, padding included, take (cf. Rajbhandari et al.
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. Parameters that are not trained are units of their own, of P b
-bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and counts its steps in a number of
-4 bytes for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no
+bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and counts its steps in a number of 4
+bytes for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no
 pattern divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8
-bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has two
-maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps elsewhere
-take no bytes of the device, but for the pieces of them that pass through a GPU in an update
+bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has
+two maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps
+elsewhere take no bytes of the device, but for the pieces of them that pass through a GPU in an update
 (`optim/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
 what one moment does, on the device. What groups of ranks that step apart hold for their exchanges is in
 `planner/traffic/exchange.py`.

@@ -17,7 +17,7 @@ def least_memory(space: LayoutSpace, costs: CostModel, memory: Generic, enough: 
 
     They are those of equal shares of the model and of a microbatch; None if no layout is legal.
     """
-    model, best = model_contents(space.model), None
+    model, best = model_contents(space.base), None
     for inner, smallest, mesh in _smallest(space):
         for sharding in space.shardings(inner, mesh, most_shared=True):
             spec = space.spec(inner, mesh, sharding)

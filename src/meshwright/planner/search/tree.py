@@ -166,7 +166,7 @@ class SearchTree:
     ) -> None:
         self.space, self.costs, self.memory, self.found = space, costs, memory, found
         self.capacity = capacity / (1 - 1e-9)  # of sums in another order than the exact ones
-        self.model = model_contents(space.base.model)
+        self.model = model_contents(space.base)
         self._before = blocks_before(space.base.model)
         self.times = ScheduleTimes()
         self._experts = space.experts(space.ranks)
@@ -269,7 +269,8 @@ class SearchTree:
         if pp not in self._cuts:
             found = self._cuts[pp] = []
             for split in self.space.cuts(pp):
-                stages = PlacedStages(placed(split.blocks), ranks_of(split, pp), self._before)
+                own = ranks_of(split, pp)
+                stages = PlacedStages(self.space.base, placed(split.blocks), own, self._before)
                 groups = [(together(member), member, ranks) for member, ranks in stages.members.items()]
                 found.append(Cut(split, stages, lower_bounds.pace_setters(stages), groups))
         return self._cuts[pp]

@@ -19,6 +19,7 @@ from meshwright.planner.group_shapes import GroupShape, axes, step_axes, step_wo
 from meshwright.planner.rank_view import (
     BlockTraining,
     RankView,
+    embedding_is_trained,
     gathered_bytes,
     part_elements,
     place_of,
@@ -31,11 +32,11 @@ from meshwright.planner.traffic.message import Message, Overlap, Phase, Where
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
-from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Piece, parameters
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.stages import first_trained
 from meshwright.spec.tiling import loss_pieces
+from meshwright.spec.training_flops import head_has_gradient
 
 Key = TypeVar("Key")
 
@@ -254,18 +255,6 @@ def _routed_last(kind: tuple[bool, BlockTraining]) -> bool:
     return kind[0]
 
 
-def embedding_is_trained(spec: RunSpec) -> bool:
-    """True if the embedding of tokens has a gradient."""
-    return any(p.trainable for p in run_parameters(spec)["embed"] if p.name == "embed.weight")
-
-
-def head_has_gradient(spec: RunSpec) -> bool:
-    """True if the input of the head's product has a gradient: one goes to its norm, or to modules before."""
-    listed = [p for unit in ("embed", "head") for p in run_parameters(spec).get(unit, ())]
-    of_norm = any(p.trainable for p in listed if p.name.startswith("head.norm."))
-    return of_norm or first_trained(spec) <= spec.model.layers
-
-
 def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | None) -> Iterator[Message]:
     """The dispatches of a step; a microbatch's tokens go in `layout.expert_parts` parts."""
     if copies is not None:
@@ -302,8 +291,8 @@ def _gathers(view: RankView) -> dict[str, int]:
 
     A block is gathered for its forward and for its backward. The head and the last block stay whole in
     between, the first block from its backward to the next microbatch's forward; the backward of the embedding
-    reads no weight. Tied ends stay whole through the step. Blocks before the first module that is trained
-    have no backward.
+    reads no weight. Tied ends stay whole through the step. Blocks before the first trained module have
+    no backward.
     """
     often, blocks = view.spec.microbatches, view.spec.model.layers
     if view.spec.layout.zero < 3 or view.spec.layout.pp > 1:

@@ -1,0 +1,44 @@
+"""FLOPs of training on one token, of which frozen parameters have none for their gradients."""
+
+from __future__ import annotations
+
+from meshwright.spec.model import active_size
+from meshwright.spec.parameter_groups import frozen_names, run_parameters
+from meshwright.spec.sections import Sections
+from meshwright.spec.stages import first_trained
+
+
+def trained_share(spec: Sections, layer: int) -> float:
+    """The share of a block's matrices, by the elements that a token is multiplied by, that is trained."""
+    matrices = [p for p in run_parameters(spec)[f"blocks.{layer}"] if len(p.shape) > 1]
+    trained = sum(active_size(spec.model, p) for p in matrices if p.trainable)
+    return trained / sum(active_size(spec.model, p) for p in matrices)
+
+
+def head_has_gradient(spec: Sections) -> bool:
+    """True if the input of the head's product has a gradient: one goes to its norm, or to modules before."""
+    listed = [p for unit in ("embed", "head") for p in run_parameters(spec).get(unit, ())]
+    of_norm = any(p.trainable for p in listed if p.name.startswith("head.norm."))
+    return of_norm or first_trained(spec) <= spec.model.layers
+
+
+def head_is_trained(spec: Sections) -> bool:
+    """True if the head's matrix has a gradient."""
+    return ("embed.weight" if spec.model.tied else "head.weight") not in frozen_names(spec)
+
+
+def flops_per_token(spec: Sections, causal: bool = False) -> float:
+    """Model FLOPs of training on one token, counted as in `ModelSpec.flops_per_token`.
+
+    Modules before the first one that is trained have no backward, and frozen matrices no gradient.
+    """
+    model, length = spec.model, spec.data.seq_len
+    if not frozen_names(spec):
+        return model.flops_per_token(length, causal)
+    total = model.forward_flops(length, causal)
+    for layer in range(max(0, first_trained(spec) - 1), model.layers):
+        kind = model.layer_kinds[layer]
+        keys = kind.keys_visible(length) if causal else kind.keys_seen(length)
+        total += (1 + trained_share(spec, layer)) * model.block_weight_flops(kind)
+        total += 2 * model.flops_per_key * keys
+    return total + (head_has_gradient(spec) + head_is_trained(spec)) * model.head_flops
