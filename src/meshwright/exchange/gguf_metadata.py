@@ -47,6 +47,8 @@ def check_computed(spec: ModelSpec) -> None:
 def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
     rope, scaling, moe = spec.kinds[0].rope, spec.rope_scaling, spec.moe
+    if len({kind.window for kind in spec.kinds}) > 1:
+        yield "layer_types", "layers with different windows"
     if spec.activation == "gelu":
         yield "activation", "the exact GELU (it has gelu_tanh)"
     if spec.family.startswith("qwen3") and spec.out_bias:

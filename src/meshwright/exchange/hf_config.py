@@ -52,6 +52,8 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     layers = range(model.layers)
     if all(model.has_experts(layer) == described.has_experts(layer) for layer in layers):
         ignored |= {"moe.dense_first", "moe.every"}
+    if [kind.window for kind in model.layer_kinds] == [kind.window for kind in described.layer_kinds]:
+        ignored |= {"sliding_window", "layer_types"}
     rows: list[tuple[str, Any, Any]] = [("", model, described)]
     if model.moe is not None:
         rows.append(("moe.", model.moe, described.moe))
@@ -89,8 +91,7 @@ def _llama_like(model: ModelSpec) -> dict[str, Any]:
         "attention_bias": model.qkv_bias,
         "attention_dropout": 0.0,
     }
-    if model.family in ("mistral", "mixtral"):
-        fields["sliding_window"] = model.sliding_window
+    fields |= _windows(model)
     if model.mla is None:
         fields["head_dim"] = model.head_dim
     else:
@@ -110,3 +111,18 @@ def _llama_like(model: ModelSpec) -> dict[str, Any]:
             "num_nextn_predict_layers": 0,
         }
     return fields
+
+
+def _windows(model: ModelSpec) -> dict[str, Any]:
+    """Return the keys of the layers' windows."""
+    slides = [kind.window is not None for kind in model.layer_kinds]
+    types = ["sliding_attention" if each else "full_attention" for each in slides]
+    if model.family in ("mistral", "mixtral"):
+        mixed = {"layer_types": types} if model.family == "mistral" and len({*slides}) > 1 else {}
+        return {"sliding_window": model.sliding_window, **mixed}
+    if model.family not in ("qwen3", "qwen3_moe") or not any(slides):
+        return {}
+    switched: dict[str, Any] = {"use_sliding_window": True, "sliding_window": model.sliding_window}
+    if model.family == "qwen3":
+        switched |= {"max_window_layers": slides.index(True), "layer_types": types}
+    return switched

@@ -55,6 +55,10 @@ class YarnRope(FrozenModel):
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
+LayerType = Literal["full_attention", "sliding_attention"]
+"""The reach of a layer's attention, in the words of HF's configs: all tokens so far, or those of the window."""
+
+
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary positions of a layer."""

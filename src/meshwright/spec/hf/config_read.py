@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
-from meshwright.spec.hf.json_object import FLAG, NUMBER, SIZE, Config, read_json_object
+from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.special_tokens import check_within
-from meshwright.spec.records import show
+from meshwright.spec.layers import LayerType
 
 # Defaults of transformers for keys that are absent, by family.
 _KV_HEADS = {"qwen3": 32, "mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # llama: as many as attention heads
-_WINDOWS = {"mistral": 4096, "mixtral": None}  # the others have none
+_WINDOWS = {"mistral": 4096, "mixtral": None, "qwen3": 4096, "qwen3_moe": 4096}  # the others have none
+_SWITCHED = ("qwen3", "qwen3_moe")
+"""Families whose window has a switch, `use_sliding_window`."""
+_TYPED = ("mistral", "qwen3")
+"""Families whose layers may have types; transformers reads a Mistral with them as a Ministral."""
 
 
 def read_hf_config(where: str | Path) -> dict[str, Any]:
@@ -73,11 +77,12 @@ def _llama_like(config: Config, family: str) -> dict[str, Any]:
         "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
     if family in _WINDOWS:
-        fields["sliding_window"] = _window(config, family, fields["layers"])
+        fields |= _windows(config, family, fields["layers"])
     if family == "deepseek_v3":
         fields |= _latents(config, heads)
     else:
-        bias = family not in _WINDOWS and config.read("attention_bias", FLAG, False)  # Mistral's has none
+        biased = family not in ("mistral", "mixtral")
+        bias = biased and config.read("attention_bias", FLAG, False)
         fields |= {"kv_heads": _kv_heads(config, family, heads), "head_dim": _head_dim(config, family, heads)}
         fields |= {"qkv_bias": bias, "out_bias": bias}
     if family in MOE_KEYS:
@@ -89,8 +94,6 @@ def _check_computed(config: Config, family: str) -> None:
     """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
     if config.values.get("hidden_act") != "swish":  # another name of it
         config.check("hidden_act", "silu")
-    if family in ("qwen3", "qwen3_moe") and config.read("use_sliding_window", FLAG, False):
-        raise config.wrong("use_sliding_window", f"it is not computed for {family}; set it to false")
     for place in (_rope(config), config):
         place.check("partial_rotary_factor", 1.0)
 
@@ -104,21 +107,28 @@ def _rope(config: Config) -> Config:
     return older if older.values else newer
 
 
-def _window(config: Config, family: str, layers: int) -> int | None:
-    """Return the window of all layers. transformers reads a Mistral with `layer_types` by those."""
+def _windows(config: Config, family: str, layers: int) -> dict[str, Any]:
+    """Return the window, and the types of layers where they differ."""
     window: int | None = config.read("sliding_window", SIZE, _WINDOWS[family], nullable=True)
-    kinds = config.values.get("layer_types") if family == "mistral" else None
-    if kinds is None:
-        return window
-    if kinds == ["full_attention"] * layers:
-        return None
-    if window is None or kinds != ["sliding_attention"] * layers:
-        raise config.wrong(
-            "layer_types",
-            f"with sliding_window {show(window)} computed are sliding_attention in all {layers} layers, or "
-            "full_attention in all of them",
-        )
-    return window
+    if family in _SWITCHED and not config.read("use_sliding_window", FLAG, False):
+        window = None
+    types = config.values.get("layer_types") if family in _TYPED else None
+    if types is None and family == "qwen3":
+        full = layers if window is None else min(layers, config.read("max_window_layers", COUNT, 28))
+        types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if types is None:
+        return {"sliding_window": window}
+    names = get_args(LayerType)
+    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*names}:
+        computed = f"computed are {' or '.join(names)} for each of the {layers} layers"
+        raise config.wrong("layer_types", computed)
+    if "sliding_attention" not in types:
+        return {"sliding_window": None}
+    if window is None:
+        missing = "use_sliding_window is false" if family in _SWITCHED else "sliding_window is null"
+        raise config.wrong("layer_types", f"sliding_attention has no window, as {missing}")
+    repeated = next(n for n in range(1, layers + 1) if all(types[i] == types[i % n] for i in range(layers)))
+    return {"sliding_window": window, "layer_types": types[:repeated] if repeated > 1 else None}
 
 
 def _kv_heads(config: Config, family: str, heads: int) -> int:
