@@ -57,7 +57,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 windows in some layers": (
         "Qwen3", LLAMA | QWEN_WINDOW | {"head_dim": 16, "layer_types": TYPES}),
     "qwen3_moe window": ("Qwen3Moe", QWEN3_MOE | QWEN_WINDOW),
-    "mistral windows in some layers": ("Mistral", LLAMA | {"sliding_window": 7, "layer_types": TYPES}),
     "mistral window": ("Mistral", LLAMA | {"sliding_window": 7}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
     "llama yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),

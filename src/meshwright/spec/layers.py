@@ -56,7 +56,7 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 
 
 LayerType = Literal["full_attention", "sliding_attention"]
-"""The reach of a layer's attention, in the words of HF's configs: all tokens so far, or those of the window."""
+"""How far a layer attends, in the words of HF's configs: to all tokens so far, or to those of the window."""
 
 
 @dataclass(frozen=True)
