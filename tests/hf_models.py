@@ -39,6 +39,8 @@ DEEPSEEK = LLAMA | {
     "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20,
     "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -50,6 +52,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "qwen3 tied, biases": (
         "Qwen3", LLAMA | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3 windows from a layer on": (
+        "Qwen3", LLAMA | QWEN_WINDOW | {"head_dim": 16, "max_window_layers": 2}),
+    "qwen3 windows in some layers": (
+        "Qwen3", LLAMA | QWEN_WINDOW | {"head_dim": 16, "layer_types": TYPES}),
+    "qwen3_moe window": ("Qwen3Moe", QWEN3_MOE | QWEN_WINDOW),
     "mistral window": ("Mistral", LLAMA | {"sliding_window": 7}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
     "llama yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),

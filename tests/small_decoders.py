@@ -14,6 +14,11 @@ SHAPES = {
     "llama": {},
     "qwen": {"qk_norm": True, "tied": True},
     "window": {"sliding_window": 5},
+    "windows": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_local_base_freq": 100.0,
+    },
     "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
     "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "qkv_bias": True},
 }

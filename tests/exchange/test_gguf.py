@@ -188,9 +188,9 @@ def llama_cpp() -> Any:
 
 
 COMPUTED = {name: case for name, case in CASES.items() if name not in (
-    "qwen3 tied, biases", "llama yarn, not truncated", "qwen3_moe biases, dense first",
-    "qwen3_moe every second", "deepseek_v3 yarn", "deepseek_v3 without a latent of queries",
-    "gpt2 erf, narrow",
+    "qwen3 windows from a layer on", "qwen3 windows in some layers", "qwen3 tied, biases",
+    "llama yarn, not truncated", "qwen3_moe biases, dense first", "qwen3_moe every second",
+    "deepseek_v3 yarn", "deepseek_v3 without a latent of queries", "gpt2 erf, narrow",
 )} | {
     "llama yarn, attention factor": (
         "Llama", LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5, "rope_theta": 1e3}}),
@@ -239,6 +239,10 @@ def test_llama_cpps_program_continues_a_prompt_alike(tmp_path: Path) -> None:
 
 
 REFUSED = [
+    (
+        *CASES["qwen3 windows in some layers"],
+        r"model\.layer_types: llama\.cpp's qwen3 does not compute layers with different windows",
+    ),
     (*CASES["qwen3 tied, biases"], r"model\.out_bias: llama\.cpp's qwen3 does not compute a bias"),
     (*CASES["llama yarn, not truncated"], r"model\.rope_scaling\.truncate: "),
     ("Llama", LLAMA | {"rope_parameters": YARN | {"beta_fast": 16.0}}, r"another beta_fast than 32"),

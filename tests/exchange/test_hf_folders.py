@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from hf_models import CASES, LLAMA, TOKENS, read_whole, same_files, save_theirs, their_logits
+from hf_models import CASES, LLAMA, TOKENS, TYPES, read_whole, same_files, save_theirs, their_logits
 from meshwright.exchange.hf import export_hf, import_hf, load_hf
+from meshwright.exchange.hf_config import write_hf_config
 from meshwright.infer import generate
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
@@ -28,6 +29,37 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     assert not decoder.training
     with torch.no_grad():
         torch.testing.assert_close(decoder(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+def test_a_mistral_with_types_of_layers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    fields = LLAMA | {"head_dim": 16, "sliding_window": 7, "layer_types": TYPES}
+    save_theirs(tmp_path / "theirs", "Ministral", fields)
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mistral"}))
+    spec, tensors = read_whole(tmp_path / "theirs")
+    assert [kind.window for kind in spec.layer_kinds] == [7, None, 7]
+    export_hf(tmp_path / "ours", spec, tensors)
+    with torch.no_grad():
+        ours = load_hf(tmp_path / "theirs")(TOKENS)
+    for folder in ("theirs", "ours"):
+        torch.testing.assert_close(ours, their_logits(tmp_path / folder), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"family": "mixtral", "layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"family": "llama"}, "sliding_window"),
+        ({"family": "qwen3", "rope_local_base_freq": 1e3}, "rope_local_base_freq"),
+    ],
+)
+def test_windows_that_a_family_does_not_compute_are_refused(fields: dict[str, Any], message: str) -> None:
+    types = ["sliding_attention", "full_attention"]
+    experts = {"moe": {"experts": 4, "top_k": 2, "ffn": 64}} if fields["family"] == "mixtral" else {}
+    qwen = {"qk_norm": True} if fields["family"] == "qwen3" else {}
+    given = {"preset": "tiny", "sliding_window": 8, "layer_types": types} | experts | qwen | fields
+    with pytest.raises(UserError, match=rf"model\.{message}: HF's {fields['family']} does not compute"):
+        write_hf_config(ModelSpec.model_validate(given), "float32")
 
 
 @pytest.mark.parametrize("case", CASES)

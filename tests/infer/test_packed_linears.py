@@ -17,6 +17,11 @@ from small_decoders import SMALL
 SHAPES = {
     "llama": {},
     "tied, biases": {"tied": True, "qkv_bias": True, "mlp_bias": True, "out_bias": True},
+    "windows": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_local_base_freq": 100.0,
+    },
     "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
     "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16, "dense_first": 1}},
     "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "qkv_bias": True},

@@ -30,6 +30,11 @@ SHAPES = {
     "tied": {"tied": True},
     "qwen": {"qk_norm": True},
     "window": {"sliding_window": 5},
+    "windows": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_local_base_freq": 100.0,
+    },
     "linear rope": {"rope_scaling": {"kind": "linear", "factor": 2.0}},
     "llama3 rope": {"rope_scaling": {"kind": "llama3", "original_max_seq_len": 16}},
     "gpt": GPT,

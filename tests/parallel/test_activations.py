@@ -35,6 +35,10 @@ LATENTS = {
     "model__head_dim": 24, "model__kv_heads": 8, "model__mla__q_rank": 64, "model__mla__kv_rank": 32,
     "model__mla__rope_dim": 8, "model__mla__v_dim": 16,
 }  # fmt: skip
+WINDOWS = {
+    "model__layer_types": "sliding_attention,full_attention", "model__sliding_window": 48,
+    "model__rope_local_base_freq": 100,
+}  # fmt: skip
 LAYOUTS: list[dict[str, object]] = [
     {},
     {"precision__compute": "fp32"},
@@ -45,6 +49,8 @@ LAYOUTS: list[dict[str, object]] = [
     {"layout__cp": 4, "layout__context_mode": "gather"},
     {"layout__cp": 2, "layout__context_mode": "ulysses"},
     {"layout__tp": 2, "layout__cp": 2},
+    WINDOWS,
+    WINDOWS | {"layout__cp": 2},
     LATENTS,
     LATENTS | {"model__mla__q_rank": "none", "precision__compute": "fp32"},
     LATENTS | {"layout__tp": 2},

@@ -15,6 +15,7 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 3, "num_attention_heads": 4,
 }  # fmt: skip
+MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "num_key_value_heads": 2}
 DEEPSEEK = LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1}
@@ -50,10 +51,9 @@ def test_rope_scaling_comes_before_rope_parameters(tmp_path: Path) -> None:
 
 
 def test_a_mistral_without_the_key_has_the_default_window(tmp_path: Path) -> None:
-    mistral = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
-    assert read(tmp_path, mistral).sliding_window == 4096
-    assert read(tmp_path, mistral | {"sliding_window": None}).sliding_window is None
-    assert read(tmp_path, mistral | {"model_type": "llama", "sliding_window": 7}).sliding_window is None
+    assert read(tmp_path, MISTRAL).sliding_window == 4096
+    assert read(tmp_path, MISTRAL | {"sliding_window": None}).sliding_window is None
+    assert read(tmp_path, MISTRAL | {"model_type": "llama", "sliding_window": 7}).sliding_window is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
@@ -234,7 +234,7 @@ def test_wrong_sizes_are_named(config: dict[str, Any], key: str, tmp_path: Path)
     [
         (LLAMA, "num_key_value_heads"),
         (LLAMA, "head_dim"),
-        (LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}, "sliding_window"),
+        (MISTRAL, "sliding_window"),
         (GPT2, "n_inner"),
     ],
 )
@@ -282,14 +282,15 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (LLAMA | {"hidden_act": "relu"}, "relu"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (LLAMA | {"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
+        (MISTRAL | {"layer_types": ["full_attention"]}, r"layer_types \[.*; computed are"),
+        (LLAMA | {"model_type": "qwen3", "layer_types": ["chunked"] * 3}, r"layer_types \[.*; computed are"),
         (
-            LLAMA | {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
-            r"layer_types \[.*; with sliding_window 4096 computed are",
+            MISTRAL | {"sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+            r"layer_types .*; sliding_attention has no window, as sliding_window is null",
         ),
         (
-            LLAMA | {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"]},
-            "layer_types .*; with sliding_window null computed are",
+            LLAMA | {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3},
+            r"layer_types .*; sliding_attention has no window, as use_sliding_window is false",
         ),
         ({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}, "hidden_size"),
         (GPT2 | {"activation_function": "relu"}, "relu"),
@@ -303,7 +304,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
             MIXTRAL | {"router_aux_loss_coef": -1},
             "router_aux_loss_coef -1; it must be a number of at least 0",
         ),
-        (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers 3; it must be a list"),
         (QWEN3_MOE | {"mlp_only_layers": [True]}, r"mlp_only_layers \[true\]; it must be a list"),
         (QWEN3_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob"),

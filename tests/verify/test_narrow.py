@@ -96,8 +96,8 @@ TILE = Bug(
 )  # fmt: skip
 """Queries see later keys in the second tile of keys."""
 CUT = Bug(
-    "parallel.stage", "DecoderStage.__call__", "stage.first : stage.last",
-    "stage.first : stage.first + decoder.spec.layers // 2",
+    "parallel.stage", "DecoderStage.__call__", "through(stage.blocks,",
+    "through(stage.blocks[: decoder.spec.layers // 2],",
 )  # fmt: skip
 """A stage of more blocks than half of the layers skips its last."""
 WINDOW = Bug("parallel.context_parallel", "attention_intervals", "(window - 1)", "window")

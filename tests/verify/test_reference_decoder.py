@@ -40,6 +40,7 @@ YARN = {"kind": "yarn", **LONG}
 RAMP = {**YARN, "beta_fast": 2.0, "beta_slow": 0.1}
 LATENTS = {"kv_heads": 4, "mla": {"q_rank": 10, "kv_rank": 8, "rope_dim": 6, "v_dim": 7}}
 DIRECT = {"kv_heads": 4, "mla": {"q_rank": None, "kv_rank": 8, "rope_dim": 8, "v_dim": 12}}
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 GROUPS = {"router": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "bias": True, "shared_ffn": 8}
 
 
@@ -61,6 +62,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "learned positions": {"position": "learned"},
     "window": {"sliding_window": 5},
     "window of one": {"sliding_window": 1},
+    "windows in some layers": WINDOWS,
+    "windows with a rotary base": {**WINDOWS, "rope_local_base_freq": 100.0, "rope_scaling": RAMP},
+    "latents with a rotary base": {
+        **LATENTS, **WINDOWS, "rope_local_base_freq": 50.0,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    },
     "base frequency": {"rope_theta": 500.0},
     "linear rope": {"rope_scaling": {"kind": "linear", "factor": 2.0}},
     "llama3 rope": {"rope_scaling": {"kind": "llama3", **LONG, "high_freq_factor": 1.5}},

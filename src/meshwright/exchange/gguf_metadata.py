@@ -44,6 +44,8 @@ def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
     rope, scaling, moe = spec.kinds[0].rope, spec.rope_scaling, spec.moe
     arch = FAMILIES[spec.family].gguf
+    if len({kind.window for kind in spec.kinds}) > 1:
+        yield "layer_types", "layers with different windows"
     if spec.activation == "gelu":
         yield "activation", "the exact GELU (it has gelu_tanh)"
     if arch in ("qwen3", "qwen3moe") and spec.out_bias:

@@ -56,6 +56,8 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     layers = range(model.layers)
     if all(model.has_experts(layer) == described.has_experts(layer) for layer in layers):
         ignored |= {"moe.dense_first", "moe.every"}
+    if [kind.window for kind in model.layer_kinds] == [kind.window for kind in described.layer_kinds]:
+        ignored |= {"sliding_window", "layer_types"}
     rows: list[tuple[str, Any, Any]] = [("", model, described)]
     if model.moe is not None:
         rows.append(("moe.", model.moe, described.moe))
@@ -93,8 +95,7 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
         "attention_bias": model.qkv_bias,
         "attention_dropout": 0.0,
     }
-    if family.windows:
-        fields["sliding_window"] = model.sliding_window
+    fields |= _windows(model, family)
     if model.mla is None:
         fields["head_dim"] = model.head_dim
     else:
@@ -114,4 +115,20 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
             "topk_method": "noaux_tc",
             "num_nextn_predict_layers": 0,
         }
+    return fields
+
+
+def _windows(model: ModelSpec, family: Family) -> dict[str, Any]:
+    """Return the keys of the layers' windows."""
+    slides = [kind.window is not None for kind in model.layer_kinds]
+    if not family.windows or (family.window_switch and not any(slides)):
+        return {}
+    fields: dict[str, Any] = {"sliding_window": model.sliding_window}
+    if family.window_switch:
+        fields["use_sliding_window"] = True
+    if family.full_layers_first is not None:
+        fields["max_window_layers"] = slides.index(True)
+    if family.layer_types and (family.full_layers_first is not None or len({*slides}) > 1):
+        types = ["sliding_attention" if each else "full_attention" for each in slides]
+        fields["layer_types"] = types
     return fields

@@ -11,7 +11,7 @@ from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, F
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf.config_read import has_weights, read_hf_config
 from meshwright.spec.hf.families import FamilyName
-from meshwright.spec.layers import LayerKind, RopeScaling, RopeSpec
+from meshwright.spec.layers import LayerKind, LayerType, RopeScaling, RopeSpec
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
@@ -55,6 +55,17 @@ class Architecture(FrozenModel):
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = Field(
         None, ge=1, description="attend to this many positions, one's own included"
+    )
+    layer_types: tuple[LayerType, ...] | None = Field(
+        None,
+        min_length=1,
+        description="for each layer 'sliding_attention', which is by the window, or 'full_attention'; fewer "
+        "types than layers repeat; by default the window is that of all layers",
+    )
+    rope_local_base_freq: float | None = Field(
+        None,
+        gt=0,
+        description="rope_theta of layers with sliding_attention, whose positions are then not scaled",
     )
     qk_norm: bool = Field(False, description="RMSNorm of each query and key head")
     qkv_bias: bool = False
@@ -119,13 +130,24 @@ class Architecture(FrozenModel):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: Architecture) -> tuple[LayerKind, ...]:
-    rope = None
+    rope = local = None
     if model.position == "rope":
         turning = model.head_dim if model.mla is None else model.mla.rope_dim
-        rope = RopeSpec(model.rope_theta, turning, model.rope_scaling)
-    attention: Literal["gqa", "mla"] = "gqa" if model.mla is None else "mla"
-    dense, experts = (LayerKind(attention, model.sliding_window, rope, mlp) for mlp in ("dense", "experts"))
-    return tuple(experts if model.has_experts(layer) else dense for layer in range(model.layers))
+        rope = local = RopeSpec(model.rope_theta, turning, model.rope_scaling)
+        if model.rope_local_base_freq is not None:
+            local = RopeSpec(model.rope_local_base_freq, turning, None)
+    types, found = model.layer_types or ("sliding_attention",), []
+    for layer in range(model.layers):
+        slides = types[layer % len(types)] == "sliding_attention"
+        found.append(
+            LayerKind(
+                attention="gqa" if model.mla is None else "mla",
+                window=model.sliding_window if slides else None,
+                rope=local if slides else rope,
+                mlp="experts" if model.has_experts(layer) else "dense",
+            )
+        )
+    return tuple(found)
 
 
 _REQUIRED = frozenset(name for name, field in Architecture.model_fields.items() if field.is_required())

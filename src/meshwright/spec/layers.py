@@ -55,6 +55,10 @@ class YarnRope(FrozenModel):
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
+LayerType = Literal["full_attention", "sliding_attention"]
+"""How far a layer attends, in the words of HF's configs: to all tokens so far, or to those of the window."""
+
+
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary positions of a layer."""

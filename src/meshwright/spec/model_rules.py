@@ -104,10 +104,36 @@ def latents_make_heads(spec: Sections) -> None:
     _check_fields(model, "model.mla", computed)
 
 
+def layer_types_have_windows(spec: Sections) -> None:
+    """Layers have a type each at most; a window and a rotary base of sliding layers have such layers."""
+    model, types = spec.model, spec.model.layer_types
+    if types is not None and len(types) > model.layers:
+        raise UserError(
+            f"model.layer_types: {len(types)} types are more than model.layers = {model.layers}; give one "
+            f"for each layer, or fewer, which repeat"
+        )
+    slides = types is not None and "sliding_attention" in types
+    if slides and model.sliding_window is None:
+        raise UserError(
+            "model.layer_types: 'sliding_attention' attends to the last model.sliding_window positions, and "
+            "there is none; give model.sliding_window, or 'full_attention' alone"
+        )
+    for key, idle in (("sliding_window", types is not None), ("rope_local_base_freq", True)):
+        if getattr(model, key) is not None and idle and not slides:
+            raise UserError(
+                f"model.{key}: {getattr(model, key)} has no effect without 'sliding_attention' in "
+                f"model.layer_types; give layers of that type, or none in model.{key}"
+            )
+    if model.rope_local_base_freq is not None:
+        part = f"model.rope_local_base_freq = {model.rope_local_base_freq:g}, a base of rotary positions"
+        _check_fields(model, part, {"position": "rope"})
+
+
 MODEL_RULES = (
     heads_share_keys,
     rope_turns_pairs,
     yarn_has_wavelengths,
+    layer_types_have_windows,
     sequence_fits_positions,
     experts_are_gated,
     tokens_find_their_experts,

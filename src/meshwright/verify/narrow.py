@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import cycle
 from math import lcm
 from typing import Any
 
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.batch_warmup import one_step_each
+from meshwright.spec.layers import LayerType
 from meshwright.spec.parameters import parameters
 from meshwright.spec.stages import stages
 
@@ -28,8 +30,8 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
 
     Kept: every switch of the model and the layout; whether stages, ranks of ZeRO, the tensor and the context
     axis divide what they share, by the remainder; a stage's place in the order of stages by their blocks;
-    dense layers and routed ones; several of whatever the run has several of (layers, microbatches and their
-    rows, key-value heads of a rank and their queries, experts of a rank); a window that cuts. Made smaller:
+    every kind of layers; several of whatever the run has several of (layers, microbatches and their rows,
+    key-value heads of a rank and their queries, experts of a rank); a window that cuts. Made smaller:
     layers, widths, the number of experts, the vocabulary, the sequence, the microbatch, and the experts'
     capacity to an even share, so that some overflow. Microbatches are so large that a step has `least_tokens`
     tokens, where the run's are. Stages of a warm-up of the batch have a step each.
@@ -51,9 +53,7 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
     rows = -(-least_tokens // (seq_len * microbatches * layout.data_ranks))
     micro = min(spec.micro_batch, max(3, rows))
     tree = spec.to_json()
-    tree["model"] = _narrow_model(spec, layout, sum(cut))
-    if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
-        tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
+    tree["model"] = _narrow_model(spec, layout, sum(cut), seq_len)
     tree["data"]["seq_len"] = seq_len
     tree["layout"]["micro_batch"] = micro
     if layout.pp > 1 and layout.stages != "even":
@@ -81,9 +81,8 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
     folded = ranks if spec.model.moe is not None else 1
     widest = Layout(dp=ranks, tp=ranks, ep=folded, etp=folded)  # what divides by its axes does so by all
     seq_len = _reduced(spec.data.seq_len, 8 * ranks, 2 * ranks * spec.precision.side_block)
-    tree["model"] = _narrow_model(spec, widest, _reduced(spec.model.layers, 2 * ranks, ranks))
-    if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
-        tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
+    layers = _reduced(spec.model.layers, max(2 * ranks, len(spec.model.kinds)), ranks)
+    tree["model"] = _narrow_model(spec, widest, layers, seq_len)
     tree["data"]["seq_len"] = seq_len
     early = _growing([size // spec.data.seq_len for size, _ in spec.train.batch_warmup[:1]], ranks)
     sequences = _reduced(spec.batch_sequences, max(2 * ranks, 1 + max(early, default=0)), ranks)
@@ -142,7 +141,7 @@ def _narrow_cut(blocks: Sequence[int]) -> list[int]:
     return cut
 
 
-def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, object]:
+def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> dict[str, object]:
     model, block = spec.model, spec.precision.side_block
     kv_heads = _narrow_kv_heads(model, layout)
     heads = model.heads // model.kv_heads * kv_heads
@@ -154,6 +153,10 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, objec
     ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
     hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts, block))
     ffn = max(8 * layout.tp, hidden * model.ffn // model.hidden)
+    window = model.sliding_window
+    if window is not None and window < spec.data.seq_len:
+        window = min(window, max(1, seq_len // 4))
+    moe = None if model.moe is None else _narrow_experts(spec, model.moe, layout, layers)
     return {
         **model.model_dump(mode="json"),
         "layers": layers,
@@ -164,13 +167,27 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, objec
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim, block),
-        "moe": None if model.moe is None else _narrow_experts(spec, model.moe, layout, layers),
+        "moe": moe and moe.model_dump(mode="json"),
+        "sliding_window": window,
+        "layer_types": _narrow_types(model, moe, layers),
         # Each of tp ranks has rows, however few are left for the last one, from tp^2 on.
         "vocab_size": _reduced(model.vocab_size, max(256, layout.tp**2), lcm(64, layout.tp)),
         "preset": None,
         "hf": None,
         "weights": RANDOM,
     }
+
+
+def _narrow_types(model: ModelSpec, moe: MoeSpec | None, layers: int) -> Sequence[LayerType] | None:
+    """Types of fewer layers: those without experts, and those with them, take the model's in turn."""
+    types = model.layer_types
+    if types is None or layers == model.layers:
+        return types
+    found: dict[bool, dict[LayerType, None]] = {}
+    for layer in range(model.layers):
+        found.setdefault(model.has_experts(layer), {})[types[layer % len(types)]] = None
+    turns = {routed: cycle(each) for routed, each in found.items()}
+    return [next(turns[moe is not None and moe.has_experts(layer)]) for layer in range(layers)]
 
 
 def _kept_by(ranks: int) -> int:
@@ -197,7 +214,7 @@ def _narrow_kv_heads(model: ModelSpec, layout: Layout) -> int:
     )
 
 
-def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
+def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) -> MoeSpec:
     """As few experts as their groups, the expert ranks and each token's choice leave, with few channels."""
     model, block = spec.model, spec.precision.side_block
     unit = lcm(moe.groups, layout.ep)
@@ -206,8 +223,9 @@ def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) ->
     places: dict[str, object] = {}
     if layers < model.layers:
         places = {"dense_first": min(moe.dense_first, 1), "every": max(1, min(moe.every, layers // 2))}
-    return {
-        **moe.model_dump(mode="json"),
+        if len(model.kinds) > 2:  # some windows, some experts
+            places = {"dense_first": sum(not kind.has_experts for kind in model.kinds), "every": 1}
+    narrowed = {
         "experts": fewest if fewest <= moe.experts else moe.experts,
         "ffn": _reduced(moe.ffn, 8 * layout.etp, layout.etp * lcm(_kept_by(layout.expert_data_ranks), block)),
         "shared_ffn": _reduced(
@@ -216,6 +234,7 @@ def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) ->
         "capacity_factor": None if moe.capacity_factor is None else min(1.0, moe.capacity_factor),
         **places,
     }
+    return moe.model_copy(update=narrowed)
 
 
 def _narrow_latents(mla: MlaSpec, head_dim: int, block: int) -> dict[str, object]:

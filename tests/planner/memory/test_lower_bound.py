@@ -25,6 +25,16 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "capacity": ({"preset": "mixtral-8x7b", "layers": 5, "moe": {"capacity_factor": 1.25}}, 512),
     "latents": ({"preset": "deepseek-v3", "layers": 7, "moe": {"experts": 16, "dense_first": 2}}, 512),
     "long context": ({"preset": "llama3-8b", "layers": 4}, 65536),
+    "windows in some layers": (
+        {
+            "preset": "moe-tiny",
+            "layers": 7,
+            "sliding_window": 32,
+            "vocab_size": 512,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        128,
+    ),
     "window": ({"preset": "tiny", "layers": 4, "sliding_window": 32, "vocab_size": 512}, 128),
 }
 

@@ -63,9 +63,8 @@ class Contents(NamedTuple):
         """`by_kind` of the blocks that have a backward."""
         if self.trained is None:
             return self.by_kind(kinds)
-        return [
-            (work.input, kind) for work, kind in zip(self.trained.works, kinds, strict=False) if work.input
-        ]
+        counts = [work.input for work in self.trained.works[: len(kinds)]]
+        return [(count, kind) for count, kind in zip(counts, kinds, strict=True) if count]
 
 
 def model_contents(spec: RunSpec) -> Contents:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, Keys
 from meshwright.spec.hf.families import FAMILIES, Family
-from meshwright.spec.hf.json_object import FLAG, NUMBER, SIZE, Config, read_json_object
+from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.special_tokens import check_within
-from meshwright.spec.records import show
+from meshwright.spec.layers import LayerType
 
 
 def read_hf_config(where: str | Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _llama_like(config: Config, family: Family) -> dict[str, Any]:
         "qk_norm": family.qk_norm,
     }
     if family.windows:
-        fields["sliding_window"] = _window(config, family, fields["layers"])
+        fields |= _windows(config, family, fields["layers"])
     if family.latents:
         fields |= _latents(config, heads)
     else:
@@ -87,9 +87,6 @@ def _check_computed(config: Config, family: Family) -> None:
     """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
     if config.values.get("hidden_act") != "swish":  # another name of it
         config.check("hidden_act", "silu")
-    if family.window_switch and config.read("use_sliding_window", FLAG, False):
-        name = config.values["model_type"]
-        raise config.wrong("use_sliding_window", f"it is not computed for {name}; set it to false")
     for place in (_rope(config), config):
         place.check("partial_rotary_factor", 1.0)
 
@@ -103,21 +100,28 @@ def _rope(config: Config) -> Config:
     return older if older.values else newer
 
 
-def _window(config: Config, family: Family, layers: int) -> int | None:
-    """Return the window of all layers. transformers reads a Mistral with `layer_types` by those."""
+def _windows(config: Config, family: Family, layers: int) -> dict[str, Any]:
+    """Return the window, and the types of layers where they differ."""
     window: int | None = config.read("sliding_window", SIZE, family.window, nullable=True)
-    kinds = config.values.get("layer_types") if family.window_by_layer else None
-    if kinds is None:
-        return window
-    if kinds == ["full_attention"] * layers:
-        return None
-    if window is None or kinds != ["sliding_attention"] * layers:
-        raise config.wrong(
-            "layer_types",
-            f"with sliding_window {show(window)} computed are sliding_attention in all {layers} layers, or "
-            "full_attention in all of them",
-        )
-    return window
+    if family.window_switch and not config.read("use_sliding_window", FLAG, False):
+        window = None
+    types = config.values.get("layer_types") if family.layer_types else None
+    if types is None and (first := family.full_layers_first) is not None:
+        full = layers if window is None else min(layers, config.read("max_window_layers", COUNT, first))
+        types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if types is None:
+        return {"sliding_window": window}
+    names = get_args(LayerType)
+    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*names}:
+        computed = f"computed are {' or '.join(names)} for each of the {layers} layers"
+        raise config.wrong("layer_types", computed)
+    if "sliding_attention" not in types:
+        return {"sliding_window": None}
+    if window is None:
+        missing = "use_sliding_window is false" if family.window_switch else "sliding_window is null"
+        raise config.wrong("layer_types", f"sliding_attention has no window, as {missing}")
+    repeated = next(n for n in range(1, layers + 1) if all(types[i] == types[i % n] for i in range(layers)))
+    return {"sliding_window": window, "layer_types": types[:repeated] if repeated > 1 else None}
 
 
 def _kv_heads(config: Config, family: Family, heads: int) -> int:

@@ -61,10 +61,13 @@ class Family:
     """True if `sliding_window` is the window of attention."""
     window: int | None = None
     """Default."""
-    window_by_layer: bool = False
-    """True if `layer_types` say which layers have the window."""
     window_switch: bool = False
-    """True if `use_sliding_window` switches on windows, which are not computed."""
+    """True if layers have the window only where `use_sliding_window` says so."""
+    layer_types: bool = False
+    """True if `layer_types` may say which layers have the window; a Mistral with them is read by transformers
+    as a Ministral."""
+    full_layers_first: int | None = None
+    """Default of `max_window_layers`, the first layers that have no window; None without the key."""
 
     @property
     def prefix(self) -> str:
@@ -135,11 +138,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", _llama(32768),
-        qk_norm=True, kv_heads=32, head_dim=128, window_switch=True,
+        qk_norm=True, kv_heads=32, head_dim=128,
+        windows=True, window=4096, window_switch=True, layer_types=True, full_layers_first=28,
     ),
     "mistral": Family(
         "MistralForCausalLM", "llama", _llama(131072),
-        attention_bias=False, kv_heads=8, windows=True, window=4096, window_by_layer=True,
+        attention_bias=False, kv_heads=8, windows=True, window=4096, layer_types=True,
     ),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, conv1d=True),
     "mixtral": Family(
@@ -149,7 +153,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", "qwen3moe", _llama(32768), _QWEN3_EXPERTS,
-        lists_sparse_layers=True, qk_norm=True, kv_heads=4, window_switch=True,
+        lists_sparse_layers=True, qk_norm=True, kv_heads=4, windows=True, window=4096, window_switch=True,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", "deepseek2", _llama(4096), _DEEPSEEK_EXPERTS,
