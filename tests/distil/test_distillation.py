@@ -42,7 +42,9 @@ def teacher(ranks: Ranks, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def learn(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> dict[str, Any]:
-    run = open_run(spec, mesh, out, Observers([]), teaching=lambda corpus: teaching(spec, mesh, corpus, out))
+    run = open_run(
+        spec, mesh, out, Observers([]), soft_targets=lambda corpus: teaching(spec, mesh, corpus, out)
+    )
     result = run.execute(resume)
     names = {"loss": "final_loss", "val_loss": "val_loss", "sha256": "parameters_sha256"}
     return {name: result[key] for name, key in names.items()}

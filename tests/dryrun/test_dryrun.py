@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from hashlib import sha256
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_formulas_hold_on_random_layouts(seed: int) -> None:
     place = rank * spec.layout.pp // spec.layout.world_size
     found = rehearse(spec, rank, CPU)
     planned = states(spec, place)
-    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert {kind: found.most[kind] for kind in STATES} == dict(zip(STATES, astuple(planned), strict=True))
     assert found.states == planned.total
     assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, place), rel=0.03)
     assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
@@ -131,7 +132,7 @@ def test_formulas_hold_of_weights_in_bf16(seed: int) -> None:
     spec, rank = draw(seed, **bf16)
     place = rank * spec.layout.pp // spec.layout.world_size
     found, planned = rehearse(spec, rank, CPU), states(spec, place)
-    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert {kind: found.most[kind] for kind in STATES} == dict(zip(STATES, astuple(planned), strict=True))
     sent = traffic(spec, place)
     if kind == "muon":  # ranks of a stage are dealt unequal parts
         found.wire.pop(("shard", "all_to_all"), None), sent.pop(("shard", "all_to_all"), None)
@@ -143,7 +144,7 @@ def test_formulas_hold_of_delayed_scaling(recipe: str) -> None:
     flags = {"model.heads": 4, "model.head_dim": 16, "model.hidden": 64, "model.ffn": 64}
     spec = spec_of(BASE | flags, layout__pp=2, precision__compute=recipe, precision__amax_history=5)
     found, planned = rehearse(spec, 1, CPU), states(spec, 1)
-    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert {kind: found.most[kind] for kind in STATES} == dict(zip(STATES, astuple(planned), strict=True))
     assert planned.scaling > 0
 
 
@@ -152,7 +153,7 @@ def test_formulas_hold_of_a_moving_average(seed: int) -> None:
     spec, rank = draw(seed, train__ema=0.99)
     place = rank * spec.layout.pp // spec.layout.world_size
     found, planned = rehearse(spec, rank, CPU), states(spec, place)
-    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert {kind: found.most[kind] for kind in STATES} == dict(zip(STATES, astuple(planned), strict=True))
     without, _ = draw(seed)
     assert planned.optimiser > states(without, place).optimiser
     assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
@@ -179,7 +180,7 @@ def test_formulas_hold_of_islands(seed: int) -> None:
     spec, rank = islands_of(seed)
     place = rank // spec.layout.strides["pp"] % spec.layout.pp
     found, planned = rehearse(spec, rank, CPU), states(spec, place)
-    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert {kind: found.most[kind] for kind in STATES} == dict(zip(STATES, astuple(planned), strict=True))
     number = step_of(spec, rank)
     assert found.wire == pytest.approx(traffic(spec, place, number=number), rel=1e-12)
     assert found.wire["replicate", "scalars"] == 8

@@ -108,7 +108,9 @@ def states_of(run: TrainingRun) -> dict[str, Any]:
 
 def finished(mesh: Mesh, spec: RunSpec, out: Path, change: Any, resume: str | None = None) -> dict[str, Any]:
     """The states of a run to which something is done before it begins, and the steps that it skipped."""
-    run = open_run(spec, mesh, out, Observers([]), teaching=lambda corpus: teaching(spec, mesh, corpus, out))
+    run = open_run(
+        spec, mesh, out, Observers([]), soft_targets=lambda corpus: teaching(spec, mesh, corpus, out)
+    )
     with change(run, mesh):
         result = run.execute(resume)
     return states_of(run) | {"skipped": result["skipped_steps"]}

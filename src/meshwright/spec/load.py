@@ -70,8 +70,8 @@ def given_keys(table: str, tree: dict[str, Any], overrides: Overrides) -> dict[s
 
 def _alone(table: str, tree: dict[str, Any], overrides: Overrides) -> FrozenModel:
     """Validate a table by itself."""
-    kind = RunSpec.model_fields[table].annotation
-    alone: type[FrozenModel] = create_model("Alone", __base__=FrozenModel, **{table: (kind, ...)})
+    fields: dict[str, Any] = {table: (RunSpec.model_fields[table].annotation, ...)}
+    alone = create_model("Alone", __base__=FrozenModel, **fields)
     given = [(key, text) for key, text in overrides if key.startswith(f"{table}.")]
     found: FrozenModel = getattr(_validated(alone, {table: tree}, given), table)
     return found

@@ -206,4 +206,5 @@ def one_device(
 ) -> Iterator[ReferenceStep]:
     """Compute the steps of the reference, on the device of the first rank, with `drawn` models' help."""
     thinned = (thin(batch, number, spec) for number, batch in enumerate(batches(spec), 1))
-    return run_steps(spec, weights_of(spec, device), thinned, drawn and drawn.loss(device))
+    loss = None if drawn is None else drawn.loss(device)
+    return run_steps(spec, weights_of(spec, device), thinned, loss)

@@ -4,8 +4,7 @@ Every operator has the shape that tensor, context and expert ranks leave of it: 
 `KernelCosts.matmul`, fused attention its FLOPs (the causal half), other attention also the bytes of its
 scores, and norms, activations and residuals the bytes that they move. Messages are lists of `Message`: those
 of this program call by call where collectives were measured one by one, a coarser list for published
-programs. They are on the critical path but for the share that the software hides; keys and values that travel
-around a ring run beside its attention, and only the rest counts.
+programs. They are on the critical path but for the share that the software, or attention in a ring, hides.
 """
 
 from __future__ import annotations
