@@ -24,8 +24,8 @@ from small import spec_of
 
 BASE = {
     "model.layers": 4, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
-    "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 16,
-    "layout.micro_batch": 8, "precision.compute": "bf16",
+    "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 4,
+    "layout.micro_batch": 2, "precision.compute": "bf16",
 }  # fmt: skip
 GPT = {
     "model__family": "gpt2", "model__norm": "layernorm", "model__activation": "gelu_tanh",
@@ -144,9 +144,9 @@ def test_formulas_hold_of_offloaded_activations(ranks: Ranks, case: dict[str, ob
 
 
 MOE = BASE | {
-    "model.layers": 3, "layout.micro_batch": 4, "model.moe.experts": 8, "model.moe.top_k": 2,
+    "model.layers": 3, "layout.micro_batch": 2, "model.moe.experts": 8, "model.moe.top_k": 2,
     "model.moe.ffn": 96, "model.moe.shared_ffn": 64, "model.moe.aux_loss": 0.01,
-    "train.batch_tokens": 256 * 32,
+    "train.batch_tokens": 256 * 16,
 }  # fmt: skip
 LARGE = {"model__moe__ffn": 512, "model__moe__top_k": 4, "model__vocab_size": 256}
 EXPERTS: list[dict[str, object]] = [
