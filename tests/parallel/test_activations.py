@@ -121,7 +121,7 @@ def measure_offloading(mesh: Mesh, spec: RunSpec, pause: float) -> tuple[int, in
         return measure(mesh, spec, pause)
 
 
-LARGE_ONLY = Tiling(offload_bytes=2**16)
+LARGE_ONLY = Tiling(offload_bytes=2**14)
 """By which numbers of norms stay."""
 OFFLOADING: list[dict[str, object]] = [
     *({"recompute__policy": policy} for policy in POLICIES),
@@ -144,9 +144,9 @@ def test_formulas_hold_of_offloaded_activations(ranks: Ranks, case: dict[str, ob
 
 
 MOE = BASE | {
-    "model.layers": 3, "layout.micro_batch": 2, "model.moe.experts": 8, "model.moe.top_k": 2,
+    "model.layers": 3, "layout.micro_batch": 4, "model.moe.experts": 8, "model.moe.top_k": 2,
     "model.moe.ffn": 96, "model.moe.shared_ffn": 64, "model.moe.aux_loss": 0.01,
-    "train.batch_tokens": 256 * 16,
+    "train.batch_tokens": 256 * 32,
 }  # fmt: skip
 LARGE = {"model__moe__ffn": 512, "model__moe__top_k": 4, "model__vocab_size": 256}
 EXPERTS: list[dict[str, object]] = [
