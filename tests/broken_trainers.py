@@ -1,4 +1,4 @@
-"""What `verify` finds of a trainer that a test has changed."""
+"""Comparisons by `verify` of trainers that a test has changed."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +18,7 @@ from hypothesis import settings
 
 from ranks import Ranks
 from small import measure_peak_quickly
+from training_runs import TrainedOnce
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -49,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def tests_on_ranks(file: Path) -> frozenset[str]:
     """Names of the tests of a file that take the session's ranks, or start others."""
     functions = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)]
-    return frozenset(each.name for each in functions if "Ranks" in ast.unparse(each))
+    return frozenset(each.name for each in functions if re.search("Ranks|TrainedOnce", ast.unparse(each)))
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +65,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def trained_once(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> TrainedOnce:
+    """Runs that several tests go on from."""
+    return TrainedOnce(ranks, tmp_path_factory.mktemp("trained-once"))
 
 
 @pytest.fixture(autouse=True)

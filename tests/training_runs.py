@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,25 @@ def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[di
 
 def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> tuple[dict[str, Any], Any]:
     return ranks.run(spec.layout, run_it, spec, out, resume)[0]
+
+
+class TrainedOnce:
+    """Runs that tests go on from: each spec is trained once, and its folder copied for each test."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self._ranks, self._folder = ranks, folder
+        self._known: dict[str, tuple[Path, tuple[dict[str, Any], Any]]] = {}
+
+    def __call__(self, spec: RunSpec, out: Path | None = None) -> tuple[dict[str, Any], Any]:
+        """The result of the run and the parameters of the first rank; `out` becomes a copy of its folder."""
+        key = json.dumps(spec.to_json())
+        if key not in self._known:
+            folder = self._folder / str(len(self._known))
+            self._known[key] = folder, start(self._ranks, spec, folder)
+        folder, trained = self._known[key]
+        if out is not None:
+            shutil.copytree(folder, out, symlinks=True)
+        return trained
 
 
 def run_and_watch(

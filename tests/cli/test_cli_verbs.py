@@ -228,53 +228,6 @@ def test_spec_presets_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["properties"].keys() == RunSpec.model_fields.keys()
 
 
-SYSTEM = ["--save-seconds", "5", "--restart-seconds", "600", "--device-mtbf-hours", "50000"]
-LOST = ["goodput", "--step-seconds", "5", *SYSTEM]
-
-
-def test_goodput_prints_what_is_left_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--devices", "10000", "--batch-tokens", "1000000", "--tokens", "1e12", "--price", "2"]
-    assert main([*LOST, *run, "--background-seconds", "60", "--runs", "20", "--json"]) == 0
-    found = last_json(capsys)
-    assert found["mtbf_seconds"] == 5 * 3600 and found["steps"] == 10**6
-    assert found["effective"] + found["saving"] + found["lost_work"] + found["restarting"] == pytest.approx(1)
-    assert found["cost"] == pytest.approx(2 * 10000 * 24 * found["days"])
-    played = found["simulated"]
-    assert abs(played["effective"] - found["effective"]) < 4 * played["standard_error"]
-    assert played["low"] < played["effective"] < played["high"]
-
-
-def test_goodput_takes_what_a_run_under_faults_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "chaos.json"
-    report.write_text(json.dumps({"save_seconds": 0.25, "restart_seconds": 40.0}))
-    asked = ["goodput", "--step-seconds", "5", "--mtbf-hours", "3", "--json"]
-    found = [
-        json.loads(capsys.readouterr().out)
-        for words in (
-            ["--save-seconds", "0.25", "--restart-seconds", "40"],
-            ["--chaos", str(report)],
-            ["--chaos", str(report), "--restart-seconds", "600"],
-        )
-        if main([*asked, *words]) == 0
-    ]
-    assert found[0] == found[1]
-    assert found[2]["effective"] < found[1]["effective"]
-    report.write_text(json.dumps({"save_seconds": None, "restart_seconds": 40.0}))
-    with pytest.raises(UserError, match=r"--save-seconds: the run of .* did not measure it"):
-        main([*asked, "--chaos", str(report)])
-
-
-def test_goodput_takes_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
-    for batch, tokens in (("1000000", "1.5T"), ("1M", "1.5e12"), ("1000k", "1,500B")):
-        run = ["--devices", "10000", "--batch-tokens", batch, "--tokens", tokens]
-        assert main([*LOST, *run, "--json"]) == 0
-        found.append(last_json(capsys))
-    assert found[0] == found[1] == found[2] and found[0]["steps"] == 1_500_000
-
-
 RUNS = """source,model,gpu,gpus,tp,pp,layers,hidden,heads,seq_len,micro_batch,global_batch_seqs,precision,\
 step_seconds,peak_mem_gib
 ours,gpt-a,h100,8,8,1,24,2048,16,2048,1,64,bf16,1.5,
@@ -300,75 +253,6 @@ def test_validate_names_the_rows_that_it_skips(tmp_path: Path, capsys: pytest.Ca
     assert "1.5 s measured" in starts["0"] and "GB measured" in starts["4"]
     assert starts["1"].endswith("did not fit, predicted not to fit")
     assert "not predicted" in starts["2"] and "'int4'" in starts["2"] and "'gpus' is '-8'" in starts["3"]
-
-
-def test_goodput_tells_people_only_what_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LOST, "--devices", "1", "--every", "100"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = ["failures", "save every", "effective", "saving", "lost work", "restarting"]
-    assert [line[:10].strip() for line in lines] == names
-    assert "100 steps, 8:20 of training" in lines[1]
-
-
-PIPELINE = ["simulate", "--layout.pp", "4", "--layout.micro_batch", "1"]
-
-
-def test_simulate_prints_figures_by_rank_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PIPELINE, "--layout.schedule", "zb-h1", "--json"]) == 0
-    found = last_json(capsys)
-    assert (found["schedule"], found["ranks"], found["virtual"], found["microbatches"]) == ("zb-h1", 4, 1, 16)
-    assert found["step_seconds"] > 0 and min(found["bubbles"]) < found["bubble"] < max(found["bubbles"])
-    assert found["peak_activations"] == [4, 4, 4, 4] and len(found["peak_activation_bytes"]) == 4
-
-
-def test_simulate_takes_its_own_units(capsys: pytest.CaptureFixture[str]) -> None:
-    """1F1B with one microbatch on two ranks: two forwards, two backwards, two messages."""
-    words = ["--layout.pp", "2", "--layout.schedule", "1f1b", "--train.batch_tokens", "512"]
-    words += ["--forward", "10", "--input", "20", "--weight", "5"]
-    words += ["--latency", "1000", "--bandwidth", "0.5", "--json"]
-    main(["simulate", *words])
-    found = last_json(capsys)
-    message = 1e-3 + found["message_bytes"] / 0.5e9
-    assert found["step_seconds"] == pytest.approx(2 * 0.010 + 2 * 0.025 + 2 * message)
-    assert found["flops"] is None
-
-
-def test_a_faster_device_takes_less_time(capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = []
-    for rate in ("100", "200"):
-        main([*PIPELINE, "--tflops", rate, "--latency", "0", "--bandwidth", "1e12", "--json"])
-        seconds.append(last_json(capsys)["step_seconds"])
-    assert seconds[0] == pytest.approx(2 * seconds[1], rel=1e-3)
-
-
-def test_simulate_writes_what_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, trace = tmp_path / "step.html", tmp_path / "step.json"
-    assert main([*PIPELINE, "--out", str(page), "--trace", str(trace)]) == 0
-    assert "<canvas" in page.read_text(encoding="utf-8")
-    assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 4 * 2 * 16
-    assert f"wrote {page}\nwrote {trace}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--model.preset", "gpt3-175b", "--data.seq_len", "2048", "--layout.pp", "16", "--layout.schedule",
-         "interleaved", "--layout.virtual", "6", "--train.batch_tokens", "1572864"],
-        ["--model.layers", "64", "--layout.pp", "64"],
-        ["--layout.pp", "2", "--forward", "1234567.891", "--latency", "123456.789"],
-        [],
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_what_simulate_prints_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    shown = [line.split()[0] for line in lines[lines.index("") :] if line] if "" in lines else []
-    ranks = load(
-        None, [(w[2:], v) for w, v in zip(words[::2], words[1::2], strict=True) if "." in w]
-    ).layout.pp
-    assert shown == (["rank", *map(str, range(ranks))] if ranks <= 16 else [])
 
 
 @pytest.mark.parametrize("words", [[], *[[name, "--count", "4096"] for name in catalogue()]], ids=" ".join)

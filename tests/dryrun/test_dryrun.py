@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple
 from hashlib import sha256
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from allocations import measure
-from layouts import draw
+from covering import pairwise
+from layouts import KINDS, draw
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.comm.mesh import Mesh
@@ -109,9 +111,12 @@ QUICK = sorted(range(64), key=lambda seed: sha256(f"dry run {seed}".encode()).di
 QUICK.append(23)  # experts in a pipeline with deferred gradients of weights
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.full) for seed in range(64)]
-)
+def seeds(count: int, quick: Collection[int]) -> list[Any]:
+    """So many seeds as parameters, with the marker `full` but for those that are `quick`."""
+    return [pytest.param(seed, marks=() if seed in quick else pytest.mark.full) for seed in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(64, QUICK))
 def test_formulas_hold_on_random_layouts(seed: int) -> None:
     spec, rank = draw(seed)
     place = rank * spec.layout.pp // spec.layout.world_size
@@ -148,7 +153,7 @@ def test_formulas_hold_of_delayed_scaling(recipe: str) -> None:
     assert planned.scaling > 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, range(len(KINDS))))
 def test_formulas_hold_of_a_moving_average(seed: int) -> None:
     spec, rank = draw(seed, train__ema=0.99)
     place = rank * spec.layout.pp // spec.layout.world_size
@@ -175,7 +180,10 @@ COMPRESSED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(36))
+ISLANDS = [{"kind": seed % len(KINDS), "streams": seed % 3, "compressed": seed // 9} for seed in range(36)]
+
+
+@pytest.mark.parametrize("seed", seeds(36, [ISLANDS.index(case) for case in pairwise(ISLANDS)]))
 def test_formulas_hold_of_islands(seed: int) -> None:
     spec, rank = islands_of(seed)
     place = rank // spec.layout.strides["pp"] % spec.layout.pp
@@ -198,7 +206,10 @@ def test_weights_in_bf16_save_their_masters(zero: int, saved: int) -> None:
     assert (found[0] - found[1]) * of_rank / spec.model.parameters == pytest.approx(saved, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", range(12))
+ROUNDED = [{"kind": seed % len(KINDS), "rounded": seed % 3 == 2} for seed in range(12)]
+
+
+@pytest.mark.parametrize("seed", seeds(12, [ROUNDED.index(case) for case in pairwise(ROUNDED)]))
 def test_moments_in_8_bits_take_what_is_planned(seed: int) -> None:
     rounded = {"precision__compute": "bf16", "precision__master": "bf16"} if seed % 3 == 2 else {}
     flags: dict[str, object] = {"train__optimiser": "adamw8bit", **rounded}

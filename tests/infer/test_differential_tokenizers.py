@@ -3,123 +3,35 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizer_variants import (
+    CONFIGS,
+    END,
+    LAST,
+    NAMED,
+    START,
+    STOP,
+    VOCAB,
+    cases,
+    gguf,
+    transformers,
+    write,
+)
 from tokenizers import Tokenizer as Backend
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.exchange.gguf_tokenizer import GgufTokenizer, read_tokenizer
 from meshwright.exchange.hf_tokenizer import write_tokenizer
 from meshwright.spec.hf.special_tokens import copy_side_files, keep_side_files, side_files
-from meshwright.spec.hf.text_tokens import MODEL_IDS, model_ids
-from meshwright.spec.hf.tokenizer_classes import class_of
+from meshwright.spec.hf.text_tokens import MODEL_IDS
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-
-END, START, STOP, LAST = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[END]"]
 TEXTS = [
     "the cat", f"cat{START} cat", "a <tool>b <tool> c", f"12 ab [PAD] {LAST}x", STOP, " at  at ", f"cat{END}",
     "", f"{START}user\nthe cat{STOP}\n{START}assistant\n", f"é{LAST} ☃\n\n {STOP} don't",
 ]  # fmt: skip
-VOCAB = 300  # rows of the model's embedding; the tokenizer has 279 tokens
-NAMED = {"bos_token": START, "eos_token": STOP}
-
-
-def token(content: str, **options: bool) -> dict[str, Any]:
-    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-    return {"content": content, **plain, "special": True, **options}
-
-
-def every(**changed: dict[str, Any]) -> dict[str, Any]:
-    """An added_tokens_decoder with all special tokens, some of them changed, and others."""
-    known = {str(number): token(content) for number, content in enumerate(SPECIAL)}
-    return {"added_tokens_decoder": known | {key.removeprefix("at"): value for key, value in changed.items()}}
-
-
-PUTS = {
-    "nothing": None, "bos": f"{START} $A", "eos": f"$A {STOP}", "both": f"{START} $A {STOP}",
-    "other": f"{LAST} $A", "two": f"{LAST} {START} $A",
-}  # fmt: skip
-CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "add bos": ({"add_bos_token": True}, {}),
-    "no bos": ({"add_bos_token": False, "add_eos_token": False}, {}),
-    "add eos": ({"add_bos_token": True, "add_eos_token": True}, {}),
-    "no names": ({"bos_token": None, "eos_token": None}, {}),
-    "pad": ({"pad_token": "[PAD]"}, {}),
-    "unknown names": ({"unk_token": "<unk>", "mask_token": "[MASK]"}, {}),
-    "extra list": ({"extra_special_tokens": ["<tool>"]}, {}),
-    "extra names": ({"extra_special_tokens": {"tool_token": "<tool>"}}, {}),
-    "additional": ({"additional_special_tokens": ["<tool>", LAST]}, {}),
-    "new end": ({"eos_token": "[EOS]"}, {}),
-    "new begin": ({"bos_token": "[BOS]"}, {}),
-    "own name": ({"image_token": "<tool>"}, {}),
-    "strips": (every(at1=token(START, lstrip=True, rstrip=True)), {}),
-    "single word": (every(at3=token(LAST, single_word=True)), {}),
-    "not special": (every(at3=token(LAST, special=False)), {}),
-    "new": (every(at279=token("<tool>")), {}),
-    "new word": (every(at279=token("<tool>", special=False, normalized=True, lstrip=True)), {}),
-    "added": ({}, {"added_tokens.json": {"<tool>": 300, "[PAD]": 279}}),
-    "added and named": ({"pad_token": "[PAD]"}, {"added_tokens.json": {"[PAD]": 279}}),
-    "map": ({}, {"special_tokens_map.json": {"eos_token": LAST}}),
-    "map of nothing": ({}, {"special_tokens_map.json": {"eos_token": None}}),
-    "map of tokens": (
-        {},
-        {"special_tokens_map.json": {
-            "eos_token": token(LAST, lstrip=True), "pad_token": "[PAD]",
-            "additional_special_tokens": ["<tool>"],
-        }},
-    ),
-    "map beside a table": (every(), {"special_tokens_map.json": {"eos_token": LAST}}),
-    "both lists": (
-        {"extra_special_tokens": ["[PAD]"]},
-        {"special_tokens_map.json": {"extra_special_tokens": ["<tool>"]}},
-    ),
-    "a word ends": ({"eos_token": "at"}, {}),
-    "split": ({"split_special_tokens": True}, {}),
-    "token objects": ({"eos_token": token(LAST) | {"__type": "AddedToken"}}, {}),
-}  # fmt: skip
-CLASSES = [None, "PreTrainedTokenizerFast", "GPT2Tokenizer", "LlamaTokenizerFast"]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json of each of PUTS."""
-    folder = tmp_path_factory.mktemp("saved")
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(["the cat sat on the mat, naively " * 50], trainer)
-    for name, single in PUTS.items():
-        if single is not None:
-            special = [(content, backend.token_to_id(content)) for content in SPECIAL]
-            backend.post_processor = processors.TemplateProcessing(
-                single, f"{single} $B:1", special_tokens=special
-            )
-        backend.save(str(folder / f"{name}.json"))
-    return folder
-
-
-def write(folder: Path, file: Path, config: dict[str, Any] | None, **beside: Any) -> Path:
-    folder.mkdir()
-    shutil.copyfile(file, folder / "tokenizer.json")
-    files = {"tokenizer_config.json": config, "config.json": {"model_type": "llama"}, **beside}
-    for name, content in files.items():
-        if content is not None:
-            (folder / name).parent.mkdir(exist_ok=True)
-            text = content if isinstance(content, str) else json.dumps(content)
-            (folder / name).write_text(text, encoding="utf-8")
-    return folder
 
 
 def exported(folder: Path, run: Path, out: Path) -> Path:
@@ -148,14 +60,6 @@ def their_entries(theirs: Any) -> dict[int, tuple[str, Any]]:
     }
     ids = theirs.get_vocab().items()
     return {number: (token, kinds.get(number, gguf.TokenType.NORMAL)) for token, number in ids}
-
-
-def cases() -> Iterator[Any]:
-    for number, (name, put) in enumerate((name, put) for name in CONFIGS for put in PUTS):
-        for kind in dict.fromkeys((CLASSES[number % 4], CLASSES[number // 6 % 4])):
-            if (name, kind) == ("not special", "GPT2Tokenizer"):
-                continue  # this class takes no token's options from tokenizer.json
-            yield pytest.param(name, put, kind, id=f"{name}-puts {put}-{kind}")
 
 
 GRID = list(cases())
@@ -295,122 +199,3 @@ def test_chat_templates_come_along(name: str, saved: Path, tmp_path: Path) -> No
     assert Tokenizer.open(tmp_path / "run", reads_special=True).encode(rendered) == ids
     written = read_tokenizer(tmp_path / "run" / "tokenizer.json", VOCAB).special.chat_template
     assert written == gguf.SpecialVocab(folder).chat_template
-
-
-STEPS = {
-    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "a space first": pre_tokenizers.ByteLevel(add_prefix_space=True),
-    "digits": pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    ),
-    "whole": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    "metaspace": pre_tokenizers.Metaspace(),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"add_prefix_space": True}, {"legacy": True}], ids=str)
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize(
-    "kind", ["GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizer", "PreTrainedTokenizer"]
-)
-def test_a_class_that_reads_texts_by_steps_of_its_own_is_told(
-    kind: str, steps: str, options: dict[str, bool], tmp_path: Path
-) -> None:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = STEPS[steps]
-    bytes_level = steps != "metaspace"
-    backend.decoder = decoders.ByteLevel() if bytes_level else decoders.Metaspace()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if bytes_level else []
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<unk>", "<s>", "</s>", END],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    backend.train_from_iterator(
-        ["the cat sat on 1234 mats 99 99 1234, it's don't 12 12 it's\n\n x"] * 9, trainer
-    )
-    backend.save(str(tmp_path / "tokenizer.json"))
-    folder = write(tmp_path / "hf", tmp_path / "tokenizer.json", {"tokenizer_class": kind, **options})
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = Tokenizer.open(folder)
-    texts = ["the cat", " 1234 don't\n\n x", "it's 99, 12", "sat  on"]
-    same = [theirs(text, add_special_tokens=False).input_ids for text in texts] == [*map(ours.encode, texts)]
-    assert ours.published is not None
-    assert same or any("makes other tokens of some texts" in remark for remark in ours.published.remarks)
-    if kind == "PreTrainedTokenizer":
-        assert same and not list(ours.published.remarks)
-
-
-@pytest.mark.parametrize("steps", ["gpt2", "metaspace"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "BartTokenizer", "CodeLlamaTokenizer", "CohereTokenizerFast", "GPTNeoXTokenizerFast",
-        "Qwen3_5Tokenizer", "RobertaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend",
-        "OtherTokenizer",
-    ],
-)  # fmt: skip
-def test_a_class_that_is_not_known_is_told(kind: str, steps: str, saved: Path, tmp_path: Path) -> None:
-    backend = Backend.from_file(str(saved / "bos.json"))
-    backend.pre_tokenizer = STEPS[steps]
-    backend.save(str(tmp_path / "tokenizer.json"))
-    config = {**NAMED, "tokenizer_class": kind, "add_bos_token": False}
-    folder = write(tmp_path / "hf", tmp_path / "tokenizer.json", config)
-    published = Tokenizer.open(folder).published
-    assert published is not None
-    remarks = list(published.remarks)
-    generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    assert any("as transformers does" in remark for remark in remarks) == generic
-    assert any("may do otherwise" in remark for remark in remarks) == (not generic)
-    ours = [published.tokens.before[0], *Tokenizer.open(folder).encode("the cat")]
-    if generic:
-        assert transformers.AutoTokenizer.from_pretrained(folder)("the cat").input_ids == ours
-
-
-MODEL_CLASSES = {"gpt_neox": "GPTNeoXTokenizer", "cohere2": "CohereTokenizer", "qwen3_5": "Qwen3_5Tokenizer"}
-
-
-@pytest.mark.parametrize("model_type", [*MODEL_CLASSES, "gpt2", "qwen2", "gemma3_text", "llama", "mistral"])
-def test_the_class_of_a_model_type_is_that_of_transformers(
-    model_type: str, saved: Path, tmp_path: Path
-) -> None:
-    configs = {"config.json": {"model_type": model_type}}
-    folder = write(tmp_path / "hf", saved / "bos.json", NAMED, **configs)
-    theirs = type(transformers.AutoTokenizer.from_pretrained(folder)).__name__
-    assert class_of(NAMED, model_type) == ("" if theirs == "TokenizersBackend" else theirs)
-
-
-def test_a_class_is_tried_on_newlines_and_on_tokens_without_spaces(tmp_path: Path) -> None:
-    gpt2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
-    pattern = rf"{gpt2}|(?<!\s)\n\n(?=\p{{L}})|\s+(?!\S)|\s+"  # and pairs of newlines
-    lines = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    first = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    cases: list[tuple[str, Any, str, dict[str, Any]]] = [
-        ("GPT2Tokenizer", lines, "a\n\nb", {}),
-        ("LlamaTokenizer", first, f"a{END}b", {"legacy": True}),
-    ]
-    for kind, steps, text, options in cases:
-        backend = Backend(models.BPE())
-        backend.pre_tokenizer = steps
-        trainer = trainers.BpeTrainer(
-            vocab_size=300, special_tokens=[END], show_progress=False,
-            initial_alphabet=[*pre_tokenizers.ByteLevel.alphabet(), "▁"],
-        )  # fmt: skip
-        backend.train_from_iterator(["a\n\nb b a\n\n"] * 9, trainer)
-        backend.save(str(tmp_path / "tokenizer.json"))
-        config = {"tokenizer_class": kind, "eos_token": END, **options}
-        folder = write(tmp_path / kind, tmp_path / "tokenizer.json", config)
-        ours = Tokenizer.open(folder, reads_special=True)
-        assert transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids != ours.encode(text)
-        assert ours.published is not None
-        assert any("other tokens of some texts" in remark for remark in ours.published.remarks)
-
-
-def test_ids_of_a_config_that_are_none_are_one_sentence(saved: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "hf", saved / "bos.json", NAMED, **{"config.json": {"eos_token_id": "2"}})
-    with pytest.raises(Exception, match=r"config\.json has eos_token_id \"2\"; it must be an id, a list of"):
-        model_ids(folder, "import")

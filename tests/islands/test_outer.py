@@ -16,7 +16,7 @@ from meshwright.train import state
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches
-from training_runs import EXPERTS, HALF, STEPS, spec_of, start
+from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, spec_of, start
 
 ISLANDS = {"layout__replicate": 2, "outer__every": 3}
 STREAMING = ISLANDS | {"outer__every": 4, "outer__fragments": 2, "outer__delay": 2}
@@ -167,11 +167,16 @@ def test_a_resumed_run_of_islands_ends_bitwise_as_one_that_was_not_stopped(
     ],
 )
 def test_islands_come_and_go_at_any_checkpoint(
-    ranks: Ranks, corpus: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+    ranks: Ranks,
+    corpus: Path,
+    tmp_path: Path,
+    trained_once: TrainedOnce,
+    before: dict[str, Any],
+    after: dict[str, Any],
 ) -> None:
     """A run goes on from the model that its islands agreed on, with each island's moments or the first's."""
-    whole, _ = start(ranks, spec_of(corpus, **before), tmp_path / "whole")
-    first, _ = start(ranks, spec_of(corpus, **before, train__stop_at=HALF), tmp_path / "moved")
+    whole, _ = trained_once(spec_of(corpus))  # whose samples are those of any layout
+    first, _ = trained_once(spec_of(corpus, **before, train__stop_at=HALF), tmp_path / "moved")
     moved, _ = start(ranks, spec_of(corpus, **after), tmp_path / "moved", "auto")
     assert moved["samples_sha256"] == whole["samples_sha256"]
     assert moved["steps"] == STEPS

@@ -24,8 +24,8 @@ from small import spec_of
 
 BASE = {
     "model.layers": 4, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
-    "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 16,
-    "layout.micro_batch": 8, "precision.compute": "bf16",
+    "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 4,
+    "layout.micro_batch": 2, "precision.compute": "bf16",
 }  # fmt: skip
 GPT = {
     "model__family": "gpt2", "model__norm": "layernorm", "model__activation": "gelu_tanh",
@@ -127,7 +127,7 @@ def measure_offloading(mesh: Mesh, spec: RunSpec, pause: float) -> tuple[int, in
         return measure(mesh, spec, pause)
 
 
-LARGE_ONLY = Tiling(offload_bytes=2**16)
+LARGE_ONLY = Tiling(offload_bytes=2**14)
 """By which numbers of norms stay."""
 OFFLOADING: list[dict[str, object]] = [
     *({"recompute__policy": policy} for policy in POLICIES),

@@ -12,7 +12,7 @@ from covering import marked
 from meshwright import api
 from meshwright.spec import RunSpec
 from ranks import Ranks
-from training_runs import EXPERTS, HALF, STEPS, digests, loaded, spec_of, start, trained
+from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, digests, loaded, spec_of, start, trained
 
 RESUMED: list[dict[str, object]] = [
     {**{f"layout__{key}": size for key, size in axes.items()}, "precision__compute": compute}
@@ -79,9 +79,9 @@ QUICK += MORE
 
 @pytest.mark.parametrize("flags", marked(RESUMED, QUICK))
 def test_stop_and_resume_are_bitwise_equal(
-    ranks: Ranks, corpus: Path, tmp_path: Path, flags: dict[str, object]
+    ranks: Ranks, corpus: Path, tmp_path: Path, trained_once: TrainedOnce, flags: dict[str, object]
 ) -> None:
-    whole, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "whole")
+    whole, _ = trained_once(spec_of(corpus, **flags))
     half, _ = start(ranks, spec_of(corpus, **flags, train__stop_at=HALF), tmp_path / "halves")
     assert half["steps"] == HALF
     both, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "halves", "auto")
@@ -103,13 +103,18 @@ def test_stop_and_resume_are_bitwise_equal(
     ],
 )
 def test_resume_on_another_layout(
-    ranks: Ranks, corpus: Path, tmp_path: Path, before: dict[str, object], after: dict[str, object]
+    ranks: Ranks,
+    corpus: Path,
+    tmp_path: Path,
+    trained_once: TrainedOnce,
+    before: dict[str, object],
+    after: dict[str, object],
 ) -> None:
     def flags(layout: dict[str, object]) -> dict[str, object]:
         return {f"layout__{key}": value for key, value in layout.items()}
 
-    whole, wanted = start(ranks, spec_of(corpus, **flags(before)), tmp_path / "whole")
-    start(ranks, spec_of(corpus, **flags(before), train__stop_at=HALF), tmp_path / "moved")
+    whole, wanted = trained_once(spec_of(corpus, **flags(before)))
+    trained_once(spec_of(corpus, **flags(before), train__stop_at=HALF), tmp_path / "moved")
     moved, found = start(ranks, spec_of(corpus, **flags(after)), tmp_path / "moved", "auto")
     assert moved["samples_sha256"] == whole["samples_sha256"]
     for name, tensor in found.items():  # the first rank's: all of them but in a pipeline
@@ -117,12 +122,12 @@ def test_resume_on_another_layout(
 
 
 def test_quantisation_aware_training_begins_and_ends_at_any_checkpoint(
-    ranks: Ranks, corpus: Path, tmp_path: Path
+    ranks: Ranks, corpus: Path, tmp_path: Path, trained_once: TrainedOnce
 ) -> None:
     digests = []
     for name, second in (("plain", {}), ("aware", {"precision__qat": "fp8"})):
         out = tmp_path / name
-        start(ranks, spec_of(corpus, train__stop_at=HALF), out)
+        trained_once(spec_of(corpus, train__stop_at=HALF), out)
         done, _ = start(ranks, spec_of(corpus, train__stop_at=HALF + 1, **second), out, "auto")
         digests.append(done["parameters_sha256"])
         done, _ = start(ranks, spec_of(corpus), out, "auto")

@@ -14,7 +14,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks
 from small import first_batches
-from training_runs import EXPERTS, HALF, STEPS, poisoned, spec_of, start
+from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, poisoned, spec_of, start
 
 LATE = {"layout__replicate": 2, "outer__staleness": 2}
 
@@ -111,11 +111,16 @@ MOVED: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("after", "kept"), MOVED)
 def test_late_gradients_are_resharded_or_dropped(
-    ranks: Ranks, corpus: Path, tmp_path: Path, after: dict[str, Any], kept: bool
+    ranks: Ranks,
+    corpus: Path,
+    tmp_path: Path,
+    trained_once: TrainedOnce,
+    after: dict[str, Any],
+    kept: bool,
 ) -> None:
     exact: dict[str, Any] = {"precision__compute": "fp64", "train__optimiser": "sgd"}
-    whole, _ = start(ranks, spec_of(corpus, **LATE, **exact), tmp_path / "whole")
-    start(ranks, spec_of(corpus, **LATE, **exact, train__stop_at=HALF), tmp_path / "moved")
+    whole, _ = trained_once(spec_of(corpus, **LATE, **exact))
+    trained_once(spec_of(corpus, **LATE, **exact, train__stop_at=HALF), tmp_path / "moved")
     moved, _ = start(ranks, spec_of(corpus, **after, **exact), tmp_path / "moved", "auto")
     assert moved["steps"] == STEPS and moved["samples_sha256"] == whole["samples_sha256"]
     assert (moved["final_loss"] == pytest.approx(whole["final_loss"], rel=1e-12)) == kept

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 import torch
+from runs_from_weights import exported_equals, flags, tokenizer_of, told, trained
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from hf_models import CASES, read_whole, same_files, save_theirs
@@ -20,63 +17,10 @@ from meshwright import api
 from meshwright.checkpoint.gather_full import gather_full
 from meshwright.cli.main import main
 from meshwright.comm.mesh import Mesh
-from meshwright.data.tokenizer import Tokenizer as Tokenizers
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train.step import Trainer
 from meshwright.weights.initial_weights import open_weights
 from ranks import Ranks
-
-WORDS = "the cat sat on the mat, naïvely"
-
-
-def tokenizer_of(folder: Path, special: Sequence[str] = (), words: Sequence[str] = ()) -> None:
-    """Save a byte-level BPE of 300 entries in a folder, with `special` ones and `words` added after them."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    letters = (f"{a}{b}{c} " for a in "abcdefg" for b in "hijkl" for c in "mnopq")
-    tokenizer.train_from_iterator([WORDS * 50, *letters], trainer)
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.add_tokens(list(words))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "</s>", "chat_template": "{{ messages }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of transformers with random weights and its tokenizer, and corpora beside it."""
-    folder = tmp_path_factory.mktemp("theirs") / "hf"
-    save_theirs(folder, "Llama", CASES["llama"][1] | {"vocab_size": 300})
-    tokenizer_of(folder)
-    rows = [json.dumps({"text": f"{WORDS} {number}"}) for number in range(60)]
-    (folder.parent / "corpus.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return folder
-
-
-def flags(theirs: Path, **more: object) -> dict[str, str]:
-    """Dotted flags of a short run on the folder's corpus, which changes no weight that is not 0."""
-    given: dict[str, object] = {
-        "data.corpus": theirs.parent / "corpus.jsonl", "data.cache": theirs.parent / "cache",
-        "data.seq_len": 16, "train.batch_tokens": 64, "train.steps": 1, "train.lr": 1e-30, "layout.dp": 1,
-    }  # fmt: skip
-    return {key: str(value) for key, value in (given | more).items()}
-
-
-def trained(
-    theirs: Path, out: Path, path: Path | None = None, resume: str | None = None, **more: object
-) -> Any:
-    given = flags(theirs, **{key.replace("__", "."): value for key, value in more.items()})
-    return api.train(load(path, list(given.items())), out=out, quiet=True, resume=resume)
-
-
-def exported_equals(theirs: Path, run: Path, out: Path) -> None:
-    api.export(run, out)
-    same_files(out, theirs)
 
 
 def initial(mesh: Mesh, spec: RunSpec) -> dict[str, Tensor]:
@@ -193,12 +137,6 @@ def test_a_resume_takes_no_other_weights(given: str, theirs: Path, tmp_path: Pat
     trained(theirs, run, run, "auto", model__weights=weights)
 
 
-def told(theirs: Path, path: Path | None = None, **more: object) -> str:
-    """Return the line about the weights of a run with these flags, or ''."""
-    given = flags(theirs, **{key.replace("__", "."): value for key, value in more.items()})
-    return api.initial_weights_told(load(path, list(given.items())), path) or ""
-
-
 def test_a_run_of_an_import_starts_from_what_was_imported(theirs: Path, tmp_path: Path) -> None:
     imported, other, third = tmp_path / "imported", tmp_path / "other", tmp_path / "third"
     api.import_hf(theirs, imported)
@@ -296,125 +234,6 @@ def test_flags_that_agree_with_the_folder_or_only_train_it_are_taken(theirs: Pat
     exported_equals(theirs, tmp_path / "run", tmp_path / "out")
 
 
-def test_weights_without_a_tokenizer_ask_for_one(theirs: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
-    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    with pytest.raises(
-        UserError, match=r"^data.tokenizer: 'bpe' trains a new tokenizer, .*; give the tokeni"
-    ):
-        trained(theirs, tmp_path / "run", model__hf=folder)
-    assert not (tmp_path / "run").exists()
-    trained(theirs, tmp_path / "run", model__hf=folder, data__tokenizer=tmp_path / "tokenizer.json")
-    exported_equals(theirs, tmp_path / "run", tmp_path / "out")
-
-
-def test_another_tokenizer_than_the_weights_is_said(theirs: Path, tmp_path: Path) -> None:
-    how = {"model__hf": theirs, "data__tokenizer": "byte"}
-    assert "text by byte, not by" in told(theirs, **how)
-    trained(theirs, tmp_path / "run", **how)
-    kept = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
-    assert kept != json.loads((theirs / "tokenizer.json").read_text())
-
-
-def test_the_tokenizer_of_the_weights_by_another_path_is_not_another(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api.import_hf(theirs, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    line = told(theirs, Path("run"), model__weights="run")
-    assert "those of run " in line and "not by" not in line
-
-
-def test_ids_that_are_other_tokens_in_the_tokenizer_are_its_own(theirs: Path, tmp_path: Path) -> None:
-    """A generation ends as documents do, and both exports say so."""
-    folder, other = Path(shutil.copytree(theirs, tmp_path / "hf")), tmp_path / "tokenizer"
-    other.mkdir()
-    tokenizer_of(other)
-    tree = json.loads((other / "tokenizer.json").read_text())
-    entries = tree["model"]["vocab"]
-    entries["</s>"], entries["!"] = entries["!"], entries["</s>"]
-    tree["added_tokens"][1]["id"] = entries["</s>"]
-    (other / "tokenizer.json").write_text(json.dumps(tree))
-    settings = {"eos_token_id": [1], "pad_token_id": -1, "temperature": 0.5}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    run, how = tmp_path / "run", {"data__tokenizer": other, "data__cache": tmp_path / "cache"}
-    with pytest.warns(UserWarning, match="has other tokens than .* at .*, ids that the configs"):
-        trained(theirs, run, model__hf=folder, **how)
-    api.export(run, tmp_path / "out")
-    api.export(run, tmp_path / "out.gguf")
-    end = entries["</s>"]
-    assert Tokenizers.open(run).tokens.stop_ids == (end,) and end != 1
-    config, generation = (
-        json.loads((tmp_path / "out" / name).read_text())
-        for name in ("config.json", "generation_config.json")
-    )
-    assert config["eos_token_id"] == end and generation.get("eos_token_id", end) == end
-    assert generation["temperature"] == 0.5
-    reader = gguf.GGUFReader(tmp_path / "out.gguf")
-    assert int(reader.fields["tokenizer.ggml.eos_token_id"].parts[-1][0]) == end
-
-
-IDS = {"bos_token_id": 3, "eos_token_id": [5, 1], "pad_token_id": 4}
-
-
-def test_the_ids_of_the_weights_come_along(theirs: Path, tmp_path: Path) -> None:
-    """A tokenizer that does not name its END has it from config.json, in the run and in the export, too."""
-    folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "a"}))
-    (folder / "generation_config.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | IDS))
-    run = tmp_path / "run"
-    trained(theirs, run, model__hf=folder, data__cache=tmp_path / "cache")
-    source = Tokenizers.open(folder)
-    assert source.tokens.stops == (5, 1)
-    assert Tokenizers.open(run).tokens == source.tokens
-    api.export(run, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: written[name] for name in IDS} == IDS
-
-
-@pytest.mark.parametrize("names_end", [True, False])
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat.json"])
-def test_the_files_of_a_tokenizer_elsewhere_come_along(
-    name: str, names_end: bool, theirs: Path, tmp_path: Path
-) -> None:
-    """The files are the tokenizer's, and what ends a generation is the weights'."""
-    folder, other = Path(shutil.copytree(theirs, tmp_path / "hf")), tmp_path / "tokenizer"
-    other.mkdir()
-    tokenizer_of(other)
-    (other / "tokenizer.json").rename(other / name)
-    given = {"pad_token": "</s>", "chat_template": "{{ 1 }}"} | ({"eos_token": "<s>"} if names_end else {})
-    (other / "tokenizer_config.json").write_text(json.dumps(given))
-    (other / "chat_template.jinja").write_text("{{ 2 }}")
-    (other / "config.json").write_text(json.dumps({"eos_token_id": 0}))
-    (other / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | IDS))
-    run = tmp_path / "run"
-    trained(
-        theirs, run, model__hf=folder, data__tokenizer=other / name, data__cache=tmp_path / "cache",
-    )  # fmt: skip
-    source, kept = Tokenizers.open(other / name), Tokenizers.open(run)
-    assert (kept.end_id, kept.tokens.before) == (source.end_id, ()) and source.end_id == 0
-    assert (kept.content_sha256, kept.tokens.stops) == (source.content_sha256, (1, 7))
-    assert (run / "tokenizer.json").read_bytes() == (other / name).read_bytes()
-    assert (run / "chat_template.jinja").read_text() == "{{ 2 }}"
-    assert given.items() <= json.loads((run / "tokenizer_config.json").read_text()).items()
-    api.export(run, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: written[name] for name in IDS} == IDS
-
-
-def test_tokens_of_another_tokenizer_are_refused(theirs: Path, tmp_path: Path) -> None:
-    api.tokenize(str(theirs.parent / "corpus.jsonl"), "byte", tmp_path / "tokens", vocab_size=300)
-    with pytest.raises(
-        UserError, match=r"tokenized with another .*; tokenize the corpus again with that of the w"
-    ):
-        trained(theirs, tmp_path / "run", model__hf=theirs, data__corpus=tmp_path / "tokens")
-
-
 def test_damaged_weights_leave_no_folder_of_a_run(theirs: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
     tensors = load_file(folder / "model.safetensors")
@@ -449,32 +268,3 @@ def test_the_flag_of_another_folder_replaces_the_model_of_a_run(theirs: Path, tm
     assert (spec.model.layers, spec.model.weights) == (3, str(theirs))
     assert spec.data.tokenizer == str(theirs / "tokenizer.json")
     assert load(tmp_path / "run", [("model.preset", "small")]).model.layers == 8
-
-
-def test_a_tokenizer_with_more_entries_than_the_model_trains_until_one_occurs(
-    theirs: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
-    tokenizer_of(folder, special=["[PAD]"], words=["zebra"])  # numbers 300 and 301
-    rows = [json.dumps({"text": f"the cat sat [PAD] {number}"}) for number in range(60)]
-    (tmp_path / "without.jsonl").write_text("\n".join(rows))
-    (tmp_path / "with.jsonl").write_text("\n".join([*rows, '{"text": "the cat and the zebra"}', *rows]))
-    trained(theirs, tmp_path / "run", model__hf=folder, data__corpus=tmp_path / "without.jsonl")
-    exported_equals(theirs, tmp_path / "run", tmp_path / "out")
-    api.import_hf(folder, tmp_path / "imported")
-    how = {"data__corpus": tmp_path / "without.jsonl"}
-    trained(theirs, tmp_path / "imported", tmp_path / "imported", "auto", **how)
-    with pytest.raises(
-        UserError, match=r"has 302 entries, .* 300, .*: 'zebra', number 301, in '.*cat and the zebra"
-    ):
-        trained(theirs, tmp_path / "other", model__hf=folder, data__corpus=tmp_path / "with.jsonl")
-    shards = tmp_path / "tokens"
-    api.tokenize(str(tmp_path / "with.jsonl"), str(folder / "tokenizer.json"), shards, vocab_size=302)
-    with pytest.raises(UserError, match=r"'zebra', number 301"):
-        trained(theirs, tmp_path / "other", model__hf=folder, data__corpus=shards)
-    config = {"eos_token": "[PAD]"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match=r"'\[PAD\]', which ends a document, is number 300; .* another eos_token"
-    ):
-        trained(theirs, tmp_path / "other", model__hf=folder, data__corpus=tmp_path / "without.jsonl")

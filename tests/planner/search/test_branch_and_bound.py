@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
-from typing import Any, get_args
+from math import prod
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
+from covering import covered
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
@@ -54,15 +57,15 @@ def every_spec(space: LayoutSpace) -> Iterator[RunSpec]:
                         yield space.spec(inner, mesh, sharding, cut)
 
 
-def accepted(base: RunSpec, ranks: int) -> Iterator[RunSpec]:
-    """Each layout that the rules accept, by trying all."""
+def accepted(base: RunSpec, ranks: int, replicate: int | None = None) -> Iterator[RunSpec]:
+    """Each layout that the rules accept, by trying all, or all of so many replicas."""
     sizes = divisors(ranks)
     tree, moe = base.to_json(), base.model.moe
     experts = list(product(divisors(moe.experts), divisors(moe.ffn))) if moe else [(1, 1)]
     meshes = [
         dict(zip(("dp", "replicate", "tp", "cp", "pp"), each, strict=True))
         for each in product(sizes, repeat=5)
-        if each[0] * each[1] * each[2] * each[3] * each[4] == ranks
+        if prod(each) == ranks and replicate in (None, each[1])
     ]
     for mesh, zero, shared, mode, (ep, etp), micro in product(
         meshes, range(4), (True, False), get_args(ContextMode), experts, divisors(base.batch_sequences)
@@ -125,9 +128,8 @@ def test_the_space_of_islands_is_what_the_rules_accept(model: dict[str, Any], ra
     space = LayoutSpace(base, ranks, {"policy": "none", "replicate": 2})
     specs = [*every_spec(space)]
     made = [essence(spec) for spec in specs]
-    wanted = (spec for spec in accepted(base, ranks) if spec.layout.replicate == 2)
     assert len(made) == len(set(made)) > 0
-    assert set(made) == {without_idle_zero(spec) for spec in wanted}
+    assert set(made) == {without_idle_zero(spec) for spec in accepted(base, ranks, replicate=2)}
     for spec in specs:
         assert (
             spec.layout.strides["replicate"] == ranks // 2 and RunSpec.model_validate(spec.to_json()) == spec
@@ -161,13 +163,19 @@ def test_every_layout_of_a_larger_space_validates() -> None:
         assert spec.layout.world_size == 8
 
 
-@pytest.mark.parametrize("near", [0.02, 0.3])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_search_finds_what_brute_force_does(
-    seed: int, near: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some spaces, with devices so small that about half of the layouts do not fit."""
-    monkeypatch.setattr(results, "NEAR", near)
+class Drawn(NamedTuple):
+    """A space of layouts, and each of them timed on devices that hold only some."""
+
+    space: LayoutSpace
+    on: CostModel
+    fixed: dict[str, Any]
+    every: list[TimedLayout]
+    capacity: float
+
+
+@cache
+def drawn(seed: int) -> Drawn:
+    """Devices so small that about half of the layouts do not fit."""
     chosen = random.Random(seed)
     model, ranks = (EXPERTS, chosen.choice([2, 4])) if seed % 2 else (DENSE, chosen.choice([2, 4, 6]))
     sequences = ranks * chosen.choice([1, 2, 4])
@@ -182,7 +190,16 @@ def test_the_search_finds_what_brute_force_does(
     for spec in every_spec(space):
         every.append(TimedLayout(step_time(spec, on).seconds, Generic(on).peak(spec).device, spec))
     needs = sorted(each.memory for each in every)
-    capacity = needs[len(needs) * chosen.choice([1, 5, 9]) // 10]
+    return Drawn(space, on, fixed, every, needs[len(needs) * chosen.choice([1, 5, 9]) // 10])
+
+
+@pytest.mark.parametrize("near", [0.02, 0.3])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_search_finds_what_brute_force_does(
+    seed: int, near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "NEAR", near)
+    space, on, fixed, every, capacity = drawn(seed)
     fitting = sorted((each for each in every if each.memory <= capacity), key=lambda each: each.order)
     different: dict[tuple[Any, ...], TimedLayout] = {}
     for each in fitting:
@@ -204,8 +221,8 @@ def test_the_search_finds_what_brute_force_does(
         assert each.seconds == pytest.approx(step_time(each.spec, on).seconds, rel=1e-9)
         assert each.memory == pytest.approx(Generic(on).peak(each.spec).device, rel=1e-9)
     assert found.counts.timed < len(every)
-    least = SearchProblem(base, on.cluster, stack, fixed).least_memory()
-    assert least is not None and least.device <= needs[0]
+    least = SearchProblem(space.base, on.cluster, on.stack, fixed).least_memory()
+    assert least is not None and least.device <= min(each.memory for each in every)
 
 
 SPACES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
@@ -215,27 +232,38 @@ SPACES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
+def space_of(name: str, offload: str) -> tuple[LayoutSpace, CostModel]:
+    """A space of layouts of four ranks in which most bytes are activations, and a model of their costs."""
+    (model, seq_len, fixed), ranks = SPACES[name], 4
+    base = run(model, seq_len, 8)
+    base = base.model_copy(update={"train": base.train.model_copy(update={"offload_activations": offload})})
+    return LayoutSpace(base, ranks, fixed | {"sequence_parallel": True}), CostModel(cluster("h100", ranks))
+
+
+@cache
+def timed(name: str, offload: str) -> list[TimedLayout]:
+    """Every layout of such a space, with its exact memory."""
+    space, on = space_of(name, offload)
+    memory = memory_model(on)
+    return [
+        TimedLayout(step_time(spec, on).seconds, memory.peak(spec).device, spec) for spec in every_spec(space)
+    ]
+
+
 @pytest.mark.parametrize("tenth", [1, 4, 8])
 @pytest.mark.parametrize("offload", ["none", "host"])
 @pytest.mark.parametrize("name", SPACES)
 def test_the_search_finds_what_brute_force_does_by_the_exact_memory(
     name: str, offload: str, tenth: int
 ) -> None:
-    """Devices of which so many tenths of the layouts fit; most bytes are activations."""
-    (model, seq_len, fixed), ranks = SPACES[name], 4
-    base, on = run(model, seq_len, 8), CostModel(cluster("h100", ranks))
-    base = base.model_copy(update={"train": base.train.model_copy(update={"offload_activations": offload})})
-    space = LayoutSpace(base, ranks, fixed | {"sequence_parallel": True})
-    memory = memory_model(on)
-    every = [
-        TimedLayout(step_time(spec, on).seconds, memory.peak(spec).device, spec) for spec in every_spec(space)
-    ]
+    """Devices which so many tenths of the layouts fit."""
+    (space, on), every = space_of(name, offload), timed(name, offload)
     capacity = sorted(each.memory for each in every)[len(every) * tenth // 10]
     different: dict[tuple[Any, ...], TimedLayout] = {}
     for each in sorted((each for each in every if each.memory <= capacity), key=lambda each: each.order):
         different.setdefault(kind(each.spec), each)
     wanted = list(different.values())[:12]
-    found = search(space, on, capacity, len(wanted), memory=memory)
+    found = search(space, on, capacity, len(wanted), memory=memory_model(on))
     assert [each[:2] for each in found.best] == [pytest.approx(each[:2]) for each in wanted]
     assert found.counts.timed < len(every)
 
@@ -299,15 +327,26 @@ def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:
     assert len(found.best) == 1 and found.best[0].memory <= 80e9
 
 
-@pytest.mark.parametrize("model", [DENSE, EXPERTS])
-@pytest.mark.parametrize("seq_len", [32, 512])
-@pytest.mark.parametrize("fixed", [{"zero": 1}, {"pp": 1}, {"pp": 2, "policy": "none"}])
-def test_where_no_layout_fits_nothing_is_searched(
-    model: dict[str, Any], seq_len: int, fixed: dict[str, Any]
-) -> None:
+FIXED: dict[str, dict[str, Any]] = {
+    "zero": {"zero": 1},
+    "whole": {"pp": 1},
+    "stages": {"pp": 2, "policy": "none"},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    covered(
+        [
+            {"experts": experts, "seq_len": seq_len, "fixed": fixed}
+            for experts, seq_len, fixed in product((False, True), (32, 512), FIXED)
+        ]
+    ),
+)
+def test_where_no_layout_fits_nothing_is_searched(case: dict[str, Any]) -> None:
     """By the least memory of all layouts, few microbatches of which hold fewer gradients at a time."""
-    on = CostModel(cluster("h100", 4))
-    space, memory = LayoutSpace(run(model, seq_len), 4, fixed), memory_model(on)
+    on, model = CostModel(cluster("h100", 4)), EXPERTS if case["experts"] else DENSE
+    space, memory = LayoutSpace(run(model, case["seq_len"]), 4, FIXED[case["fixed"]]), memory_model(on)
     needs = min(memory.peak(spec).device for spec in every_spec(space))
     least = least_memory(space, on, memory)
     assert least is not None and least.device <= needs
