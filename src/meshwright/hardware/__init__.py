@@ -1,1 +1,5 @@
-"""Clusters and devices, with figures of datasheets or measurements."""
+"""Clusters and devices, with figures of datasheets or measurements.
+
+`cluster` is the type, `find` looks one up by name: in the `catalogue`, whose tables in `data` are read by
+`sourced`, or as a `hardware_file`. `measurements` interpolates what `meshwright profile` measured.
+"""
