@@ -1,0 +1,1 @@
+"""Runs: `record` writes a run's spec, metrics, events and result to its folder, and reads them."""
