@@ -14,4 +14,4 @@ What checks and predicts: `verify` compares with one device, `dryrun` runs one r
 Small: `cpp_library` compiles C++, `atomic` replaces files, `host` knows the processors, `units` formats.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.7.0"
