@@ -37,12 +37,20 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return run
 
 
-@pytest.mark.parametrize("block", TOUR, ids=lambda block: block.verb)
+def params(blocks: list[Any]) -> list[Any]:
+    """Blocks as parameters; a run under faults takes a minute, and tests/chaos has shorter ones."""
+    return [
+        pytest.param(block, id=block.verb, marks=pytest.mark.full if block.verb == "chaos" else ())
+        for block in blocks
+    ]
+
+
+@pytest.mark.parametrize("block", params(TOUR))
 def test_the_tour_shows_what_its_commands_print(block: Any, printed: Callable[[str], str]) -> None:
     TOOL["present"](block, printed(block.command))
 
 
-@pytest.mark.parametrize("block", README, ids=lambda block: block.verb)
+@pytest.mark.parametrize("block", params(README))
 def test_the_readme_shows_what_its_commands_print(block: Any, printed: Callable[[str], str]) -> None:
     # `make train` trains for minutes; a shorter run prints lines of the same form.
     command = TOUR[0].command if block.command.startswith("make train ") else block.command
