@@ -69,6 +69,7 @@ def test_differences_and_cuts_do_not_matter() -> None:
     (block,) = TOOL["shown"](SHOWN)
     output = "loss  1  7.3e-16  embed\nnorm  2  0  a\nequal: 3 numbers\n"
     assert TOOL["present"](block, output) == ["loss  1  7.3e-16  embed", "...", "equal: 3 numbers"]
+    assert TOOL["updated"](SHOWN, lambda command: output) == SHOWN.replace("2.1e-15  head", "7.3e-16  embed")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
 CUT = "..."
-NUMBER = r"\d[\d,.:]*"
+NUMBER = r"\d[\d,.:]*( (m?s|[KMG]iB)\b)?"
 # What differs between machines in the output of a command, by its first word after `meshwright`. All else is
 # compared as it is.
 VARIES = {
@@ -28,6 +30,7 @@ VARIES = {
     "verify": r" (0|\d[\d.]*e-\d+)\b.*",  # a difference, and the name of the tensor that has it
     "plan": r"searched in [\d.]+ s",
 }
+NOTHING = r"(?!)"
 BLOCK = re.compile(r"^```console\n\$ (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -51,7 +54,7 @@ def shown(text: str) -> list[Shown]:
 
 def form(verb: str, line: str) -> str:
     """Return a line without what differs between machines, and with one space for many."""
-    return re.sub(r"\s+", " ", re.sub(VARIES[verb], "#", line)).rstrip()
+    return re.sub(r"\s+", " ", re.sub(VARIES.get(verb, NOTHING), "#", line)).rstrip()
 
 
 def present(block: Shown, output: str) -> list[str]:
@@ -78,22 +81,27 @@ def present(block: Shown, output: str) -> list[str]:
     return found
 
 
+def updated(text: str, printed: Callable[[str], str]) -> str:
+    """Return a document with the lines that its commands print now."""
+    for block in shown(text):
+        lines = present(block, printed(block.command))
+        before, after = ("\n".join([f"$ {block.command}", *each, "```"]) for each in (block.lines, lines))
+        text = text.replace(before, after)
+    return text
+
+
+@cache
+def printed(command: str) -> str:
+    """Return the output of a command of this tree."""
+    words = shlex.split(command)
+    words = [sys.executable, "-m", *words] if words[0] == "meshwright" else [words[0], "-s", *words[1:]]
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def main() -> int:
     """Run the commands of the documents that are named, and write what they print."""
-    outputs: dict[str, str] = {}
     for document in map(Path, sys.argv[1:]):
-        text = document.read_text(encoding="utf-8")
-        for block in shown(text):
-            if block.command not in outputs:
-                words = shlex.split(block.command)
-                words = (
-                    [sys.executable, "-m", *words] if words[0] == "meshwright" else ["make", "-s", *words[1:]]
-                )
-                ran = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-                outputs[block.command] = ran.stdout
-            old, new = block.lines, present(block, outputs[block.command])
-            text = text.replace("\n".join(["", *old, ""]), "\n".join(["", *new, ""]))
-        document.write_text(text, encoding="utf-8")
+        document.write_text(updated(document.read_text(encoding="utf-8"), printed), encoding="utf-8")
     return 0
 
 
