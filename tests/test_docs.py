@@ -54,8 +54,10 @@ def anchor(heading: str) -> str:
 
 
 def commands(document: Path) -> list[list[str]]:
-    """The words after `meshwright` of every command line in the shell blocks."""
+    """The words after `meshwright` of every command line, in blocks of commands and in those with outputs."""
     lines = [line for block in blocks(document, "sh") for line in block.splitlines()]
+    shown = [line for block in blocks(document, "console") for line in block.splitlines()]
+    lines += [line.removeprefix("$ ") for line in shown if line.startswith("$ ")]
     split = [shlex.split(line, comments=True) for line in lines]
     plain = [words[1:] for words in split if words and words[0] == "meshwright"]
     launched = [words[words.index("meshwright") + 1 :] for words in split if words and words[0] == "torchrun"]
@@ -72,12 +74,12 @@ def parsed(words: list[str]) -> tuple[Verb, Call]:
 
 
 def tree_of(call: Call) -> dict[str, Any]:
-    """Content of a command's run file: the repository's, or the README's run.toml; a folder says nothing."""
+    """Content of a command's run file, such as the run.toml of docs/train.md; a folder says nothing."""
     path = call.path()
     if path is None or path.suffix != ".toml":
         return {}
     if path.name == "run.toml":
-        return tomllib.loads(blocks(READMES[0], "toml")[0])
+        return tomllib.loads(blocks(ROOT / "docs" / "train.md", "toml")[0])
     return read_tree(ROOT / path)
 
 
@@ -94,9 +96,37 @@ def test_every_command_parses_and_asks_for_a_run_that_can_be(document: Path) -> 
             resolve(tree_of(call), written, call.flags.get("nproc"))
 
 
-def test_the_readme_shows_every_verb() -> None:
-    shown = {parsed(words)[0].name for words in commands(READMES[0]) if "--help" not in words}
-    assert shown == {verb.name for verb in VERBS}
+def test_the_readme_names_the_page_of_every_verb_and_the_page_shows_it() -> None:
+    rows = [line for line in prose(READMES[0]).splitlines() if line.startswith("| [`")]
+    pages = {
+        label.strip("`"): target
+        for row in rows
+        for label, target in re.findall(r"\[(`[a-z ]+`)\]\(([^)]+)\)", row)
+    }
+    assert set(pages) == {verb.name for verb in VERBS}
+    for verb, page in pages.items():
+        shown = {parsed(words)[0].name for words in commands(ROOT / page) if "--help" not in words}
+        assert verb in shown, f"{page} has no command of {verb}"
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    for readme in READMES:
+        assert len(readme.read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_speeds_of_the_readme_are_measured() -> None:
+    """Each row is the first table of its section in docs/peers.md: ours, and the peer of the least ratio."""
+    page = (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (\S+, \w+: [^|]+) \| ([\d,]+) \| ([\d,]+) \| ([^|]+) \| ([\d.]+) \|$", prose(READMES[0]), re.M
+    )
+    assert len(rows) == 6
+    for case, ours, theirs, peer, ratio in rows:
+        table = page.split(f"## {case}\n\n")[1].split("\n\n")[1]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        speeds = {name: (speed, by) for name, speed, _, by, *_ in cells}
+        assert speeds["Meshwright"][0] == ours
+        assert speeds[peer] == (theirs, ratio)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -148,16 +178,21 @@ FOLDERS = ("src", "tests", "bench", "docs", "examples", "tools", ".ci")
 """Folders of the repository; those that runs make, such as `runs`, are not among them."""
 
 
+OF_RUNS = ("runs", "islands")
+
+
 def paths_named(document: Path) -> list[tuple[Path, str]]:
     """(path, test) of every file and folder of the repository that the prose names in backticks.
 
-    A name is taken for a path if it begins with one of FOLDERS, or with a folder of `src/meshwright`.
+    A name is taken for a path if it begins with one of FOLDERS, or with a folder of `src/meshwright`; runs
+    make folders of the names in OF_RUNS, too, so there only modules are.
     """
     package = ROOT / "src" / "meshwright"
     named = []
     for name, test in _PATH.findall(prose(document)):
         base = ROOT if name.split("/")[0] in FOLDERS else package
-        if "/" in name and (base / name.split("/")[0]).is_dir():
+        of_run = base == package and name.split("/")[0] in OF_RUNS and not name.endswith(".py")
+        if "/" in name and not of_run and (base / name.split("/")[0]).is_dir():
             named.append((base / name, test))
     return named
 
@@ -232,11 +267,13 @@ def test_the_run_file_page_has_exactly_the_known_keys() -> None:
         ), name
 
 
-def test_the_example_that_the_readme_trains_is_what_it_says() -> None:
+def test_the_examples_are_what_the_pages_say() -> None:
     spec = load(ROOT / "examples" / "first.toml")
     assert spec.layout.world_size == 2 and spec.data.corpus == "stdlib"
-    assert spec.train.total_steps == 300  # the step that the README resumes from and verifies
-    mine = from_tree(tomllib.loads(blocks(READMES[0], "toml")[0]))
+    assert (
+        spec.train.total_steps == 300
+    )  # the step that docs/train.md resumes from and docs/checkpoints.md verifies
+    mine = from_tree(tomllib.loads(blocks(ROOT / "docs" / "train.md", "toml")[0]))
     assert round(mine.model.parameters / 1e6) == 32
 
 
@@ -254,5 +291,4 @@ def test_exit_codes_are_those_of_the_program(capsys: pytest.CaptureFixture[str])
     table = re.findall(r"^\| (\d+) \|", prose(ROOT / "docs" / "recovery.md"), re.MULTILINE)
     assert [int(code) for code in table] == sorted(codes)
     assert main(["--help"]) == 0
-    for text in (capsys.readouterr().out, *(prose(readme) for readme in READMES)):
-        assert codes <= {int(number) for number in re.findall(r"\b\d+\b", text)}
+    assert codes <= {int(number) for number in re.findall(r"\b\d+\b", capsys.readouterr().out)}

@@ -1,4 +1,16 @@
-"""Checkpoints: any layout in and out, published by one rename, every piece hashed, nothing pickled."""
+"""Checkpoints: any layout in and out, published by one rename, every piece hashed, nothing pickled.
+
+`store` saves and loads. A save: `save_plan` says which `rectangles` a rank writes, `replicas` share the
+work, `staging` copies them to the host, `digests` hashes pieces, `manifest` lists them, and `disk` makes
+every system call.
+A load: `directory` lists steps, `reader` checks and reads one, `weights` takes parameters alone,
+`gather_full` whole tensors, and `identity` tells which weights it holds.
+One writer: `lease` is a lock with a heartbeat, which `claim` takes for all ranks.
+Which and when: `retention` removes old ones, `interval` computes the steps between saves.
+Snapshots: `snapshots` in memory outlive the ranks in `slots`, and `peer_snapshots` keeps copies on the
+next host.
+`inspect` lists and checks without a model; `errors` are the exceptions.
+"""
 
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, SaveError
 from meshwright.checkpoint.lease import Lease

@@ -1,12 +1,15 @@
 """Text in, batches out, as a pure function of (seed, step).
 
-readers      files, folders, JSONL, parquet, hub  -> documents
-tokenizer    byte, trained BPE, tokenizer.json    -> token ids
-words        texts as numbered words, counted and encoded, by several processes
-shards       token ids on disk, memory-mapped, every file under a SHA-256
-packing      documents                            -> samples of seq_len tokens
-permutation  step and slot                        -> sample, by a bijection without state
-mixture      several corpora by weight
-corpus       all of the above for one `RunSpec`
-loader       one rank's batches
+Sources: `readers` turns files, folders, data sets of the hub and the tables of `row_files` into documents,
+`synthetic` makes them up, and `split` takes some of them for validation.
+Tokens: `tokenizer` (bytes, BPE that `bpe_training` learns, or a `tokenizer.json`, of which `literals` are
+the special tokens and `vocabulary` finds ids beyond the model's). `words` splits texts by the rules of
+`word_rule` and numbers them in a `word_table`; `text_processes` does so on all cores, by the `processes`
+that answer each `job`.
+Files: `tokenize` fills a folder by `shard_writer`; `manifest` is its format, `publish` its appearance
+whole or not at all, `verification` and the record `verified` check it once, `block_reader` checks blocks
+as they are read, `shards` reads tokens and `document_index` finds documents. `kept_tokenizer` is the
+tokenizer that a run keeps.
+Batches: `packing` makes samples of documents, `permutation` orders them without state, `mixture` weighs
+corpora, `corpus` is all of it for one `RunSpec`, and `loader` makes one rank's batches.
 """

@@ -1,6 +1,5 @@
 """Clusters and devices, with figures of datasheets or measurements.
 
-`cluster` is devices and the hierarchy of groups that they form, `network` a cluster with another network.
-`catalogue` has the devices that are known, with figures that are `sourced`, `hardware_file` reads and writes
-those of `meshwright profile`, whose `measurements` it holds, and `find` finds any by name or file.
+`cluster` is the type, `find` looks one up by name: in the `catalogue`, whose tables in `data` are read by
+`sourced`, or as a `hardware_file`. `measurements` interpolates what `meshwright profile` measured.
 """

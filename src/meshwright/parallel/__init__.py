@@ -1,1 +1,20 @@
-"""How a model is split over a mesh: one file per axis, and one place where anything crosses a link."""
+"""A decoder split over a mesh: one file per axis, the order they are applied in, and the parts of a step.
+
+`parallelize` applies the axes in order; `stage` cuts the decoder into stages and units.
+
+Data: `data_parallel` (replicas and ZeRO) gathers and reduces each `fsdp_unit`, whose parameters lie in the
+buffers of `flat_param`; `fp8_gather` gathers weights in 8 bits, and `microbatches` is a rank's part of a
+batch.
+Tensor: `tensor_parallel` splits the layers of `tensor_linears`, with the messages of `fused_comm_ops`;
+`vocab_parallel` splits the embedding and the loss.
+Context: `context_parallel` splits a sequence by `ring_attention` or `ulysses`.
+Pipeline: `pipeline_parallel` runs a schedule; `deferred_wgrad` computes gradients of weights later.
+Experts: `expert_parallel` sends tokens to their experts; `router_balance` keeps the load of experts even.
+
+Memory: `recompute` drops activations, for which `recompute_cache` keeps some results, and
+`activation_offload` moves activations to the host.
+Numbers: `precision` has the formats and the loss scale, `loss_normalization` every division, `grad_norm`
+the gradient's norm, and `delayed_scaling` the scales of 8-bit formats.
+Parts: `step_part` is the interface of a step's optional parts; `stale_gradients` is one, gradients that
+are applied some steps late.
+"""

@@ -1,1 +1,1 @@
-"""The folder of a run: `record` writes and reads its metrics, events and result."""
+"""Runs: `record` writes a run's spec, metrics, events and result to its folder, and reads them."""

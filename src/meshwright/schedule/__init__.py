@@ -1,4 +1,10 @@
-"""Pipeline schedules as data: lists of actions, by rank; made, checked and timed without torch."""
+"""Pipeline schedules as data: lists of actions, by rank; made, checked and timed without torch.
+
+`actions` are the type, `registry` the names, `builders` and `v_half_min` make the lists. `validate` checks
+them, `posting` turns them into messages over `lanes`, and `replay` finds ranks that would hang. `simulate`
+times them, `bubble_formulas` are their closed forms, and `in_flight` counts microbatches that are under
+way.
+"""
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, steps
 from meshwright.schedule.lanes import Lane, lane_rule, lanes_of

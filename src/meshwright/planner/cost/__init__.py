@@ -1,1 +1,12 @@
-"""Seconds of a training step."""
+"""Seconds of a training step.
+
+`model` holds the cost models of a cluster, and `step` is the sum for a layout, of which `lower_bounds`
+bounds a whole branch.
+Compute: `kernels` times one operator, `layer` one layer, `stages` those of a pipeline, `shared_cores`
+ranks on one host's cores, `breakdown` keeps causes apart, and `precision` has the recipes.
+Messages: `collectives` times one, `published_messages` lists those of other programs, `data_parallel`
+those of parameters and gradients, `exchange` those of islands, and `expert_balance` is how uneven experts
+are.
+Host memory: `offload` of moments, `activation_copies` of activations. `muon` is the update by Muon.
+`software` has the programs whose runs were measured, `uncertainty` the intervals.
+"""

@@ -1,1 +1,5 @@
-"""Bytes of a rank."""
+"""Bytes of a rank.
+
+`exact` counts those of this program, and `generic` those of any: `states` of parameters, activations
+`in_flight`, and the `peak` of a step without a pipeline. `lower_bound` is what no layout is below.
+"""

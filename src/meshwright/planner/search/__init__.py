@@ -1,1 +1,6 @@
-"""The search for the best layout."""
+"""The search for the best layout.
+
+`request` is the user's question and `problem` one search for it, `branch_and_bound` searches the `tree`,
+and `least_memory` says when there is nothing to search. `results` are the layouts found, `objectives` the
+longest sequences or the largest model, and `infeasible` the reason why nothing fits.
+"""
