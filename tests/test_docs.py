@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import tomllib
+from inspect import ismodule
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ def test_python_blocks_compile_and_name_what_there_is(document: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
     for name in re.findall(r"`api\.(\w+)\b(?<!\.py)", prose(document)):
         assert hasattr(api, name), f"api.{name}"
+
+
+def test_the_interface_is_what_its_page_lists() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    public = {name for name, value in vars(api).items() if not (name.startswith("_") or ismodule(value))}
+    assert public - {"annotations"} == set(api.__all__) == set(re.findall(r"`api\.(\w+)\(", page))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

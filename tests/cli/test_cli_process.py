@@ -274,10 +274,10 @@ def test_a_run_outlives_its_terminal_and_saves_when_all_its_processes_are_stoppe
 
 def test_an_output_without_unicode_gets_escapes(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "import sys\nfrom meshwright.api import generation\nfrom meshwright.cli.main import run\n"
         "def tell(run, rows, how, layout, on_text):\n"
         "    on_text(0, 'na\\u00efve \\u2028\\x1b[31m')\n    on_text(0, '\\ud800 text\\n\\tend')\n"
-        "api.generate_worker = tell\napi.generation_ranks = lambda *_: 1\n"
+        "generation.continue_prompts = tell\n"
         "sys.argv = ['meshwright', 'generate', '.', '--prompt', 'a']\nrun()\n"
     )
     shown = subprocess.run(

@@ -135,7 +135,6 @@ def test_verify_that_fails_has_another_exit_code_than_unequal(
         raise error
 
     monkeypatch.setattr(api, "verify", failing)
-    monkeypatch.setattr(api, "verify_worker", failing)
     if start == "by torchrun":
         be_rank(monkeypatch, 1)
     with pytest.raises(kind) as raised:

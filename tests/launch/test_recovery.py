@@ -231,4 +231,4 @@ def test_a_slow_rank_is_named_and_no_other(corpus: Path, tmp_path: Path, deed: s
 def test_an_event_that_cannot_be_recorded_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("damaged\n")
     with pytest.warns(UserWarning, match="'failure' was not recorded: .*line 1 is not a JSON object"):
-        runs._record(tmp_path, None, "failure", {"generation": 0, "step": 3})
+        runs.record_event(tmp_path, None, "failure", {"generation": 0, "step": 3})

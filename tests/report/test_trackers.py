@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.api.runs import _observers
+from meshwright.api.train_rank import _observers
 from meshwright.checkpoint import Lease
 from meshwright.report.trackers import make_trackers
 from meshwright.runs.record import island_folder

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_models import CASES, read_whole, same_files, save_theirs
 from meshwright import api
+from meshwright.api.initial_weights import initial_weights_told
 from meshwright.checkpoint.gather_full import gather_full
 from meshwright.cli.main import main
 from meshwright.comm.mesh import Mesh
@@ -196,7 +197,7 @@ def test_a_resume_takes_no_other_weights(given: str, theirs: Path, tmp_path: Pat
 def told(theirs: Path, path: Path | None = None, **more: object) -> str:
     """Return the line about the weights of a run with these flags, or ''."""
     given = flags(theirs, **{key.replace("__", "."): value for key, value in more.items()})
-    return api.initial_weights_told(load(path, list(given.items())), path) or ""
+    return initial_weights_told(load(path, list(given.items())), path) or ""
 
 
 def test_a_run_of_an_import_starts_from_what_was_imported(theirs: Path, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.api.folders import folder_of
-from meshwright.api.runs import Result, launch, train
+from meshwright.api.ranks import Result
+from meshwright.api.runs import train, train_on_ranks
+from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
 from meshwright.rank.scratch import PREFIX
 from meshwright.runs.record import read_metrics, write_atomically
@@ -54,6 +56,8 @@ def chaos(
     kinds that cost a step. Returns the content of `chaos.json`: `oracles`, `faults`, `kinds`, `effective`,
     `restart_seconds` and more. Raises `UserError`.
     """
+    if worker() is not None:
+        raise UserError("chaos: starts the ranks itself, and some again; start it without torchrun")
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     _check(spec)
@@ -87,10 +91,8 @@ def _chaos_in(
     before, begun = children(), time.monotonic()
     checkpoints, result, end = spec.checkpoint.folder(run), None, ""
     with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, run, checkpoints) as injected:
-        flags = ["--out", str(run), "--quiet"]
-        goal, again = run / "result.json", [*flags, "--resume", "auto"]
         try:
-            result = launch("train", spec, ranks, flags, goal, again, plan, injected.tell)
+            result = train_on_ranks(spec, run, faults=plan, tell=injected.tell)
         except (UserError, RanksFailed) as error:
             end = str(error)
         except KeyboardInterrupt as error:
@@ -100,7 +102,7 @@ def _chaos_in(
         left = [*_processes_left(before, children), *_files_left(checkpoints)]
         hit = [course.placed for course in injected.courses().values()]
         if result is not None and (bad := [fault for fault in hit if KINDS[fault.kind].skips]):
-            twin |= _twin_that_skips(spec, ranks, out, bad)
+            twin |= _twin_that_skips(spec, out, bad)
         found = {"nproc": ranks, "seed": seed, "mtbf_seconds": None if seed is None else mtbf}
         found |= report(spec, injected, twin, result, seconds, left) | {"end": end}
     write_atomically(out / "chaos.json", json.dumps(found, indent=1) + "\n")
@@ -179,7 +181,7 @@ def _twin(spec: RunSpec, ranks: int, out: Path) -> Result:
     return kept
 
 
-def _twin_that_skips(spec: RunSpec, ranks: int, out: Path, bad: Sequence[Fault]) -> Result:
+def _twin_that_skips(spec: RunSpec, out: Path, bad: Sequence[Fault]) -> Result:
     """Return the digests of a run that has no faults, and skips the steps of bad batches.
 
     It does so for a loss that is not a number, though all that it was computed from is as it must be.
@@ -189,13 +191,10 @@ def _twin_that_skips(spec: RunSpec, ranks: int, out: Path, bad: Sequence[Fault])
     folder = out / "twin-skipping"
     shutil.rmtree(folder, ignore_errors=True)
     by_step = {fault.step: replace(fault, kind="nan-loss", generation=0) for fault in bad}
-    flags = ["--out", str(folder), "--quiet"]
     with Plan([by_step[step] for step in sorted(by_step)]) as plan:
         for number in range(len(by_step)):
             plan.hits.write(number, armed=1)
-        result = launch(
-            "train", spec, ranks, flags, folder / "result.json", [*flags, "--resume", "auto"], plan
-        )
+        result = train_on_ranks(spec, folder, faults=plan)
     return {key: result[key] for key in DIGESTS}
 
 

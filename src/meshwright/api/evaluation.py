@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.generation import Axes, Generation, generation_ranks, run_tokenizer
-from meshwright.api.models import WEIGHTS, import_hf
+from meshwright.api.generation import Axes, Generation, generation_ranks, layout_keys, run_tokenizer
+from meshwright.api.models import WEIGHTS, as_run, is_run_folder, not_of_ranks
+from meshwright.api.ranks import Result, run_on_ranks
 from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
 from meshwright.runs.record import read_run
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from meshwright.infer.harness import Tasks
     from meshwright.infer.sharded import ShardedDecoder
 
-Result = dict[str, Any]
-WORKER = ("meshwright.infer.scores", "meshwright.data.corpus")
-"""Modules that the ranks need."""
+MODULES = ("meshwright.infer.scores", "meshwright.data.corpus")
+"""Modules that ranks need."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,6 @@ class Evaluation:
         """True if the run's own held-out text is evaluated."""
         return not self.only_data and (bool(self.data) or not self.tasks)
 
-    def flags(self) -> list[str]:
-        """These options as flags of `meshwright evaluate`."""
-        steps = self.steps if isinstance(self.steps, str | None) else ",".join(map(str, self.steps))
-        pairs = [
-            *(("data", f"{name}={path}") for name, path in self.data),
-            ("step", steps), ("weights", self.weights), ("tokens", self.tokens), ("seq-len", self.seq_len),
-            ("tasks", ",".join(self.tasks) or None), ("limit", self.limit), ("batch", self.batch),
-            ("special-tokens", self.special_tokens),
-        ]  # fmt: skip
-        words = [f"--{name}={value}" for name, value in pairs if value is not None]
-        return [*words, "--only-data"] if self.only_data else words
-
 
 def evaluate(
     run: Path,
@@ -119,10 +106,8 @@ def evaluate(
         tasks=tuple(map(str, named)),
         **options,
     )
-    pairs = layout.items() if isinstance(layout, Mapping) else layout
-    found = evaluate_run(Path(run), how, [(key, str(size)) for key, size in pairs])
-    assert found is not None  # this process is not one of several ranks
-    return found
+    found = evaluate_run(Path(run), how, layout_keys(layout))
+    return found or {}
 
 
 def evaluate_run(run: Path, how: Evaluation, layout: Overrides = ()) -> Result | None:
@@ -130,27 +115,13 @@ def evaluate_run(run: Path, how: Evaluation, layout: Overrides = ()) -> Result |
 
     The result is None on all ranks but the first.
     """
-    ranks, place = evaluation_ranks(run, how, layout), worker()
-    with scratch_folder() as folder:
-        source = run
-        if not (run / "run.json").is_file():
-            if place is not None:
-                raise UserError(
-                    f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
-                    f"`meshwright import {run} --out DIR`, and give that"
-                )
-            import_hf(run, folder / "run")
-            source = folder / "run"
-        if place is not None or ranks == 1:
-            found = evaluate_worker(source, how, layout)
-            return None if found is None else {**found, "run": str(run)}
-        from meshwright.launch.supervisor import run_ranks
-
-        out = folder / "result.json"
-        keys = [word for key, text in layout for word in (f"--{key}", text)]
-        argv = ["evaluate", str(source), *how.flags(), *keys, "--out", str(out)]
-        run_ranks(argv, ranks, preload=WORKER).raise_for_failure()
-        return {**json.loads(out.read_text(encoding="utf-8")), "run": str(run)}
+    ranks = evaluation_ranks(run, how, layout)
+    if worker() is not None and not is_run_folder(run):
+        raise not_of_ranks(run)
+    with scratch_folder() as scratch:
+        source = as_run(run, scratch / "run")
+        found = run_on_ranks(partial(evaluate_worker, source, how, layout), ranks, modules=MODULES)
+    return found and {**found, "run": str(run)}
 
 
 def evaluation_ranks(run: Path, how: Evaluation, layout: Overrides) -> int:

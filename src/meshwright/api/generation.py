@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from meshwright import atomic
-from meshwright.api.models import existing, import_hf, load_hf, load_run
+from meshwright.api.models import as_run, existing, is_run_folder, load_hf, load_run, not_of_ranks
+from meshwright.api.prompt_files import Row
+from meshwright.api.prompt_remarks import warn_of_prompts
+from meshwright.api.ranks import run_on_ranks
+from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
-from meshwright.spec.files import MAX_JSON, parse_json, read_text
-from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.load import Overrides, from_tree
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.spec.records import show
 
 if TYPE_CHECKING:
     from meshwright.data.tokenizer import Tokenizer
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from meshwright.infer.forward import Part
     from meshwright.model.decoder import Decoder
 
-Row = dict[str, Any]
 Axes = Mapping[str, object] | Sequence[tuple[str, object]]
 """Dotted keys of a layout with their values."""
 OnText = Callable[[int, str], None]
@@ -38,17 +34,8 @@ MOST_TOKENS = 2**31 - 1
 """Largest number of tokens, and of prompts at a time."""
 SPECIAL_TOKENS = ("read", "text", "rendered")
 """Ways to take special tokens that a prompt spells; with 'rendered' none are put around it, either."""
-WORKER = ("meshwright.infer.sharded",)
-"""Modules that the ranks need."""
-
-NOT_APPLIED: dict[str, Any] = {
-    "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1,
-    "repetition_penalty": 1.0, "sequence_bias": None, "stop_strings": None, "suppress_tokens": None,
-}  # fmt: skip
-"""Keys of generation_config.json that change which tokens are likeliest, or where a text ends, and are not
-applied, with the value of each that changes nothing; so do null and an empty list."""
+MODULES = ("meshwright.infer.sharded",)
+"""Modules that ranks need."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +67,6 @@ class Generation:
                 f"special_tokens: {self.special_tokens!r} is not one of {', '.join(SPECIAL_TOKENS)}"
             )
 
-    def flags(self) -> list[str]:
-        """These options as flags of `meshwright generate`."""
-        pairs = ((f"--{name.replace('_', '-')}", value) for name, value in vars(self).items())
-        return [word for name, value in pairs if value is not None for word in (name, str(value))]
-
 
 @overload
 def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Any) -> str: ...
@@ -110,18 +92,32 @@ def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **opt
             raise UserError(
                 f"prompt: {row['prompt']!r} is not valid; it should be a text, or a list of texts"
             )
-    pairs = layout.items() if isinstance(layout, Mapping) else layout
-    keys = [(key, str(size)) for key, size in pairs]
-    ranks = generation_ranks(run, keys, how)
-    if ranks == 1 or not rows:
-        found = generate_worker(run, rows, how) if rows else []
-    else:
-        with scratch_folder() as folder:
-            out = folder / "out.jsonl"
-            start_generation(run, ["--out", str(out)], how, keys, ranks, rows)
-            found = read_prompts(out)
+    found = continue_prompts(run, rows, how, layout_keys(layout))
     texts = [row["text"] for row in found]
     return texts[0] if isinstance(prompt, str) else texts
+
+
+def layout_keys(layout: Axes) -> Overrides:
+    """Return the keys of a layout with their values as texts."""
+    pairs = layout.items() if isinstance(layout, Mapping) else layout
+    return [(key, str(size)) for key, size in pairs]
+
+
+def continue_prompts(
+    run: Path, rows: Sequence[Row], how: Generation, layout: Overrides = (), on_text: OnText | None = None
+) -> list[Row]:
+    """Continue the "prompt" of each row as `generate_worker` does, on the ranks of the layout.
+
+    An HF folder is made a run's first, since ranks read their parts of checkpoints.
+    """
+    ranks = generation_ranks(run, layout, how)
+    if not rows:
+        return []
+    with scratch_folder() as scratch:
+        source = run if ranks == 1 or worker() is not None else as_run(run, scratch / "run")
+        return run_on_ranks(
+            partial(generate_worker, source, rows, how, layout, on_text), ranks, modules=MODULES
+        )
 
 
 def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
@@ -130,10 +126,7 @@ def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
     Raises `UserError` where `run` is no folder of a model, or has not the weights that are asked for, and for
     a layout that its model cannot take.
     """
-    existing(run, "the folder of a run or of an HF model")
-    is_run = (run / "run.json").is_file()
-    if not is_run and not (run / "config.json").is_file():
-        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    is_run = is_run_folder(existing(run, "the folder of a run or of an HF model"))
     if not is_run and how.weights != "trained":
         raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
     if not is_run and how.step is not None:
@@ -150,33 +143,6 @@ def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
     return spec_to_generate(model, PrecisionSpec(), layout).layout.world_size
 
 
-def start_generation(
-    run: Path,
-    words: Sequence[str],
-    how: Generation,
-    layout: Overrides,
-    ranks: int,
-    rows: Sequence[Row] | None = None,
-) -> None:
-    """Run `meshwright generate` with these `words` as so many ranks, of which the first has the terminal.
-
-    The ranks read `rows`, if given, from a file. An HF folder is made a run's first, in a temporary folder,
-    since ranks read their parts of checkpoints.
-    """
-    from meshwright.launch.supervisor import run_ranks
-
-    keys = [word for key, text in layout for word in (f"--{key}", text)]
-    with scratch_folder() as folder:
-        prompts = folder / "prompts.jsonl"
-        given = [] if rows is None else ["--prompts", str(prompts)]
-        write_rows(prompts, rows or [])
-        if not (run / "run.json").is_file():
-            import_hf(run, folder / "run")
-            run = folder / "run"
-        argv = ["generate", str(run), *given, *words, *how.flags(), *keys]
-        run_ranks(argv, ranks, preload=WORKER).raise_for_failure()
-
-
 def generate_worker(
     run: Path, rows: Sequence[Row], how: Generation, layout: Overrides = (), on_text: OnText | None = None
 ) -> list[Row]:
@@ -189,7 +155,6 @@ def generate_worker(
     from meshwright.infer.batching import Request
     from meshwright.infer.generate import check_request, continue_requests
     from meshwright.infer.sampling import Sampling
-    from meshwright.rank.env import worker
 
     generation_ranks(run, layout, how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
@@ -201,7 +166,7 @@ def generate_worker(
         for number, ids in enumerate(given)
     ]
     if (place := worker()) is None or place.rank == 0:
-        _remark(run, tokenizer, rows, given, how)
+        warn_of_prompts(run, tokenizer, rows, given, how.special_tokens)
     with _decoder(run, how, layout) as (decoder, part):
         for request in requests:
             lacking = partial(_lacking, tokenizer, given[request.number], how)
@@ -235,16 +200,12 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
     """This rank's decoder and what part it is, which is None on one device."""
     from meshwright.infer.packed_linears import pack_linears
     from meshwright.infer.sharded import load_sharded, spec_to_generate
-    from meshwright.rank.env import worker
     from meshwright.rank.world import mesh_of
 
     average = how.weights == "ema"
     if not (run / "run.json").is_file():
         if layout or worker() is not None:
-            raise UserError(
-                f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
-                f"`meshwright import {run} --out DIR`, and give that"
-            )
+            raise not_of_ranks(run)
         yield pack_linears(load_hf(run)), None
         return
     trained = load(run)
@@ -282,67 +243,6 @@ class _Stream:
 def _text(tokenizer: Tokenizer, given: Sequence[int], new: Sequence[int]) -> str:
     # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
     return tokenizer.decode([*given, *new])[len(tokenizer.decode(given)) :]
-
-
-def _remark(
-    run: Path, tokenizer: Tokenizer, rows: Sequence[Row], given: Sequence[list[int]], how: Generation
-) -> None:
-    """Warn of what may surprise in the tokens of prompts."""
-    from meshwright.data.tokenize import literals_sentence, tell_remarks
-
-    if not (run / "run.json").is_file():  # import has told those of a run
-        tell_remarks(tokenizer)
-    if settings := _not_applied(run):
-        asked = ", ".join(f"{name} {show(value)}" for name, value in settings.items())
-        warnings.warn(
-            f"generate: {run / 'generation_config.json'} asks for {asked}, which is not applied; "
-            "transformers would choose other tokens",
-            stacklevel=3,
-        )
-    before, after = tokenizer.tokens.before, tokenizer.tokens.after
-    if tokenizer.end_id not in (stops := tokenizer.tokens.stop_ids):
-        warnings.warn(
-            f"generate: {run} ends generations at {tokenizer.decode(stops) or stops}, by its configs, and "
-            f"not at {tokenizer.decode([tokenizer.end_id])}, which ends documents",
-            stacklevel=3,
-        )
-    for number in stops:
-        if number >= tokenizer.vocab_size:
-            warnings.warn(
-                f"generate: {run} ends generations at eos_token_id {number}, which none of its tokenizer's "
-                f"{tokenizer.vocab_size} tokens has, so no generation ever ends there",
-                stacklevel=3,
-            )
-    if how.special_tokens == "text":
-        split = [literal for row in rows for literal in tokenizer.literals.of(row["prompt"])]
-        if split:
-            said = literals_sentence(len(split), split[0], "--special-tokens read")
-            warnings.warn(f"generate: {said}", stacklevel=3)
-    elif how.special_tokens == "read":
-        twice = sum(1 for ids in given if before and tuple(ids[: len(before)]) == before)
-        if twice:
-            warnings.warn(
-                f"generate: {twice:,} of {len(rows):,} prompts begin with {tokenizer.decode(before)}, and "
-                "the tokenizer puts that before them once more; --special-tokens rendered puts nothing there",
-                stacklevel=3,
-            )
-        if after:
-            warnings.warn(
-                f"generate: the tokenizer puts {tokenizer.decode(after)} behind each prompt, as in "
-                "transformers; --special-tokens rendered puts nothing there",
-                stacklevel=3,
-            )
-
-
-def _not_applied(run: Path) -> dict[str, Any]:
-    """Return what of a generation_config.json would change a continuation."""
-    path = run / "generation_config.json"
-    given = read_json_object(path, "generate") if path.is_file() else {}
-    return {
-        name: given[name]
-        for name, neutral in NOT_APPLIED.items()
-        if given.get(name) not in (None, [], "", neutral)
-    }
 
 
 def run_tokenizer(run: Path, reads_special: bool = False) -> Tokenizer:
@@ -387,58 +287,3 @@ def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: i
             f"{error.start}); give whole characters of Unicode"
         ) from None
     return [int(token) for token in tokenizer.encode(row["prompt"])]
-
-
-def read_prompts(file: Path) -> list[Row]:
-    """Return the objects of a JSONL file, each with a text "prompt". Raises `UserError`."""
-    try:
-        lines = read_text(file, MAX_JSON).split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--prompts: {file} cannot be read ({error})") from None
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise UserError(
-                f"--prompts: line {number} of {file} is not JSON ({error}); mend or remove it"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise UserError(
-                f'--prompts: line {number} of {file} has no text "prompt"; write objects such as '
-                f'{{"prompt": "Once"}}, one a line'
-            )
-        rows.append(row)
-    if not rows:
-        raise UserError(f'--prompts: {file} has no prompt; write objects such as {{"prompt": "Once"}}')
-    return rows
-
-
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write rows as JSONL; the file appears whole, or stays as it was. Raises `UserError`."""
-    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write the file of --out, which appears whole, or stays as it was. Raises `UserError`."""
-    try:
-        atomic.write(file, text)
-    except OSError as error:
-        raise UserError(f"--out: {file} cannot be written ({error.strerror}); give another file") from error
-
-
-def check_out(file: Path, prompts: Path | None = None) -> None:
-    """Raise `UserError` if nothing can be written to a file, or if it is the file of the prompts."""
-    problem = ""
-    if file.is_dir():
-        problem = "is a folder"
-    elif not file.parent.is_dir():
-        problem = f"cannot be written, as there is no folder {file.parent}"
-    elif not os.access(file.parent, os.W_OK) or (file.exists() and not file.is_file()):
-        problem = "cannot be written"
-    elif prompts is not None and file.exists() and prompts.exists() and file.samefile(prompts):
-        problem = "is the file of --prompts"
-    if problem:
-        raise UserError(f"--out: {file} {problem}; give another file")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from meshwright.data.tokenize import Counts
     from meshwright.model.decoder import Decoder
 
-Result = dict[str, Any]
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
 
@@ -175,6 +175,31 @@ def existing(folder: Path | str, wanted: str) -> Path:
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: does not exist, or is not a folder; give {wanted}")
     return Path(folder)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return True for a run's folder, False for an HF folder. Raises `UserError` for others."""
+    if (folder / "run.json").is_file():
+        return True
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    return False
+
+
+def as_run(model: Path, scratch: Path) -> Path:
+    """Return a run's folder as it is, and for an HF folder the run that it makes in `scratch`."""
+    if is_run_folder(model):
+        return model
+    import_hf(model, scratch)
+    return scratch
+
+
+def not_of_ranks(model: Path) -> UserError:
+    """Return the error of an HF folder that is given to ranks of a torchrun."""
+    return UserError(
+        f"{model}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
+        f"`meshwright import {model} --out DIR`, and give that"
+    )
 
 
 def load_hf(folder: Path | str) -> Decoder:

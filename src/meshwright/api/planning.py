@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from meshwright.api.ranks import Result, run_on_ranks
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster as hardware_of
 from meshwright.hardware.hardware_file import check_writable
@@ -23,8 +24,6 @@ from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.layout import WHOLE_SCHEDULE
 from meshwright.spec.load import Overrides
 from meshwright.spec.teacher import refuse_distillation
-
-Result = dict[str, Any]
 
 
 def simulate(
@@ -220,21 +219,12 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     The returned cluster holds the measurements in `measured`; `out` is the hardware file to write. Raises
     `UserError`.
     """
-    from meshwright.launch.supervisor import run_ranks
     from meshwright.rank.env import count_devices
-    from meshwright.rank.scratch import scratch_folder
 
     check_writable(out)
     ranks = count_devices() if nproc is None else nproc
-    if ranks == 1:
-        measured = profile_worker(seconds=seconds, out=out)
-        assert measured is not None  # this process is the first rank
-        return measured
-    with scratch_folder() as folder:
-        file = folder / "hardware.json"
-        argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
-        run_ranks(argv, ranks).raise_for_failure()
-        measured = hardware_of(str(file))
+    measured = run_on_ranks(partial(profile_worker, seconds=seconds), ranks)
+    assert measured is not None  # this process is not one of several ranks
     if out is not None:
         write_hardware(measured, out)
     return measured

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshwright.api.models import existing, load_hf, load_run
+from meshwright.api.models import existing, is_run_folder, load_hf, load_run
+from meshwright.api.ranks import Result
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.errors import did_you_mean
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from meshwright.model.decoder import Decoder
     from meshwright.spec import RunSpec
 
-Result = dict[str, Any]
 MOST_TEXT = 64 << 20
 """Bytes of a text of calibration that are read."""
 LENGTH, ROWS = 2048, 8
@@ -156,12 +156,10 @@ class _Source:
     def __init__(self, run: Path, weights: str) -> None:
         self.run, self.weights = existing(run, "the folder of a run or of an HF model"), weights
         self.spec: RunSpec | None = None
-        if (run / "run.json").is_file():
+        if is_run_folder(run):
             self.spec = load(run)
             self.model = self.spec.model
             return
-        if not (run / "config.json").is_file():
-            raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
         if weights != "trained":
             raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
         if read_json_object(run / "config.json", "quantise").get("quantization_config") is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.api.models import WEIGHTS, existing, import_hf
+from meshwright.api.models import WEIGHTS, as_run, existing
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
@@ -75,15 +75,5 @@ def merge(
     check_new(out)
     below = [existing(base, "a run or an HF model")] if base is not None else []
     with scratch_folder() as scratch:
-        runs = [_as_run(model, scratch / str(number)) for number, model in enumerate([*models, *below])]
+        runs = [as_run(model, scratch / str(number)) for number, model in enumerate([*models, *below])]
         merge_runs(runs[: len(models)], list(map(str, models)), runs[-1] if below else None, how, out)
-
-
-def _as_run(model: Path, scratch: Path) -> Path:
-    """Return the folder of a run: this one, or one that is made of an HF folder."""
-    if (model / "run.json").is_file():
-        return model
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model}: is neither a run's folder (run.json) nor an HF folder (config.json)")
-    import_hf(model, scratch)
-    return scratch

@@ -43,8 +43,9 @@ def _kinds(text: str) -> list[str]:
 def chaos(call: Call) -> int:
     """Run under faults; the exit code is 1 if something does not hold that must."""
     from meshwright import api
+    from meshwright.api.folders import folder_of
 
-    with errors_as_json(call.json) as ending, api.folder_of(call.flags["out"]) as out:
+    with errors_as_json(call.json) as ending, folder_of(call.flags["out"]) as out:
         flags = {name: value for name, value in call.flags.items() if name != "nproc"} | {"out": out}
         ending.out = out
         result = api.chaos(spec_of(call), **flags)

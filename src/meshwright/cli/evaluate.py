@@ -9,7 +9,6 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, several, tokens, verb, whole
-from meshwright.rank.env import worker
 from meshwright.spec.layout import GENERATION_KEYS
 
 
@@ -47,21 +46,21 @@ def _steps(text: str) -> str | tuple[int, ...]:
 )  # fmt: skip
 def evaluate(call: Call) -> None:
     """Evaluate a model, as ranks that this command starts, or as one of a torchrun."""
-    from meshwright import api
+    from meshwright.api.evaluation import Evaluation, evaluate_run
+    from meshwright.api.prompt_files import check_out, write_text
 
-    flags, place = dict(call.flags), worker()
+    flags = dict(call.flags)
     out = flags.pop("out")
     steps, data, tasks = flags.pop("step"), tuple(flags.pop("data") or ()), flags.pop("tasks") or ()
     if out is not None:
-        api.check_out(out)
-    how = api.Evaluation(steps=steps, data=data, tasks=tasks, **flags)
-    found = api.evaluate_run(Path(call.words[0]), how, call.overrides)
+        check_out(out)
+    how = Evaluation(steps=steps, data=data, tasks=tasks, **flags)
+    found = evaluate_run(Path(call.words[0]), how, call.overrides)
     if found is None:
         return
     if out is not None:
-        api.write_text(out, json.dumps(found) + "\n")
-    if place is None or not place.launched:
-        show.result(call, found, _tables, [out])
+        write_text(out, json.dumps(found) + "\n")
+    show.result(call, found, _tables, [out])
 
 
 def _tables(found: Mapping[str, Any]) -> None:

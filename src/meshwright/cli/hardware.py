@@ -26,12 +26,13 @@ from meshwright.units import FORMATS
 def profile(call: Call) -> None:
     """Launch the ranks and measure, or measure as one of them."""
     from meshwright import api
+    from meshwright.api.planning import profile_worker
 
     place, seconds, out = worker(), call.flags["seconds"], call.flags["out"]
     check_writable(out)
     if place is not None:
-        measured = api.profile_worker(seconds=seconds, out=out)
-        if measured is None or place.launched:
+        measured = profile_worker(seconds=seconds, out=out)
+        if measured is None:
             return
     else:
         nproc = nproc_of(call.flags["nproc"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
@@ -35,12 +33,10 @@ from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
 from meshwright.cli.ending import NO_READER
 from meshwright.cli.parser import Verb, parse
-from meshwright.rank.child import leave
-from meshwright.rank.env import SUPERVISOR
+from meshwright.rank.child import leave, set_up_output
 from meshwright.rank.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
-from meshwright.spec.load import one_line
 
 VERBS: tuple[Verb, ...] = (
     train.train, verify.verify, runs.tokenize, runs.data_verify,
@@ -56,19 +52,8 @@ _HELP = ("-h", "--help")
 
 
 def run() -> None:
-    """Run the console script: exit with the code of `main`, without a traceback for mistakes of the user.
-
-    In a rank that `meshwright` launched, errors go to the launcher's wrapper, which shows each once.
-    """
-    warnings.formatwarning = lambda message, *_args, **_kwargs: (
-        f"meshwright: warning: {one_line(str(message))}\n"
-    )
-    if not sys.warnoptions:  # Python's own choice shows a warning once, and a failure may come twice
-        warnings.filterwarnings("always", category=UserWarning, module="meshwright")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of terminals without Unicode
-    if SUPERVISOR in os.environ:
-        sys.exit(main(sys.argv[1:]))
+    """Run the console script: exit with the code of `main`, without a traceback for mistakes of the user."""
+    set_up_output()
     signal.signal(signal.SIGTERM, _stop)
     try:
         code = main(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 from meshwright.cli import output as show
@@ -62,7 +61,8 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 )
 def generate(call: Call) -> None:
     """Continue prompts with a trained model, as ranks that this command starts, or as one of a torchrun."""
-    from meshwright import api
+    from meshwright.api.generation import Generation, continue_prompts
+    from meshwright.api.prompt_files import check_out, read_prompts, write_rows
 
     run, flags, place = Path(call.words[0]), dict(call.flags), worker()
     prompt, file, out = flags.pop("prompt"), flags.pop("prompts"), flags.pop("out")
@@ -70,40 +70,24 @@ def generate(call: Call) -> None:
         raise UserError("--prompt: is the text to continue, and --prompts a file of texts; give one of them")
     if prompt is not None and out is not None:
         raise UserError("--out: takes the continuations of --prompts; remove it, or give --prompts")
-    how = api.Generation(**flags)
-    ranks = api.generation_ranks(run, call.overrides, how)
-    rows = api.read_prompts(file) if file is not None else [{"prompt": prompt}]
+    how = Generation(**flags)
+    rows = read_prompts(file) if file is not None else [{"prompt": prompt}]
     if out is not None:
-        api.check_out(out, file)
-    if place is None and ranks > 1:
-        words = [] if prompt is None else [f"--prompt={prompt}"]
-        words += ["--out", str(out)] if out is not None else []
-        words += ["--json"] if call.json else []
-        given = rows if prompt is None else None
-        api.start_generation(run, words, how, call.overrides, ranks, given)
-    else:
-        streams = prompt is not None and not call.json
-        launched = place is not None and place.launched
-        tell = _tell_as_rank if launched else _tell
-        told = api.generate_worker(run, rows, how, call.overrides, tell if streams else None)
-        if place is not None and place.rank:
-            return
-        if out is not None:
-            api.write_rows(out, told)
-        else:
-            with stopped_without_reader() if launched else nullcontext():
-                print("" if streams else "\n".join(json.dumps(row) for row in told), flush=True)
-    if out is not None and (place is None or not place.launched):
-        show.result(call, {"prompts": len(rows), "out": str(out)})
+        check_out(out, file)
+    streams = prompt is not None and not call.json
+    found = continue_prompts(run, rows, how, call.overrides, _tell if streams else None)
+    if place is not None and place.rank:
+        return
+    if out is None:
+        print("" if streams else "\n".join(json.dumps(row) for row in found), flush=True)
+        return
+    write_rows(out, found)
+    show.result(call, {"prompts": len(rows), "out": str(out)})
 
 
 def _tell(_number: int, text: str) -> None:
-    show.prose(text, end="")
-
-
-def _tell_as_rank(number: int, text: str) -> None:
     with stopped_without_reader():
-        _tell(number, text)
+        show.prose(text, end="")
 
 
 @verb(

@@ -51,6 +51,8 @@ def train(call: Call) -> int:
 def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     """Train as the rank `place`, or launch the ranks; see `train`."""
     from meshwright import api
+    from meshwright.api.folders import folder_of
+    from meshwright.api.start_checks import check_start
 
     path = call.path()
     if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
@@ -81,22 +83,16 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         )
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
-    if out is None and place is not None:
-        # Ranks of a torchrun must agree on a folder, and share no clock: the spec names it.
-        out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
-    with api.folder_of(out) as folder:
+    with folder_of(out, spec) as folder:
         ending.out, ending.checkpoints = folder, spec.checkpoint.folder(folder)
-        if not quiet and (place is None or (place.rank == 0 and not place.launched)):
+        if not quiet and (place is None or place.rank == 0):
             _tell_weights(spec, run, folder, resume)
         if call.flags["verify"]:
-            api.check_start(spec, folder, resume)
+            check_start(spec, folder, resume)
             if not _is_equal(call, spec, ending):
                 return 1
-        if place is None:
-            result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
-        else:
-            result = api.train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
-        if place is None or (place.rank == 0 and not place.launched):
+        result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
+        if place is None or place.rank == 0:
             _show_finished(call, result, ending)
     return 0
 
@@ -106,10 +102,10 @@ def _tell_weights(spec: RunSpec, run: Path | None, out: Path, resume: str | None
 
     Nothing is said where nobody expects other ones than random.
     """
-    from meshwright import api
+    from meshwright.api.initial_weights import initial_weights_told
 
     goes_on = resume is not None and any(spec.checkpoint.folder(out).glob("step-*"))
-    if not goes_on and (told := api.initial_weights_told(spec, run)):
+    if not goes_on and (told := initial_weights_told(spec, run)):
         show.line(told)
 
 

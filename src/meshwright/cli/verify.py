@@ -71,6 +71,7 @@ def _axes(text: str) -> Overrides:
 def verify(call: Call) -> int:
     """Compare the layout with one device; the exit code is 1 if they differ."""
     from meshwright import api
+    from meshwright.api.verify_runs import verify_worker
 
     place, flags = worker(), dict(call.flags)
     ranks, budget, locate = flags.pop("sweep"), flags.pop("budget"), flags.pop("locate")
@@ -85,16 +86,13 @@ def verify(call: Call) -> int:
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
     parts = {"save": save, "load": load}
     _check_parts(parts, flags["through"], spec.layout.world_size if place is None else 0)
-    if place is not None and place.launched:  # its launcher reports a failure
-        api.verify_worker(spec, **parts, **flags)
-        return 0
     if onto is not None:
         if place is not None or load is not None:
             raise UserError("--onto: starts ranks of another layout; give --load that layout instead")
         onto = from_tree({**spec.to_json(), "layout": {}}, onto)
     with nothing_compared():
-        if place is not None or save is not None or load is not None:
-            result = api.verify_worker(spec, **parts, **flags)
+        if save is not None or load is not None:
+            result = verify_worker(spec, **parts, **flags)
         else:
             result = api.verify(spec, onto=onto, **flags)
     if place is not None and place.rank > 0:
@@ -122,18 +120,12 @@ def _sweep(call: Call) -> int:
     """Compare many layouts; the exit code is 1 if one is unequal, or else 70 if one could not be compared."""
     from meshwright import api
 
-    place, flags = worker(), call.flags
+    flags = call.flags
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
     if flags["locate"]:
         raise UserError("--locate: is of one layout; give it to the command that repeats a failure")
-    show_row = None if call.json else _show_row
-    if place is not None:
-        if not place.launched:
-            raise UserError("--sweep: starts the ranks itself; start it without torchrun")
-        api.sweep_worker(spec_of(call), flags["out"], show_row)
-        return 0
     with nothing_compared():
         result = api.sweep(
             spec_of(call),
@@ -143,7 +135,7 @@ def _sweep(call: Call) -> int:
             budget=flags["budget"] or math.inf,
             out=flags["out"],
             given=(call.words, call.overrides),
-            show=show_row,
+            show=None if call.json else _show_row,
         )
     show.result(call, result, _show_sweep)
     return {True: 0, False: 1, None: CollectiveError.code}[result["equal"]]

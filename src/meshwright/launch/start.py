@@ -48,7 +48,7 @@ class Job:
 
     argv: Sequence[str]
     nproc: int
-    module: str = "meshwright"
+    module: str = "meshwright.launch.call"
     preload: Sequence[str] = ()
     """Modules that the ranks need, imported once for all of them."""
     recovery: RecoverySpec = field(default_factory=RecoverySpec)

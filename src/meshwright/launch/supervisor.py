@@ -52,7 +52,7 @@ def run_ranks(
     argv: Sequence[str],
     nproc: int,
     *,
-    module: str = "meshwright",
+    module: str = Job.module,
     preload: Sequence[str] = (),
     restarts: Restarts | None = None,
     recovery: RecoverySpec | None = None,
