@@ -23,7 +23,7 @@ from meshwright.runs.record import read_run
 from meshwright.spec import RunSpec
 
 STEPS = 40
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 
 
 def spec_of(corpus: Path, **flags: object) -> RunSpec:

@@ -148,7 +148,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 
 def test_a_warning_that_comes_again_is_shown_again() -> None:
     program = (
-        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import find, run\nfind('train')\n"
         "code = 'import warnings\\nfor _ in range(2): warnings.warn(message)'\n"
         "def train(*_, **__):\n"
         "    exec(code, {'__name__': 'meshwright.recover', 'message': 'a rank failed'})\n"
@@ -161,7 +161,8 @@ def test_a_warning_that_comes_again_is_shown_again() -> None:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
     program = (
-        "import sys, time\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "import sys, time\nfrom meshwright import api\n"
+        "from meshwright.cli.main import find, run\nfind('train')\n"
         "def train(*_, **__):\n    print('training', flush=True)\n    time.sleep(60)\n"
         "api.train = train\nsys.argv = ['meshwright', 'train', '--layout.dp', '1']\nrun()\n"
     )

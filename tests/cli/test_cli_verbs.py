@@ -113,7 +113,7 @@ def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     main(["generate", str(tmp_path), "--prompt", "def", "--top-k", "5", "--temperature", "0.7", "--json"])
     run, rows, how, layout, on_text = generate.only[0]
     assert (run, rows, layout, on_text) == (tmp_path, [{"prompt": "def"}], [], None)
-    assert (how.top_k, how.temperature, how.max_new_tokens) == (5, 0.7, 128)
+    assert (how["top_k"], how["temperature"], how["max_new_tokens"]) == (5, 0.7, 128)
     assert last_json(capsys) == row
 
 
@@ -125,7 +125,7 @@ def test_generate_starts_the_ranks_of_a_layout(monkeypatch: pytest.MonkeyPatch, 
     (call, ranks), _ = start.only
     run, rows, how, layout, on_text = pickle.loads(pickle.dumps(call)).args
     assert (run, layout, ranks, rows) == (tmp_path, [("layout.tp", "2")], 2, [{"prompt": "--x"}])
-    assert (how.batch, how.top_k, on_text) == (3, None, None)
+    assert (how["batch"], how["top_k"], on_text) == (3, None, None)
 
 
 def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from meshwright.api.folders import folder_of
+from meshwright.api.options import Option, folder_name, whole
 from meshwright.api.ranks import Result
 from meshwright.api.runs import train, train_on_ranks
 from meshwright.rank.env import worker
@@ -26,6 +27,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.rules import ranks_match
+from meshwright.units import duration
 
 if TYPE_CHECKING:
     from meshwright.chaos.faults import Fault
@@ -37,17 +39,26 @@ GONE_S = 5.0
 """Processes get so long to end after the run has."""
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def chaos(
     spec: RunSpec,
     *,
     nproc: int | None = None,
-    mtbf: float = 30.0,
-    faults: int = 50,
-    seed: int = 0,
-    kinds: Sequence[str] | None = None,
-    replay: Path | None = None,
-    out: Path | None = None,
-) -> Result:
+    mtbf: Annotated[float, Option(
+        "mean time between faults, such as 30s, 5m or 3h; a plain number is seconds", "TIME", duration,
+    )] = 30.0,
+    faults: Annotated[int, Option("number of faults", "N", whole(1))] = 50,
+    seed: Annotated[int, Option("seed of the faults", "N", whole(0))] = 0,
+    kinds: Annotated[Sequence[str] | None, Option(
+        "kinds of faults, such as kill,stop; default all that leave no trace", "LIST", _names)] = None,
+    replay: Annotated[Path | None, Option(
+        "inject the faults of a chaos.jsonl again, at the same steps and phases", "FILE", Path)] = None,
+    out: Annotated[Path | None, Option(
+        "folder of the report and of both runs; default a new one under runs/", "DIR", folder_name)] = None,
+) -> Result:  # fmt: skip
     """Train under `faults` faults, on average `mtbf` seconds apart, and compare with a run without any.
 
     `kinds` are some of `meshwright.chaos.faults.KINDS`, by default all that change no numbers. `replay` is

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, run_on_ranks
 from meshwright.api.start_checks import check_distillation
 from meshwright.rank.env import worker
@@ -17,7 +19,11 @@ MODULES = ("meshwright.infer.teacher",)
 
 
 def distil(
-    spec: RunSpec, out: Path, *, nproc: int | None = None, told: Callable[[int, int], None] | None = None
+    spec: RunSpec,
+    out: Annotated[Path, Option("folder to write", "DIR", folder_name)],
+    *,
+    nproc: int | None = None,
+    told: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Ask the run's teacher about every sample of the run's steps, and write its answers to the folder `out`.
 

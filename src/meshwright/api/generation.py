@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, overload
 
 from meshwright.api.models import as_run, existing, is_run_folder, load_hf, load_run, not_of_ranks
+from meshwright.api.options import Option, Step, Weights, choice, completed, fraction, number, whole
 from meshwright.api.prompt_files import Row
 from meshwright.api.prompt_remarks import warn_of_prompts
 from meshwright.api.ranks import run_on_ranks
@@ -38,41 +39,52 @@ MODULES = ("meshwright.infer.sharded",)
 """Modules that ranks need."""
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(TypedDict, total=False):
     """How prompts are continued; see `generate`."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    weights: str = "trained"
-    step: int | None = None
-    batch: int = 16
-    cache_tokens: int | None = None
-    lookup: int = 0
-    special_tokens: str = "read"
+    # fmt: off
+    max_new_tokens: Annotated[int, Option("most tokens to generate", "N", whole(1), 128)]
+    temperature: Annotated[float, Option("0 takes the likeliest token", "T", number(0, inf), 0.0)]
+    top_k: Annotated[int | None, Option("draw from the K likeliest tokens", "K", whole(1))]
+    top_p: Annotated[float | None, Option("draw from the likeliest tokens that add up to P", "P", fraction)]
+    seed: Annotated[int, Option("seed of the draws", "N", whole(0), 0)]
+    batch: Annotated[int, Option(
+        "most prompts that are continued at a time on a data rank", "N", whole(1), 16)]
+    lookup: Annotated[int, Option("most tokens that a turn guesses from earlier text", "N", whole(0), 0)]
+    cache_tokens: Annotated[int | None, Option(
+        "most tokens whose keys and values are kept at a time", "N", whole(1))]
+    special_tokens: Annotated[str, Option(
+        "special tokens that a prompt spells: read as tokens, or as text; rendered: and put none around it",
+        "|".join(SPECIAL_TOKENS), choice(*SPECIAL_TOKENS), SPECIAL_TOKENS[0])]
+    # fmt: on
+    weights: Weights
+    step: Step
 
-    def __post_init__(self) -> None:
-        least_of = {"max_new_tokens": 0, "step": 0, "batch": 1, "cache_tokens": 1, "lookup": 0}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
-                raise UserError(
-                    f"{name}: {value!r} is not valid; it should be a whole number from {least} to 2^31 - 1"
-                )
-        if self.special_tokens not in SPECIAL_TOKENS:
+
+def check_generation(how: Generation) -> None:
+    """Raise `UserError` for a value that cannot be meant."""
+    least_of = {"max_new_tokens": 0, "step": 0, "batch": 1, "cache_tokens": 1, "lookup": 0}
+    for name, least in least_of.items():
+        value = how.get(name)
+        if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
             raise UserError(
-                f"special_tokens: {self.special_tokens!r} is not one of {', '.join(SPECIAL_TOKENS)}"
+                f"{name}: {value!r} is not valid; it should be a whole number from {least} to 2^31 - 1"
             )
+    if how["special_tokens"] not in SPECIAL_TOKENS:
+        raise UserError(
+            f"special_tokens: {how['special_tokens']!r} is not one of {', '.join(SPECIAL_TOKENS)}"
+        )
 
 
 @overload
-def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Any) -> str: ...
+def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Unpack[Generation]) -> str: ...
 @overload
-def generate(run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Any) -> list[str]: ...
-def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **options: Any) -> str | list[str]:
+def generate(
+    run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Unpack[Generation]
+) -> list[str]: ...
+def generate(
+    run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **options: Unpack[Generation]
+) -> str | list[str]:
     """Return the continuation of `prompt`, or of each of several, by a checkpoint of a run's folder, or by an
     HF folder.
 
@@ -85,7 +97,7 @@ def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **opt
     a prompt spells of them as characters; 'rendered' reads them and puts none before or after it, for a chat
     that a template has rendered). Raises `UserError` if the folder has no model or tokenizer.
     """
-    run, how = Path(run), Generation(**options)
+    run, how = Path(run), completed(Generation, options)
     rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
     for row in rows:
         if not isinstance(row["prompt"], str):
@@ -110,7 +122,8 @@ def continue_prompts(
 
     An HF folder is made a run's first, since ranks read their parts of checkpoints.
     """
-    ranks = generation_ranks(run, layout, how)
+    check_generation(how)
+    ranks = model_ranks(run, layout, how["weights"], how["step"])
     if not rows:
         return []
     with scratch_folder() as scratch:
@@ -120,16 +133,16 @@ def continue_prompts(
         )
 
 
-def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
-    """Return the number of ranks of a generation on a layout.
+def model_ranks(run: Path, layout: Overrides, weights: str, step: int | None = None) -> int:
+    """Return the number of ranks of a model on a layout.
 
     Raises `UserError` where `run` is no folder of a model, or has not the weights that are asked for, and for
     a layout that its model cannot take.
     """
     is_run = is_run_folder(existing(run, "the folder of a run or of an HF model"))
-    if not is_run and how.weights != "trained":
+    if not is_run and weights != "trained":
         raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
-    if not is_run and how.step is not None:
+    if not is_run and step is not None:
         raise UserError(f"--step: {run} is an HF folder, which has one set of weights; remove --step")
     if not layout:
         return 1
@@ -156,17 +169,16 @@ def generate_worker(
     from meshwright.infer.generate import check_request, continue_requests
     from meshwright.infer.sampling import Sampling
 
-    generation_ranks(run, layout, how)
-    sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
-    tokenizer = run_tokenizer(run, how.special_tokens != "text")
+    sampling = Sampling(how["temperature"], how["top_k"], how["top_p"], how["seed"])
+    tokenizer = run_tokenizer(run, how["special_tokens"] != "text")
     given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
-    around = (lambda ids: [*ids]) if how.special_tokens == "rendered" else tokenizer.prompt
+    around = (lambda ids: [*ids]) if how["special_tokens"] == "rendered" else tokenizer.prompt
     requests = [
-        Request(number, around(ids) or [tokenizer.end_id], how.max_new_tokens, tokenizer.tokens.stop_ids)
+        Request(number, around(ids) or [tokenizer.end_id], how["max_new_tokens"], tokenizer.tokens.stop_ids)
         for number, ids in enumerate(given)
     ]
     if (place := worker()) is None or place.rank == 0:
-        warn_of_prompts(run, tokenizer, rows, given, how.special_tokens)
+        warn_of_prompts(run, tokenizer, rows, given, how["special_tokens"])
     with _decoder(run, how, layout) as (decoder, part):
         for request in requests:
             lacking = partial(_lacking, tokenizer, given[request.number], how)
@@ -176,8 +188,8 @@ def generate_worker(
         own = requests[share[0] :: share[1]]
         stream = _Stream(tokenizer, given, on_text) if on_text is not None else None
         continue_requests(
-            decoder, own, sampling, tokenizer.vocab_size, how.batch,
-            cache_tokens=how.cache_tokens, lookup=how.lookup, show=stream, part=part,
+            decoder, own, sampling, tokenizer.vocab_size, how["batch"],
+            cache_tokens=how["cache_tokens"], lookup=how["lookup"], show=stream, part=part,
         )  # fmt: skip
         new = {request.number: request.new for request in own}
         if mesh is not None:
@@ -202,7 +214,7 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
     from meshwright.infer.sharded import load_sharded, spec_to_generate
     from meshwright.rank.world import mesh_of
 
-    average = how.weights == "ema"
+    average = how["weights"] == "ema"
     if not (run / "run.json").is_file():
         if layout or worker() is not None:
             raise not_of_ranks(run)
@@ -217,10 +229,10 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
             f"started; start that many, or give a layout of {ranks}, such as --layout.dp {ranks}"
         )
     if place is None:
-        yield pack_linears(load_run(run, weights=how.weights, step=how.step)), None
+        yield pack_linears(load_run(run, weights=how["weights"], step=how["step"])), None
         return
     with mesh_of(spec) as mesh:
-        yield load_sharded(run, trained, spec, mesh, average, how.step)
+        yield load_sharded(run, trained, spec, mesh, average, how["step"])
 
 
 class _Stream:
@@ -270,7 +282,7 @@ def _lacking(tokenizer: Tokenizer, given: Sequence[int], how: Generation, token:
     text = tokenizer.decode([token])
     if token not in given:
         return text, "it is put around the prompt: --special-tokens rendered puts nothing there"
-    if how.special_tokens != "text" and tokenizer.literals.of(text) == [text]:
+    if how["special_tokens"] != "text" and tokenizer.literals.of(text) == [text]:
         return text, "--special-tokens text reads it as characters, or leave it out of the prompt"
     return (
         text,

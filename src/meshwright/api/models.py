@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.api.options import NewRun, Step, Weights
 from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
 
@@ -80,8 +81,8 @@ def export(
     folder: Path,
     dtype: str | None = None,
     *,
-    weights: str = "trained",
-    step: int | None = None,
+    weights: Weights = "trained",
+    step: Step = None,
 ) -> None:
     """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
 
@@ -131,7 +132,7 @@ def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | No
     export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
 
 
-def import_hf(folder: Path, out: Path) -> None:
+def import_hf(folder: Path, out: NewRun) -> None:
     """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
     folder = existing(folder, "an HF folder with config.json and safetensors")
     from meshwright.weights.load import import_run
@@ -149,7 +150,7 @@ def checkpoint_list(directory: Path) -> list[Result]:
     return [asdict(info) for info in list_checkpoints(checkpoints_of(Path(directory)))]
 
 
-def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
+def checkpoint_verify(directory: Path, step: Step = None) -> Result:
     """Check every hash of the checkpoint of `step` (default: the latest), and what else a load checks.
 
     `problems` lists the damage.

@@ -7,15 +7,17 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
+from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, preload, run_on_ranks, write_call
 from meshwright.api.start_checks import check_distillation, check_folder, check_packages
 from meshwright.api.train_rank import train_worker
 from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
+from meshwright.runs.record import island_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
@@ -37,13 +39,16 @@ def train(
     spec: RunSpec,
     *,
     nproc: int | None = None,
-    out: Path | None = None,
-    resume: str | int | None = None,
-    quiet: bool = False,
+    out: Annotated[Path | None, Option(
+        "folder of the run; default a new one under runs/", "DIR", folder_name)] = None,
+    resume: Annotated[str | int | None, Option(
+        "continue from the newest checkpoint, or from a step", "auto|STEP", str)] = None,
+    quiet: Annotated[bool, Option("no progress lines")] = False,
     supervise: bool = False,
     nodes: tuple[int, int] | None = None,
-    address: str | None = None,
-) -> Result:
+    address: Annotated[str | None, Option(
+        "address of this host that the others reach it at", "IP", str)] = None,
+) -> Result:  # fmt: skip
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
     Several ranks, or one with `supervise`, are processes of their own, which are watched and, when one fails
@@ -76,19 +81,17 @@ def train(
         if resume is not None:
             check_resumed_weights(spec, folder)
         if spec.outer.island is not None:
-            from meshwright.runs.record import island_folder
-
             folder = island_folder(folder, spec.outer.island)
-            make_folder(folder)
-        if resume is None:  # else the ranks do it, since to read checkpoints takes torch
+        free_running = spec.outer.quorum is not None and spec.outer.island is None
+        if resume is None or free_running:  # else the ranks do it, since to read checkpoints takes torch
             check_folder(spec, folder, resume)
+        if resume is None:
             check_weights(spec)
-        if spec.outer.quorum is not None and spec.outer.island is None:
+        if spec.outer.island is not None or free_running:
+            make_folder(folder)
+        if free_running:
             from meshwright.api.islands import train_islands
 
-            if resume is not None:
-                check_folder(spec, folder, resume)
-            make_folder(folder)
             return train_islands(spec, folder, resume, quiet)
         return train_on_ranks(spec, folder, resume, quiet, supervise, address)
 

@@ -7,10 +7,11 @@ import math
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from meshwright.api.folders import make_folder
 from meshwright.api.models import export, import_hf
+from meshwright.api.options import Option, choice, folder_name
 from meshwright.api.ranks import Result, run_on_ranks
 from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
@@ -32,11 +33,14 @@ def verify(
     *,
     nproc: int | None = None,
     steps: int = 3,
-    out: Path | None = None,
-    through: str | None = None,
+    out: Annotated[Path | None, Option(
+        "also write the result to DIR/verify.json", "DIR", folder_name)] = None,
+    through: Annotated[str | None, Option(
+        "save after K steps, load, and compare K more: 'checkpoint', 'snapshot', which a restart takes, or "
+        "'export' to an HF folder and import", "WAY", choice("checkpoint", "snapshot", "export"))] = None,
     onto: RunSpec | None = None,
     precision: str = "both",
-) -> Result:
+) -> Result:  # fmt: skip
     """Compare the layout with one device in float64 over `steps` optimiser steps, and then in the run's own
     formats, compiled if the run is, where each row has a `tolerance` of its own, which rounding was measured
     to need.

@@ -6,8 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+from meshwright import api
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import NPROC, RUN, spec_of
 from meshwright.rank.env import worker
 from meshwright.runs.record import write_atomically
@@ -17,14 +18,12 @@ from meshwright.runs.record import write_atomically
     "distil",
     RUN,
     NPROC,
-    Flag("out", "folder to write", "DIR", folder_name, required=True),
+    api.distil,
     Flag("result", "write the result to FILE, too", "FILE", Path),
     JSON,
 )
 def distil(call: Call) -> None:
     """Launch the ranks that ask a teacher, or ask as one of them."""
-    from meshwright import api
-
     place = worker()
     spec = spec_of(call, place.world_size if place else None)
     shown = _tell if not call.json and sys.stderr.isatty() else None

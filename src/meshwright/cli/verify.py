@@ -10,8 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import choice, folder_name, whole
+from meshwright.api.verify_runs import verify_worker
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, choice, folder_name, verb, whole
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import NPROC, RUN, spec_of
 from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
@@ -47,13 +50,7 @@ def _axes(text: str) -> Overrides:
         "TIME",
         duration,
     ),
-    Flag(
-        "through",
-        "save after K steps, load, and compare K more: 'checkpoint', 'snapshot', which a restart takes, or "
-        "'export' to an HF folder and import",
-        "WAY",
-        choice("checkpoint", "snapshot", "export"),
-    ),
+    api.verify,
     Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
     Flag(
         "precision",
@@ -65,14 +62,10 @@ def _axes(text: str) -> Overrides:
     Flag("locate", "list all differences of the first step that has one, in the order of the step"),
     Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
     Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
-    Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
     JSON,
 )
 def verify(call: Call) -> int:
     """Compare the layout with one device; the exit code is 1 if they differ."""
-    from meshwright import api
-    from meshwright.api.verify_runs import verify_worker
-
     place, flags = worker(), dict(call.flags)
     ranks, budget, locate = flags.pop("sweep"), flags.pop("budget"), flags.pop("locate")
     if ranks is not None:
@@ -118,8 +111,6 @@ def _check_parts(parts: Mapping[str, Path | None], through: str | None, missing:
 
 def _sweep(call: Call) -> int:
     """Compare many layouts; the exit code is 1 if one is unequal, or else 70 if one could not be compared."""
-    from meshwright import api
-
     flags = call.flags
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
