@@ -59,7 +59,7 @@ def completed(kind: type[T], given: Mapping[str, Any]) -> T:
     defaults = {name: default for name, _, default in _keys(kind)}
     if unknown := given.keys() - defaults.keys():
         raise TypeError(f"unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}")
-    return cast(T, defaults | given)
+    return cast(T, {**defaults, **given})
 
 
 def _keys(kind: type[Any]) -> Iterator[tuple[str, Option, Any]]:

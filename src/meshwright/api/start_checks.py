@@ -1,4 +1,4 @@
-"""What is checked before a run starts: the folder, memory, packages, the teacher; without any rank."""
+"""Checks before a run starts, without any rank: its folder, memory, packages, weights and teacher."""
 
 from __future__ import annotations
 
