@@ -106,7 +106,7 @@ def generate(
             )
     found = continue_prompts(run, rows, how, layout_keys(layout))
     texts = [row["text"] for row in found]
-    return texts[0] if isinstance(prompt, str) else texts
+    return "".join(texts) if isinstance(prompt, str) else texts  # none on other ranks of a torchrun
 
 
 def layout_keys(layout: Axes) -> Overrides:
