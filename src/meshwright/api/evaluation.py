@@ -294,8 +294,8 @@ class _Texts:
                         "tokenize it with that file"
                     )
             changes = {"corpus": path, "mixture": {}, "tokenizer": str(file.resolve()), "val_fraction": 0.0}
-            if self._how.special_tokens is not None:
-                changes["special_tokens"] = self._how.special_tokens
+            if self._how["special_tokens"] is not None:
+                changes["special_tokens"] = self._how["special_tokens"]
             data = self._data.model_copy(update=changes)
             return open_sources(self._trained.model_copy(update={"data": data}), check).train
         except UserError as error:

@@ -77,7 +77,9 @@ def check_generation(how: Generation) -> None:
 
 
 @overload
-def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Unpack[Generation]) -> str: ...
+def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    run: Path, prompt: str, *, layout: Axes = (), **options: Unpack[Generation]
+) -> str: ...
 @overload
 def generate(
     run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Unpack[Generation]

@@ -196,7 +196,8 @@ class _Source:
         """The quantisation by each recipe that the model can take, and why it cannot take the others."""
         from meshwright.weights.quantise import plan_quantisation
 
-        plans, refused = {}, {}
+        plans: dict[Quantised, Quantisation] = {}
+        refused: dict[str, str] = {}
         for recipe in RECIPES:
             try:
                 group = self.group(recipe, group_size if recipe == "int4" else None)
