@@ -22,6 +22,7 @@ from meshwright.exchange.hf import load_hf
 from meshwright.infer import generate
 from meshwright.infer.quantisation_table import HeldOut
 from meshwright.spec import load
+from meshwright.spec.quantisation import RECIPES
 
 PROMPT = 32
 """Tokens of each prompt."""
@@ -65,7 +66,7 @@ def main() -> None:
     prompts = held_out[: options.prompts, :PROMPT]
     print("\n| recipe | tokens | the same in transformers |\n| --- | --- | --- |")
     with TemporaryDirectory() as folder:
-        for recipe in api.RECIPES:
+        for recipe in RECIPES:
             at = Path(folder) / recipe
             size = options.group_size if recipe == "int4" else None
             api.quantise(options.run, at, recipe, group_size=size)

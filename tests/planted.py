@@ -1,4 +1,4 @@
-"""`meshwright` as ranks of tests run it: with a deed, if PLANTED names one, at a step of one rank."""
+"""The program of ranks as tests run it: with a deed, if PLANTED names one, at a step of one rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.cli.main import run
 from meshwright.data.loader import Batch
+from meshwright.launch import call
 from meshwright.spec import UserError
 from meshwright.train.loop import TrainingRun
 from meshwright.train.step import Trainer
@@ -19,14 +19,14 @@ ENVIRONMENT = "PLANTED"
 
 
 def main() -> None:
-    """Run the command line; with PLANTED, a JSON object of `deed`, `rank` and `step`, the deed as well."""
+    """Make the launcher's call; with PLANTED, a JSON object of `deed`, `rank` and `step`, the deed too."""
     measure_peak_quickly()
     plan: dict[str, Any] = json.loads(os.environ.get(ENVIRONMENT, "{}"))
     if plan and plan["rank"] == int(os.environ["RANK"]):
         generations = plan.get("generations", [0])
         if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) in generations:
             _plant(plan["deed"], plan["step"])
-    run()
+    call.main()
 
 
 def _plant(deed: str, step: int) -> None:

@@ -18,12 +18,12 @@ import small
 from meshwright import api
 from meshwright.comm.heartbeat import PHASES, Beat
 from meshwright.launch import restarts, supervisor
-from meshwright.launch.start import Generation
+from meshwright.launch.start import Start
 from meshwright.runs.record import read_run
 from meshwright.spec import RunSpec
 
 STEPS = 40
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 
 
 def spec_of(corpus: Path, **flags: object) -> RunSpec:
@@ -76,24 +76,24 @@ class Faults(threading.Thread):
         super().__init__(daemon=True)
         self.faults, self.sent = faults, list[float]()
         self.pids: set[int] = set()
-        self.generation: Generation | None = None
+        self.start_of_ranks: Start | None = None
         self.over = False
 
-    def watch(self, made: Generation) -> None:
-        self.generation = made
+    def watch(self, made: Start) -> None:
+        self.start_of_ranks = made
 
     def run(self) -> None:
         for number, fault in enumerate(self.faults):
             if not self._wait(partial(self._there, number, fault)):
                 return
             time.sleep(fault.delay)
-            rank = self.generation._ranks[fault.rank]  # type: ignore[union-attr]
+            rank = self.start_of_ranks._ranks[fault.rank]  # type: ignore[union-attr]
             if rank.end is None and rank.pid is not None:
                 self.sent.append(time.time())
                 os.kill(parent(rank.pid) if fault.zygote else rank.pid, fault.number)
 
     def _there(self, number: int, fault: Fault) -> bool:
-        made = self.generation
+        made = self.start_of_ranks
         if made is None or made.number < number or made._ranks[fault.rank].pid is None:
             return False
         self.pids.update(rank.pid for rank in made._ranks if rank.pid is not None)
@@ -118,7 +118,7 @@ def train(
     """
     thread = Faults(faults)
 
-    class Watched(Generation):
+    class Watched(Start):
         def run(self, *arguments: Any) -> Any:
             thread.watch(self)
             return super().run(*arguments)
@@ -127,7 +127,7 @@ def train(
     with (
         patch.dict(os.environ, environment(**plan)),
         patch.object(supervisor, "run_ranks", ranks),
-        patch.object(supervisor, "Generation", Watched),
+        patch.object(supervisor, "Start", Watched),
         patch.object(restarts, "BACK_OFF_S", (0.0,)),
     ):
         thread.start()

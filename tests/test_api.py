@@ -14,6 +14,7 @@ import torch
 import small
 from layouts import EXPERTS
 from meshwright import api
+from meshwright.api.models import checkpoints_of
 from meshwright.checkpoint import Lease
 from meshwright.cli.main import main
 from meshwright.spec import RunSpec, UserError, load
@@ -79,7 +80,7 @@ def test_a_run_is_not_overwritten(run: Path, folder: Path) -> None:
 def test_a_used_folder_is_refused_before_any_rank_starts(
     run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.api.runs.launch", None)
+    monkeypatch.setattr("meshwright.api.runs.run_on_ranks", None)
     with pytest.raises(UserError, match="already holds a run; continue it with --resume auto"):
         api.train(spec_of(folder), out=run, supervise=True)
 
@@ -297,9 +298,9 @@ def test_the_checkpoints_of_a_run_are_found_wherever_they_are(folder: Path, tmp_
 
 
 def test_a_folder_of_checkpoints_is_found_without_the_run_s_record(tmp_path: Path) -> None:
-    assert api.checkpoints_of(tmp_path) == tmp_path
+    assert checkpoints_of(tmp_path) == tmp_path
     (tmp_path / "checkpoints").mkdir()
-    assert api.checkpoints_of(tmp_path) == tmp_path / "checkpoints"
+    assert checkpoints_of(tmp_path) == tmp_path / "checkpoints"
 
 
 def test_a_resume_whose_checkpoints_are_gone_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ import ast
 import re
 import shlex
 import tomllib
+from inspect import ismodule
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright import api
-from meshwright.cli.main import VERBS, main
+from meshwright.cli.main import find, main
+from meshwright.cli.overview import SUMMARIES
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.rank.env import resized, resolve
@@ -66,9 +68,9 @@ def commands(document: Path) -> list[list[str]]:
 
 def parsed(words: list[str]) -> tuple[Verb, Call]:
     """The verb of a command line, and its words sorted."""
-    for verb in VERBS:
-        name = verb.name.split()
+    for name in map(str.split, SUMMARIES):
         if words[: len(name)] == name:
+            verb = find(*name)
             return verb, parse(verb, words[len(name) :])
     raise AssertionError(f"no verb in: meshwright {shlex.join(words)}")
 
@@ -103,7 +105,7 @@ def test_the_readme_names_the_page_of_every_verb_and_the_page_shows_it() -> None
         for row in rows
         for label, target in re.findall(r"\[(`[a-z ]+`)\]\(([^)]+)\)", row)
     }
-    assert set(pages) == {verb.name for verb in VERBS}
+    assert set(pages) == set(SUMMARIES)
     for verb, page in pages.items():
         shown = {parsed(words)[0].name for words in commands(ROOT / page) if "--help" not in words}
         assert verb in shown, f"{page} has no command of {verb}"
@@ -150,6 +152,12 @@ def test_python_blocks_compile_and_name_what_there_is(document: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
     for name in re.findall(r"`api\.(\w+)\b(?<!\.py)", prose(document)):
         assert hasattr(api, name), f"api.{name}"
+
+
+def test_the_interface_is_what_its_page_lists() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    public = {name for name, value in vars(api).items() if not (name.startswith("_") or ismodule(value))}
+    assert public - {"annotations"} == set(api.__all__) == set(re.findall(r"`api\.(\w+)\(", page))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -294,7 +294,7 @@ def test_a_stopped_command_tells_what_was_written_and_nothing_is_resumed(
         raise saved
 
     monkeypatch.setattr(chaos_runs, "train", train)
-    monkeypatch.setattr(chaos_runs, "launch", launch)
+    monkeypatch.setattr(chaos_runs, "train_on_ranks", launch)
     for during, kept in (("train", []), ("launch", ["chaos.jsonl", "twin", "twin.json"])):
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM") as caught:
             api.chaos(spec_of({}, layout__dp=1), out=tmp_path)

@@ -88,7 +88,7 @@ def test_a_fault_that_has_hit_does_not_hit_the_next_generation(plan_of: Callable
 
 
 def test_without_faults_a_rank_is_given_no_injection(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.api.runs import _injection
+    from meshwright.api.train_rank import _injection
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

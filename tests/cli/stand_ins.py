@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from meshwright import api
-from meshwright.rank.env import SUPERVISOR
 
 
 class Recorder:
@@ -31,9 +31,9 @@ class Recorder:
         return self.calls[0]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, result: Any) -> Recorder:
-    recorder = Recorder(getattr(api, name), result)
-    monkeypatch.setattr(api, name, recorder)
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, result: Any, module: ModuleType = api) -> Recorder:
+    recorder = Recorder(getattr(module, name), result)
+    monkeypatch.setattr(module, name, recorder)
     return recorder
 
 
@@ -43,8 +43,6 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, launched: bool = False) -> None:
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    if launched:
-        monkeypatch.setenv(SUPERVISOR, "{}")

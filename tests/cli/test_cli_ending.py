@@ -100,7 +100,7 @@ def test_a_mistake_and_a_damaged_record_have_an_object_too(
 def test_of_torchruns_ranks_the_first_says_how_the_run_ended(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raising(monkeypatch, "train_worker", Stopped(SAVED, REQUEUE))
+    raising(monkeypatch, "train", Stopped(SAVED, REQUEUE))
     for rank in (0, 1):
         be_rank(monkeypatch, rank)
         with pytest.raises(Stopped):

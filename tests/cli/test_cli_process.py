@@ -148,7 +148,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 
 def test_a_warning_that_comes_again_is_shown_again() -> None:
     program = (
-        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import find, run\nfind('train')\n"
         "code = 'import warnings\\nfor _ in range(2): warnings.warn(message)'\n"
         "def train(*_, **__):\n"
         "    exec(code, {'__name__': 'meshwright.recover', 'message': 'a rank failed'})\n"
@@ -161,7 +161,8 @@ def test_a_warning_that_comes_again_is_shown_again() -> None:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
     program = (
-        "import sys, time\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "import sys, time\nfrom meshwright import api\n"
+        "from meshwright.cli.main import find, run\nfind('train')\n"
         "def train(*_, **__):\n    print('training', flush=True)\n    time.sleep(60)\n"
         "api.train = train\nsys.argv = ['meshwright', 'train', '--layout.dp', '1']\nrun()\n"
     )
@@ -274,10 +275,10 @@ def test_a_run_outlives_its_terminal_and_saves_when_all_its_processes_are_stoppe
 
 def test_an_output_without_unicode_gets_escapes(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "import sys\nfrom meshwright.api import generation\nfrom meshwright.cli.main import run\n"
         "def tell(run, rows, how, layout, on_text):\n"
         "    on_text(0, 'na\\u00efve \\u2028\\x1b[31m')\n    on_text(0, '\\ud800 text\\n\\tend')\n"
-        "api.generate_worker = tell\napi.generation_ranks = lambda *_: 1\n"
+        "generation.continue_prompts = tell\n"
         "sys.argv = ['meshwright', 'generate', '.', '--prompt', 'a']\nrun()\n"
     )
     shown = subprocess.run(

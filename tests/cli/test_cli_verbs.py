@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import tomllib
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from stand_ins import be_rank, last_json, stand_in
 
-from meshwright.api import folders
+from meshwright.api import folders, generation, runs
 from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
 from meshwright.hardware.find import catalogue
@@ -87,8 +88,8 @@ def test_a_folder_of_a_run_that_did_not_begin_goes_again(
 def test_under_torchrun_train_is_a_rank_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher = stand_in(monkeypatch, "train", {})
-    rank = stand_in(monkeypatch, "train_worker", {"final_loss": 1.0})
+    rank = stand_in(monkeypatch, "train_worker", {"final_loss": 1.0}, runs)
+    monkeypatch.setattr(runs, "run_on_ranks", None)
     outs = []
     for number in (0, 1):
         be_rank(monkeypatch, number)
@@ -97,7 +98,6 @@ def test_under_torchrun_train_is_a_rank_and_starts_nothing(
         assert bool(capsys.readouterr().out) == (number == 0)
     assert rank.calls[0][0][0].layout.dp == 2
     assert outs[0] == outs[1]
-    assert launcher.calls == []
 
 
 def test_torchruns_ranks_must_be_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,35 +106,26 @@ def test_torchruns_ranks_must_be_the_layouts(monkeypatch: pytest.MonkeyPatch) ->
         main(["train", "--layout.dp", "4"])
 
 
-def test_a_launched_rank_prints_no_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in(monkeypatch, "train_worker", {"final_loss": 1.0})
-    be_rank(monkeypatch, 0, launched=True)
-    assert main(["train", "--out", "o"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     row = {"prompt": "def", "text": "def f(): pass"}
     (tmp_path / "run.json").write_text(json.dumps({"spec": from_tree({}).to_json()}))
-    generate = stand_in(monkeypatch, "generate_worker", [row])
+    generate = stand_in(monkeypatch, "continue_prompts", [row], generation)
     main(["generate", str(tmp_path), "--prompt", "def", "--top-k", "5", "--temperature", "0.7", "--json"])
     run, rows, how, layout, on_text = generate.only[0]
     assert (run, rows, layout, on_text) == (tmp_path, [{"prompt": "def"}], [], None)
-    assert (how.top_k, how.temperature, how.max_new_tokens) == (5, 0.7, 128)
+    assert (how["top_k"], how["temperature"], how["max_new_tokens"]) == (5, 0.7, 128)
     assert last_json(capsys) == row
 
 
 def test_generate_starts_the_ranks_of_a_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They get the same command; a prompt may begin with dashes."""
+    """They get the same options; a prompt may begin with dashes."""
     (tmp_path / "run.json").write_text(json.dumps({"spec": from_tree({}).to_json()}))
-    start = stand_in(monkeypatch, "start_generation", None)
+    start = stand_in(monkeypatch, "run_on_ranks", [], generation)
     main(["generate", str(tmp_path), "--prompt=--x", "--batch", "3", "--layout.tp", "2", "--json"])
-    run, words, how, layout, ranks, rows = start.only[0]
-    assert (run, layout, ranks, rows) == (tmp_path, [("layout.tp", "2")], 2, None)
-    assert words == ["--prompt=--x", "--json"]
-    assert how.flags()[how.flags().index("--batch") + 1] == "3" and "--top-k" not in how.flags()
+    (call, ranks), _ = start.only
+    run, rows, how, layout, on_text = pickle.loads(pickle.dumps(call)).args
+    assert (run, layout, ranks, rows) == (tmp_path, [("layout.tp", "2")], 2, [{"prompt": "--x"}])
+    assert (how["batch"], how["top_k"], on_text) == (3, None, None)
 
 
 def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(

@@ -135,7 +135,6 @@ def test_verify_that_fails_has_another_exit_code_than_unequal(
         raise error
 
     monkeypatch.setattr(api, "verify", failing)
-    monkeypatch.setattr(api, "verify_worker", failing)
     if start == "by torchrun":
         be_rank(monkeypatch, 1)
     with pytest.raises(kind) as raised:
@@ -170,3 +169,19 @@ def test_verify_goes_through_a_checkpoint_onto_another_layout(monkeypatch: pytes
             main(["verify", "--through", "checkpoint", "--onto", wrong])
     with pytest.raises(UserError, match="--onto: starts ranks of another layout"):
         main(["verify", "--load", "folder", "--onto", "tp=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["verify", "--through", "checkpoint"], "--through: starts the ranks itself, twice; give --save DIR"),
+        (["verify", "--sweep", "2"], "--sweep: starts the ranks itself; start it without torchrun"),
+        (["chaos", "--out", "o"], "chaos: starts the ranks itself, and some again; start it without"),
+    ],
+)
+def test_what_starts_its_ranks_is_refused_in_a_rank_of_a_torchrun(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
+) -> None:
+    be_rank(monkeypatch, 1)
+    with pytest.raises(UserError, match=sentence):
+        main(words)

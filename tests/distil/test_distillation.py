@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from meshwright import api
+from meshwright.api.start_checks import check_start
 from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.distil.stored_answers import FILES, RECORD
@@ -166,7 +167,7 @@ def test_an_hf_folder_that_lacks_a_file_is_refused_until_it_is_there(
 def test_a_run_is_not_its_own_teacher(corpus: Path, teacher: Path) -> None:
     spec = spec_of(corpus, distil__teacher=teacher, **SHORT, **BIGGER)
     with pytest.raises(UserError, match=r"is the run's own folder, whose weights change; copy the folder"):
-        api.check_start(spec, teacher, "auto")
+        check_start(spec, teacher, "auto")
 
 
 def test_a_damaged_teacher_is_refused(ranks: Ranks, corpus: Path, tmp_path: Path, teacher: Path) -> None:

@@ -14,7 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from meshwright import api
-from meshwright.api.generation import NOT_APPLIED
+from meshwright.api.generation import Generation, continue_prompts
+from meshwright.api.options import completed
+from meshwright.api.prompt_remarks import NOT_APPLIED
 from meshwright.data.corpus import open_sources
 from meshwright.data.packing import Samples
 from meshwright.spec import UserError, load
@@ -234,13 +236,13 @@ def test_special_tokens_of_a_prompt(theirs: Path, tmp_path: Path) -> None:
     for how, ids in wanted.items():
         told = pytest.warns(UserWarning, match="3 literals of special tokens such as <other> were read")
         with told if how == "text" else nullcontext():
-            generation = api.Generation(max_new_tokens=1, special_tokens=how)
-            (row,) = api.generate_worker(folder, [{"prompt": prompt}], generation)
+            generation = completed(Generation, {"max_new_tokens": 1, "special_tokens": how})
+            (row,) = continue_prompts(folder, [{"prompt": prompt}], generation)
         assert row["prompt_tokens"] == len(ids)
     with pytest.warns(UserWarning, match=r"1 of 1 prompts begin with <bos>.*--special-tokens rendered"):
         api.generate(folder, "<bos>the cat", max_new_tokens=1)
     with pytest.raises(UserError, match=r"special_tokens: 'all' is not one of read, text, rendered"):
-        api.Generation(special_tokens="all")
+        api.generate(folder, "the cat", special_tokens="all")
 
 
 @pytest.mark.parametrize("name", NOT_APPLIED)
@@ -283,7 +285,7 @@ def test_settings_of_a_generation_that_are_not_applied_are_told(
 
 def test_a_generation_ends_at_each_token_of_the_list(theirs: Path, tmp_path: Path) -> None:
     folder = dressed(theirs, tmp_path / "hf", NAMED)
-    (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], api.Generation(max_new_tokens=12))
+    (row,) = continue_prompts(folder, [{"prompt": PROMPT}], completed(Generation, {"max_new_tokens": 12}))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     new = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=1)[
@@ -293,14 +295,14 @@ def test_a_generation_ends_at_each_token_of_the_list(theirs: Path, tmp_path: Pat
     place = next(place for place in range(3, 12) if new[place] not in new[:place])
     for listed in ([1, new[place]], [new[place], 1], new[place]):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
-        how = api.Generation(max_new_tokens=12)
+        how = completed(Generation, {"max_new_tokens": 12})
         if listed == new[place]:
             with pytest.warns(UserWarning, match="and not at <eos>, which ends documents"):
-                (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+                (row,) = continue_prompts(folder, [{"prompt": PROMPT}], how)
         else:
-            (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+            (row,) = continue_prompts(folder, [{"prompt": PROMPT}], how)
         assert (row["new_tokens"], row["stopped"]) == (place, True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 99_999}))
     with pytest.warns(UserWarning, match="ends generations at eos_token_id 99999, which none of its"):
-        (row,) = api.generate_worker(folder, [{"prompt": PROMPT}], how)
+        (row,) = continue_prompts(folder, [{"prompt": PROMPT}], how)
     assert (row["new_tokens"], row["stopped"]) == (12, False)

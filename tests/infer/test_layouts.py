@@ -14,6 +14,7 @@ import torch
 
 from hf_models import CASES, save_theirs
 from meshwright import api
+from meshwright.api.generation import model_ranks
 from meshwright.comm.mesh import Mesh
 from meshwright.infer.batching import Request
 from meshwright.infer.generate import continue_requests
@@ -138,8 +139,8 @@ def test_guesses_change_no_token_on_a_layout(ranks: Ranks, families: Any, case: 
 def test_a_folder_whose_positions_are_few_takes_a_layout(families: Any) -> None:
     """Fewer learned positions than a run has in a sample by default."""
     run, _ = families("gpt2")
-    folder, how = run.parent / "hf", api.Generation()
-    assert api.generation_ranks(folder, [("layout.tp", "2"), ("layout.pp", "2")], how) == 4
+    folder = run.parent / "hf"
+    assert model_ranks(folder, [("layout.tp", "2"), ("layout.pp", "2")], "trained") == 4
 
 
 def a_slow_data_rank(mesh: Mesh, spec: RunSpec, run: Path) -> int:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import small
-from meshwright.api.runs import train_worker
+from meshwright.api.train_rank import train_worker
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec

@@ -19,8 +19,7 @@ import pytest
 
 from meshwright.api import runs
 from meshwright.comm.heartbeat import PHASES
-from meshwright.launch import hang, slow
-from meshwright.launch import start as generation
+from meshwright.launch import hang, slow, start
 from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.rank.failure import RanksFailed
 from meshwright.runs.record import read_run
@@ -44,9 +43,9 @@ def check_stopped(event: dict[str, Any], fault: Fault, out: Path, sent: float) -
     learnt = sorted(rows)[len(rows) // 2]
     assert event["kind"] == "hang" and event["ranks"] == [fault.rank]
     assert f"rank {fault.rank} has been stopped for" in event["message"] and "in phase " in event["message"]
-    assert event["seconds"] <= 3 * max(learnt, generation.POLL_S) + 2
+    assert event["seconds"] <= 3 * max(learnt, start.POLL_S) + 2
     told = datetime.fromisoformat(event["time"]).timestamp()
-    assert told - sent <= event["seconds"] + generation.STACKS_S + 2
+    assert told - sent <= event["seconds"] + start.STACKS_S + 2
     stacks = (out / event["stacks"]).read_text()
     for rank in (0, 1):
         assert "most recent call first" in stacks.split(f"rank {rank}:")[1]
@@ -231,4 +230,4 @@ def test_a_slow_rank_is_named_and_no_other(corpus: Path, tmp_path: Path, deed: s
 def test_an_event_that_cannot_be_recorded_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("damaged\n")
     with pytest.warns(UserWarning, match="'failure' was not recorded: .*line 1 is not a JSON object"):
-        runs._record(tmp_path, None, "failure", {"generation": 0, "step": 3})
+        runs.record_event(tmp_path, None, "failure", {"generation": 0, "step": 3})

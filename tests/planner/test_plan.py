@@ -18,7 +18,7 @@ from meshwright.planner.cost.uncertainty import SIGMA_TIME, SURE, fits_probabili
 from meshwright.planner.explain.candidate import TIMED
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.memory.states import states
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, estimate
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import batch_of
 from meshwright.planner.search.results import TimedLayout, kind, simplicity
@@ -82,7 +82,7 @@ def test_plans_are_validated_and_in_order() -> None:
         assert sum(each.parts.values()) == pytest.approx(each.step_seconds, rel=0.01)
         low, high = each.interval
         assert low < each.step_seconds < high
-        again = api.estimate(each.spec, cluster("h100", 8))
+        again = estimate(each.spec, cluster("h100", 8))
         assert again.step_seconds == each.step_seconds and again.memory == each.memory
     told = json.loads(json.dumps(found.to_json()))
     assert told["best"] == told["plans"][0]
@@ -235,7 +235,7 @@ def test_a_checkpoint_has_the_moments_that_one_rank_holds(kind: str) -> None:
     tree = {"model": {"preset": "tiny"}, "train": {"optimiser": kind}, "precision": {"compute": "bf16"}}
     spec = RunSpec.model_validate(tree)
     held = states(spec)
-    saved = api.estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
+    saved = estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
     assert saved == pytest.approx(
         held.masters + held.optimiser, abs=140_000
     )  # AdamW's counts of steps, maps of 8 bits
@@ -247,7 +247,7 @@ def test_a_checkpoint_has_the_moments_that_one_rank_holds(kind: str) -> None:
 def test_a_checkpoint_has_the_moving_average() -> None:
     tree = {"model": {"preset": "tiny"}, "train": {"ema": 0.99}, "precision": {"compute": "bf16"}}
     spec = RunSpec.model_validate(tree)
-    saved = api.estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
+    saved = estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
     assert saved == 36_203_520 / 3 * 4  # one number more beside the weight and two moments
 
 
@@ -276,7 +276,7 @@ def test_of_a_published_run_the_effective_share_is_as_it_was() -> None:
 )
 def test_what_was_never_measured_is_said(where: str, stack: str, says: list[str]) -> None:
     spec = RunSpec.model_validate({"layout": {"dp": 8}, "precision": {"compute": "bf16"}})
-    told = api.estimate(spec, cluster(where, 8), STACKS[stack]).never_measured
+    told = estimate(spec, cluster(where, 8), STACKS[stack]).never_measured
     assert len(told) == len(says) and all(map(str.startswith, told, says))
 
 

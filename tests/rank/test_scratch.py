@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.api import verify_runs
+from meshwright.launch import supervisor
+from meshwright.rank.failure import Outcome
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import load
 
@@ -42,9 +45,10 @@ def test_launchers_that_start_at_the_same_time_do_not_take_each_others_folders(t
 
 
 def test_another_launcher_leaves_the_folder_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(_verb: str, _spec: Any, _ranks: int, _flags: Any, result: Path) -> dict[str, Any]:
+    def launched(argv: Sequence[str], *_: Any, **__: Any) -> Outcome:
         with scratch_folder():
-            return {"there": result.parent.is_dir()}
+            Path(argv[1]).write_bytes(pickle.dumps({"there": Path(argv[0]).is_file()}))
+        return Outcome()
 
-    monkeypatch.setattr(verify_runs, "launch", launched)
+    monkeypatch.setattr(supervisor, "run_ranks", launched)
     assert api.verify(load(None, [("layout.dp", "2")])) == {"there": True}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.api.runs import _observers
+from meshwright.api.train_rank import _observers
 from meshwright.checkpoint import Lease
 from meshwright.islands.island_log import island_folder
 from meshwright.report.trackers import make_trackers

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright import api, atomic
+from meshwright import atomic
+from meshwright.api.verify_runs import verify_worker
 from meshwright.checkpoint import gather_full
 from meshwright.comm import call_check, collectives
 from meshwright.comm.call_check import Call, SameCalls
@@ -183,7 +184,7 @@ def verify_as(rank: int, port: int, spec: RunSpec, plant: Plant, folder: Path) -
     torch.set_num_threads(1)
     plant(rank)
     try:
-        found = api.verify_worker(spec, steps=2)
+        found = verify_worker(spec, steps=2)
         (folder / f"equal-{rank}").write_text(str(found.get("equal")))
     except Exception as error:
         atomic.write(folder / f"{type(error).__name__}-{rank}", str(error))

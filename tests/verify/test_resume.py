@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from meshwright import api
-from meshwright.api.verify_runs import IMPORTED, through_export
+from meshwright.api.verify_runs import IMPORTED, through_export, verify_worker
 from meshwright.checkpoint import reader
 from meshwright.checkpoint.save_plan import narrow
 from meshwright.checkpoint.snapshots import Snapshots
@@ -258,6 +258,6 @@ def test_an_export_that_changes_a_weight_is_named(ranks: Ranks, tmp_path: Path) 
 
 def test_a_folder_that_holds_no_saved_run_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--load: .* holds no run\.json; give the folder of"):
-        api.verify_worker(spec_of(BASE), load=tmp_path)
+        verify_worker(spec_of(BASE), load=tmp_path)
     with pytest.raises(UserError, match=r"^--onto: is the layout to load on; add --through"):
         api.verify(spec_of(BASE), onto=spec_of(BASE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shlex
 import subprocess
 import sys
@@ -69,24 +70,23 @@ def on_pool(
 ) -> Any:
     """A launcher that takes the pool's ranks, and no new ones; `before` is called with a layout's place."""
 
-    def launch(verb: str, spec: RunSpec, count: int, flags: list[str], result: Path) -> dict[str, Any]:
-        plan = json.loads((result.parent / subject.PLAN).read_text())
-        assert plan["precision"] == precision
+    def run_on_ranks(call: Callable[[], Any], *_: Any, **__: Any) -> list[dict[str, Any]]:
+        runs, first, _, given, _, found, _ = pickle.loads(pickle.dumps(call)).args
+        assert given == precision
         rows: list[Any] = []
-        for place, tree in enumerate(plan["runs"][plan["first"] :], plan["first"]):
-            result.write_text(json.dumps({"rows": rows}))
+        for place, run in enumerate(runs[first:], first):
+            found.write_text(json.dumps(rows))
             before(place)
-            run = RunSpec.model_validate(tree)
             rows.append(row_of(run, ranks.run(run.layout, verify, run)[0], 0.0))
-        return {"rows": rows}
+        return rows
 
-    return launch
+    return run_on_ranks
 
 
 def test_a_bug_of_two_axes_is_found_and_its_command_finds_it_again(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "launch", on_pool(ranks, verify_with_bug))
+    monkeypatch.setattr(subject, "run_on_ranks", on_pool(ranks, verify_with_bug))
     flags = {key: str(value) for key, value in FEW.items()}
     flags |= {"train.batch_tokens": "32", "train.compile": "true"}
     found = api.sweep(spec_of(flags), 4, steps=1, given=((), list(flags.items())))
@@ -139,7 +139,7 @@ def own_as_it_is(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
 def test_layouts_in_bf16_are_equal_but_for_those_with_a_bug(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "launch", on_pool(ranks, own_with_bug, precision="run"))
+    monkeypatch.setattr(subject, "run_on_ranks", on_pool(ranks, own_with_bug, precision="run"))
     flags = {key: str(value) for key, value in FEW.items()} | {"precision.compute": "bf16"}
     found = api.sweep(spec_of(flags), 2, steps=1, precision="run", given=((), list(flags.items())))
     assert found["equal"] is False
@@ -215,7 +215,7 @@ def test_a_layout_that_ends_its_ranks_does_not_end_the_sweep(
         if place in (0, 2):
             raise CollectiveError("in step 1 rank 1 calls")
 
-    monkeypatch.setattr(subject, "launch", on_pool(ranks, as_equal, fail))
+    monkeypatch.setattr(subject, "run_on_ranks", on_pool(ranks, as_equal, fail))
     found = api.sweep(spec_of(FEW), 2)
     verdicts = [row["verdict"] for row in found["layouts"]]
     assert verdicts[:4] == ["failed", "equal", "failed", "equal"]
@@ -234,7 +234,7 @@ def test_a_sweep_gives_up_after_some_failures(ranks: Ranks, monkeypatch: pytest.
     def fail(place: int) -> None:
         raise RanksFailed("rank 1 was ended by SIGSEGV", 139)
 
-    monkeypatch.setattr(subject, "launch", on_pool(ranks, as_equal, fail))
+    monkeypatch.setattr(subject, "run_on_ranks", on_pool(ranks, as_equal, fail))
     found = api.sweep(spec_of(FEW), 2)
     assert found["checked"] == subject.MOST_FAILURES < found["of"]
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hf_models import same_files
 from meshwright import api
+from meshwright.api.initial_weights import initial_weights_told
 from meshwright.spec import load
 
 WORDS = "the cat sat on the mat, naïvely"
@@ -58,4 +59,4 @@ def exported_equals(theirs: Path, run: Path, out: Path) -> None:
 def told(theirs: Path, path: Path | None = None, **more: object) -> str:
     """Return the line about the weights of a run with these flags, or ''."""
     given = flags(theirs, **{key.replace("__", "."): value for key, value in more.items()})
-    return api.initial_weights_told(load(path, list(given.items())), path) or ""
+    return initial_weights_told(load(path, list(given.items())), path) or ""

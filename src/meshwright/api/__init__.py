@@ -17,52 +17,30 @@ Predictions: `planning`.
 
 from __future__ import annotations
 
-from meshwright.api.chaos_runs import chaos as chaos
-from meshwright.api.distillation import distil as distil
-from meshwright.api.distillation import distil_worker as distil_worker
-from meshwright.api.evaluation import Evaluation as Evaluation
-from meshwright.api.evaluation import evaluate as evaluate
-from meshwright.api.evaluation import evaluate_run as evaluate_run
-from meshwright.api.folders import folder_of as folder_of
-from meshwright.api.generation import Generation as Generation
-from meshwright.api.generation import check_out as check_out
-from meshwright.api.generation import generate as generate
-from meshwright.api.generation import generate_worker as generate_worker
-from meshwright.api.generation import generation_ranks as generation_ranks
-from meshwright.api.generation import read_prompts as read_prompts
-from meshwright.api.generation import start_generation as start_generation
-from meshwright.api.generation import write_rows as write_rows
-from meshwright.api.generation import write_text as write_text
-from meshwright.api.initial_weights import initial_weights_told as initial_weights_told
-from meshwright.api.models import checkpoint_list as checkpoint_list
-from meshwright.api.models import checkpoint_verify as checkpoint_verify
-from meshwright.api.models import checkpoints_of as checkpoints_of
-from meshwright.api.models import data_verify as data_verify
-from meshwright.api.models import export as export
-from meshwright.api.models import import_hf as import_hf
-from meshwright.api.models import load_hf as load_hf
-from meshwright.api.models import load_run as load_run
-from meshwright.api.models import tokenize as tokenize
-from meshwright.api.planning import dryrun as dryrun
-from meshwright.api.planning import explain as explain
-from meshwright.api.planning import goodput as goodput
-from meshwright.api.planning import plan as plan
-from meshwright.api.planning import profile as profile
-from meshwright.api.planning import profile_worker as profile_worker
-from meshwright.api.planning import simulate as simulate
-from meshwright.api.planning import validate as validate
-from meshwright.api.quantisation import compare_quantisation as compare_quantisation
-from meshwright.api.quantisation import quantise as quantise
-from meshwright.api.runs import check_start as check_start
-from meshwright.api.runs import train as train
-from meshwright.api.runs import train_worker as train_worker
-from meshwright.api.sweeps import sweep as sweep
-from meshwright.api.sweeps import sweep_worker as sweep_worker
-from meshwright.api.verify_runs import verify as verify
-from meshwright.api.verify_runs import verify_worker as verify_worker
-from meshwright.api.weights import average as average
-from meshwright.api.weights import merge as merge
-from meshwright.planner.plan import Plan as Plan
-from meshwright.planner.plan import Plans as Plans
-from meshwright.planner.plan import estimate as estimate
-from meshwright.spec.quantisation import RECIPES as RECIPES
+from meshwright.api.chaos_runs import chaos
+from meshwright.api.distillation import distil
+from meshwright.api.evaluation import evaluate
+from meshwright.api.generation import generate
+from meshwright.api.models import (
+    checkpoint_list,
+    checkpoint_verify,
+    data_verify,
+    export,
+    import_hf,
+    load_hf,
+    load_run,
+    tokenize,
+)
+from meshwright.api.planning import dryrun, explain, goodput, plan, profile, simulate, validate
+from meshwright.api.quantisation import compare_quantisation, quantise
+from meshwright.api.runs import train
+from meshwright.api.sweeps import sweep
+from meshwright.api.verify_runs import verify
+from meshwright.api.weights import average, merge
+
+__all__ = [
+    "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_verify",
+    "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf", "load_hf",
+    "load_run", "merge", "plan", "profile", "quantise", "simulate", "sweep", "tokenize", "train",
+    "validate", "verify",
+]  # fmt: skip

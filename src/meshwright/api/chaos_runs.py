@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from meshwright.api.folders import folder_of
-from meshwright.api.runs import Result, launch, train
+from meshwright.api.options import Option, folder_name, whole
+from meshwright.api.ranks import Result
+from meshwright.api.runs import train, train_on_ranks
+from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
 from meshwright.rank.scratch import PREFIX
 from meshwright.runs.record import read_metrics, write_atomically
@@ -24,6 +27,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.rules import ranks_match
+from meshwright.units import duration
 
 if TYPE_CHECKING:
     from meshwright.chaos.faults import Fault
@@ -35,17 +39,26 @@ GONE_S = 5.0
 """Processes get so long to end after the run has."""
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def chaos(
     spec: RunSpec,
     *,
     nproc: int | None = None,
-    mtbf: float = 30.0,
-    faults: int = 50,
-    seed: int = 0,
-    kinds: Sequence[str] | None = None,
-    replay: Path | None = None,
-    out: Path | None = None,
-) -> Result:
+    mtbf: Annotated[float, Option(
+        "mean time between faults, such as 30s, 5m or 3h; a plain number is seconds", "TIME", duration,
+    )] = 30.0,
+    faults: Annotated[int, Option("number of faults", "N", whole(1))] = 50,
+    seed: Annotated[int, Option("seed of the faults", "N", whole(0))] = 0,
+    kinds: Annotated[Sequence[str] | None, Option(
+        "kinds of faults, such as kill,stop; default all that leave no trace", "LIST", _names)] = None,
+    replay: Annotated[Path | None, Option(
+        "inject the faults of a chaos.jsonl again, at the same steps and phases", "FILE", Path)] = None,
+    out: Annotated[Path | None, Option(
+        "folder of the report and of both runs; default a new one under runs/", "DIR", folder_name)] = None,
+) -> Result:  # fmt: skip
     """Train under `faults` faults, on average `mtbf` seconds apart, and compare with a run without any.
 
     `kinds` are some of `meshwright.chaos.faults.KINDS`, by default all that change no numbers. `replay` is
@@ -54,6 +67,8 @@ def chaos(
     kinds that cost a step. Returns the content of `chaos.json`: `oracles`, `faults`, `kinds`, `effective`,
     `restart_seconds` and more. Raises `UserError`.
     """
+    if worker() is not None:
+        raise UserError("chaos: starts the ranks itself, and some again; start it without torchrun")
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     _check(spec)
@@ -87,10 +102,8 @@ def _chaos_in(
     before, begun = children(), time.monotonic()
     checkpoints, result, end = spec.checkpoint.folder(run), None, ""
     with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, run, checkpoints) as injected:
-        flags = ["--out", str(run), "--quiet"]
-        goal, again = run / "result.json", [*flags, "--resume", "auto"]
         try:
-            result = launch("train", spec, ranks, flags, goal, again, plan, injected.tell)
+            result = train_on_ranks(spec, run, faults=plan, tell=injected.tell)
         except (UserError, RanksFailed) as error:
             end = str(error)
         except KeyboardInterrupt as error:
@@ -100,7 +113,7 @@ def _chaos_in(
         left = [*_processes_left(before, children), *_files_left(checkpoints)]
         hit = [course.placed for course in injected.courses().values()]
         if result is not None and (bad := [fault for fault in hit if KINDS[fault.kind].skips]):
-            twin |= _twin_that_skips(spec, ranks, out, bad)
+            twin |= _twin_that_skips(spec, out, bad)
         found = {"nproc": ranks, "seed": seed, "mtbf_seconds": None if seed is None else mtbf}
         found |= report(spec, injected, twin, result, seconds, left) | {"end": end}
     write_atomically(out / "chaos.json", json.dumps(found, indent=1) + "\n")
@@ -179,7 +192,7 @@ def _twin(spec: RunSpec, ranks: int, out: Path) -> Result:
     return kept
 
 
-def _twin_that_skips(spec: RunSpec, ranks: int, out: Path, bad: Sequence[Fault]) -> Result:
+def _twin_that_skips(spec: RunSpec, out: Path, bad: Sequence[Fault]) -> Result:
     """Return the digests of a run that has no faults, and skips the steps of bad batches.
 
     It does so for a loss that is not a number, though all that it was computed from is as it must be.
@@ -189,13 +202,10 @@ def _twin_that_skips(spec: RunSpec, ranks: int, out: Path, bad: Sequence[Fault])
     folder = out / "twin-skipping"
     shutil.rmtree(folder, ignore_errors=True)
     by_step = {fault.step: replace(fault, kind="nan-loss", generation=0) for fault in bad}
-    flags = ["--out", str(folder), "--quiet"]
     with Plan([by_step[step] for step in sorted(by_step)]) as plan:
         for number in range(len(by_step)):
             plan.hits.write(number, armed=1)
-        result = launch(
-            "train", spec, ranks, flags, folder / "result.json", [*flags, "--resume", "auto"], plan
-        )
+        result = train_on_ranks(spec, folder, faults=plan)
     return {key: result[key] for key in DIGESTS}
 
 

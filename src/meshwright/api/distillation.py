@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from meshwright.api.runs import check_distillation, launch
-from meshwright.rank.scratch import scratch_folder
+from meshwright.api.options import Option, folder_name
+from meshwright.api.ranks import Result, run_on_ranks
+from meshwright.api.start_checks import check_distillation
+from meshwright.rank.env import worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
+MODULES = ("meshwright.infer.teacher",)
+"""Modules that ranks need."""
 
-def distil(spec: RunSpec, out: Path, *, nproc: int | None = None) -> dict[str, Any]:
+
+def distil(
+    spec: RunSpec,
+    out: Annotated[Path, Option("folder to write", "DIR", folder_name)],
+    *,
+    nproc: int | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> Result:
     """Ask the run's teacher about every sample of the run's steps, and write its answers to the folder `out`.
 
     Runs with `distil.logits` read them there, whatever their layout and student. Returns what the folder says
-    of itself: `teacher`, `samples`, `top_k`, `temperature` and more. Raises `UserError`.
+    of itself: `teacher`, `samples`, `top_k`, `temperature` and more. The first rank tells `told`, a function
+    of a module, how many samples are done, and of how many. Raises `UserError`.
     """
     ranks, out = spec.layout.world_size if nproc is None else nproc, Path(out)
-    ranks_match(spec, ranks)
-    check_asked(spec, out)
-    if ranks == 1:
-        return distil_worker(spec, out)
-    with scratch_folder() as folder:
-        result = folder / "result.json"
-        return launch("distil", spec, ranks, ["--out", str(out), "--result", str(result)], result)
+    if worker() is None:  # else the ranks check together
+        ranks_match(spec, ranks)
+        check_asked(spec, out)
+    return run_on_ranks(partial(distil_worker, spec, out, told=told), ranks, spec=spec, modules=MODULES)
 
 
 def check_asked(spec: RunSpec, out: Path) -> None:
@@ -47,17 +56,11 @@ def check_asked(spec: RunSpec, out: Path) -> None:
         raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
 
 
-def distil_worker(
-    spec: RunSpec, out: Path, *, result: Path | None = None, told: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
-    """Ask and write as one rank of the world of torchrun, or alone; every rank returns the result.
-
-    The first rank writes it to the file `result`, too, and tells `told` how many samples are done.
-    """
+def distil_worker(spec: RunSpec, out: Path, *, told: Callable[[int, int], None] | None = None) -> Result:
+    """Ask and write as one rank of the world of torchrun, or alone; every rank returns the result."""
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.teacher import write_answers
     from meshwright.rank.world import mesh_of, once_per_host
-    from meshwright.runs.record import write_atomically
 
     def silent(done: int, of: int) -> None:
         """Say nothing."""
@@ -68,11 +71,8 @@ def distil_worker(
         corpus = mesh.control.together(lambda: open_corpus(spec, "lazy"))
         tell = told if told is not None and mesh.rank == 0 else silent
         try:
-            found = write_answers(spec, mesh, corpus, out, tell)
+            return write_answers(spec, mesh, corpus, out, tell)
         except OSError as error:
             raise UserError(
                 f"--out: {out} cannot be written ({error.strerror}); give another --out"
             ) from error
-        if result is not None:
-            mesh.control.on_first(lambda: write_atomically(result, json.dumps(found)))
-    return found

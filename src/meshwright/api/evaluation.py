@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
-from meshwright.api.generation import Axes, Generation, generation_ranks, run_tokenizer
-from meshwright.api.models import WEIGHTS, import_hf
+from meshwright.api.generation import Axes, layout_keys, model_ranks, run_tokenizer
+from meshwright.api.models import WEIGHTS, as_run, is_run_folder, not_of_ranks
+from meshwright.api.options import Batch, Option, Weights, choice, completed, several, tokens, whole
+from meshwright.api.ranks import Result, run_on_ranks
 from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
 from meshwright.runs.record import read_run
@@ -25,77 +25,91 @@ if TYPE_CHECKING:
     from meshwright.infer.harness import Tasks
     from meshwright.infer.sharded import ShardedDecoder
 
-Result = dict[str, Any]
-WORKER = ("meshwright.infer.scores", "meshwright.data.corpus")
-"""Modules that the ranks need."""
+MODULES = ("meshwright.infer.scores", "meshwright.data.corpus")
+"""Modules that ranks need."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+def _named_path(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError("a name and a path are needed, as in wiki=wiki.jsonl")
+    return name, path
+
+
+def _steps(text: str) -> str | tuple[int, ...]:
+    return text if text == "all" else several(whole(0))(text)
+
+
+class Evaluation(TypedDict, total=False):
     """Choices of an evaluation; see `evaluate`."""
 
-    data: tuple[tuple[str, str], ...] = ()
-    only_data: bool = False
-    steps: str | tuple[int, ...] | None = None
-    weights: str = "trained"
-    tokens: int | None = None
-    seq_len: int | None = None
-    tasks: tuple[str, ...] = ()
-    limit: int | None = None
-    batch: int = 16
-    special_tokens: str | None = None
-
-    def __post_init__(self) -> None:
-        names = [name for name, _ in self.data]
-        for name, path in self.data:
-            if names.count(name) > 1:
-                raise UserError(f"--data: the name '{name}' is given twice; give each text its own")
-            if [other for _, other in self.data].count(path) > 1:
-                raise UserError(f"--data: {path} is given twice; give it once")
-            if not Path(path).exists():
-                raise UserError(f"--data: there is no file or folder {path}; give NAME=PATH")
-        if self.weights not in WEIGHTS:
-            raise UserError(f"--weights: {self.weights!r} is not one of {', '.join(WEIGHTS)}")
-        for name in ("tokens", "seq_len", "limit", "batch"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and value > 0):
-                raise UserError(
-                    f"--{name.replace('_', '-')}: {value!r} is not valid; give a whole number above 0"
-                )
-        if self.special_tokens not in (None, "read", "text"):
-            raise UserError(f"--special-tokens: {self.special_tokens!r} is not one of read, text")
-        if self.only_data and not self.data:
-            raise UserError("--only-data: leaves out the run's held-out text; add a --data, or remove it")
-        if self.limit is not None and not self.tasks:
-            raise UserError("--limit: is how many examples of each of --tasks; add --tasks, or remove it")
-
-    @property
-    def held_out(self) -> bool:
-        """True if the run's own held-out text is evaluated."""
-        return not self.only_data and (bool(self.data) or not self.tasks)
-
-    def flags(self) -> list[str]:
-        """These options as flags of `meshwright evaluate`."""
-        steps = self.steps if isinstance(self.steps, str | None) else ",".join(map(str, self.steps))
-        pairs = [
-            *(("data", f"{name}={path}") for name, path in self.data),
-            ("step", steps), ("weights", self.weights), ("tokens", self.tokens), ("seq-len", self.seq_len),
-            ("tasks", ",".join(self.tasks) or None), ("limit", self.limit), ("batch", self.batch),
-            ("special-tokens", self.special_tokens),
-        ]  # fmt: skip
-        words = [f"--{name}={value}" for name, value in pairs if value is not None]
-        return [*words, "--only-data"] if self.only_data else words
+    # fmt: off
+    data: Annotated[Mapping[str, str | Path] | Sequence[tuple[str, str]], Option(
+        "a text besides the run's held-out one, a file or a folder", "NAME=PATH", _named_path, (),
+        repeated=True)]
+    only_data: Annotated[bool, Option("leave out the run's held-out text", default=False)]
+    step: Annotated[int | Sequence[int] | str | None, Option(
+        "checkpoints of a run: 100, 100,200 or all; default the newest", "STEPS", _steps)]
+    weights: Weights
+    tokens: Annotated[int | None, Option(
+        "most tokens of a text; default all, of the held-out one train.eval_tokens", "N", tokens())]
+    seq_len: Annotated[int | None, Option(
+        "tokens of a window; default those of the run's samples", "N", whole(1))]
+    tasks: Annotated[str | Path | Sequence[str | Path], Option(
+        "tasks of lm-eval with local data: a YAML file or a folder, then names of tasks in it",
+        "PATH[,NAME]", several(str), ())]
+    limit: Annotated[int | None, Option("examples of each task; default all", "N", whole(1))]
+    batch: Batch
+    special_tokens: Annotated[str | None, Option(
+        "those that a text or a request spells: read as tokens, or as text; default read for tasks, and the "
+        "run's data.special_tokens for texts", "read|text", choice("read", "text"))]
+    # fmt: on
 
 
-def evaluate(
-    run: Path,
-    *,
-    data: Mapping[str, str | Path] | None = None,
-    step: int | Sequence[int] | str | None = None,
-    tasks: Path | Sequence[str | Path] = (),
-    layout: Axes = (),
-    **options: Any,
-) -> Result:
+def texts_of(how: Evaluation) -> list[tuple[str, str]]:
+    """Return the texts that are given, each with its name."""
+    pairs = how["data"]
+    return [(name, str(path)) for name, path in (pairs.items() if isinstance(pairs, Mapping) else pairs)]
+
+
+def tasks_of(how: Evaluation) -> list[str]:
+    """Return the path of tasks, and names of tasks in it."""
+    tasks = how["tasks"]
+    return [str(tasks)] if isinstance(tasks, str | Path) else [str(each) for each in tasks]
+
+
+def evaluates_held_out(how: Evaluation) -> bool:
+    """Return whether the run's own held-out text is evaluated."""
+    return not how["only_data"] and (bool(how["data"]) or not how["tasks"])
+
+
+def check_evaluation(how: Evaluation) -> None:
+    """Raise `UserError` for a value that cannot be meant."""
+    texts = texts_of(how)
+    for name, path in texts:
+        if [other for other, _ in texts].count(name) > 1:
+            raise UserError(f"--data: the name '{name}' is given twice; give each text its own")
+        if [other for _, other in texts].count(path) > 1:
+            raise UserError(f"--data: {path} is given twice; give it once")
+        if not Path(path).exists():
+            raise UserError(f"--data: there is no file or folder {path}; give NAME=PATH")
+    if how["weights"] not in WEIGHTS:
+        raise UserError(f"--weights: {how['weights']!r} is not one of {', '.join(WEIGHTS)}")
+    for name in ("tokens", "seq_len", "limit", "batch"):
+        value = how.get(name)
+        if value is not None and not (type(value) is int and value > 0):
+            raise UserError(
+                f"--{name.replace('_', '-')}: {value!r} is not valid; give a whole number above 0"
+            )
+    if how["special_tokens"] not in (None, "read", "text"):
+        raise UserError(f"--special-tokens: {how['special_tokens']!r} is not one of read, text")
+    if how["only_data"] and not texts:
+        raise UserError("--only-data: leaves out the run's held-out text; add a --data, or remove it")
+    if how["limit"] is not None and not how["tasks"]:
+        raise UserError("--limit: is how many examples of each of --tasks; add --tasks, or remove it")
+
+
+def evaluate(run: Path, *, layout: Axes = (), **options: Unpack[Evaluation]) -> Result:
     """Return the likelihood of texts, and the scores of tasks, by a run's checkpoints or by an HF folder.
 
     The texts are the run's own held-out ones by source, and those of `data`, {name: file or folder}. `step`
@@ -111,18 +125,7 @@ def evaluate(
     The result has `run`, `weights`, `layout` and `checkpoints`, a list of `step`, `domains` ({name: loss,
     bits_per_byte, perplexity, tokens, bytes}) and `tasks` ({name: metrics}). Raises `UserError`.
     """
-    steps = (step,) if isinstance(step, int) else step if isinstance(step, str | None) else tuple(step)
-    named = [tasks] if isinstance(tasks, str | Path) else tasks
-    how = Evaluation(
-        data=tuple((name, str(path)) for name, path in (data or {}).items()),
-        steps=steps,
-        tasks=tuple(map(str, named)),
-        **options,
-    )
-    pairs = layout.items() if isinstance(layout, Mapping) else layout
-    found = evaluate_run(Path(run), how, [(key, str(size)) for key, size in pairs])
-    assert found is not None  # this process is not one of several ranks
-    return found
+    return evaluate_run(Path(run), completed(Evaluation, options), layout_keys(layout)) or {}
 
 
 def evaluate_run(run: Path, how: Evaluation, layout: Overrides = ()) -> Result | None:
@@ -130,47 +133,34 @@ def evaluate_run(run: Path, how: Evaluation, layout: Overrides = ()) -> Result |
 
     The result is None on all ranks but the first.
     """
-    ranks, place = evaluation_ranks(run, how, layout), worker()
-    with scratch_folder() as folder:
-        source = run
-        if not (run / "run.json").is_file():
-            if place is not None:
-                raise UserError(
-                    f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
-                    f"`meshwright import {run} --out DIR`, and give that"
-                )
-            import_hf(run, folder / "run")
-            source = folder / "run"
-        if place is not None or ranks == 1:
-            found = evaluate_worker(source, how, layout)
-            return None if found is None else {**found, "run": str(run)}
-        from meshwright.launch.supervisor import run_ranks
-
-        out = folder / "result.json"
-        keys = [word for key, text in layout for word in (f"--{key}", text)]
-        argv = ["evaluate", str(source), *how.flags(), *keys, "--out", str(out)]
-        run_ranks(argv, ranks, preload=WORKER).raise_for_failure()
-        return {**json.loads(out.read_text(encoding="utf-8")), "run": str(run)}
+    check_evaluation(how)
+    ranks = evaluation_ranks(run, how, layout)
+    if worker() is not None and not is_run_folder(run):
+        raise not_of_ranks(run)
+    with scratch_folder() as scratch:
+        source = as_run(run, scratch / "run")
+        found = run_on_ranks(partial(evaluate_worker, source, how, layout), ranks, modules=MODULES)
+    return found and {**found, "run": str(run)}
 
 
 def evaluation_ranks(run: Path, how: Evaluation, layout: Overrides) -> int:
     """Return the number of ranks of an evaluation.
 
-    Raises `UserError` as `generation_ranks` does, and for what can be refused before any rank is started.
+    Raises `UserError` as `model_ranks` does, and for what can be refused before any rank is started.
     """
-    ranks = generation_ranks(run, layout, Generation(weights=how.weights))
+    ranks = model_ranks(run, layout, how["weights"])
     is_run = (run / "run.json").is_file()
-    if not is_run and how.steps is not None:
+    if not is_run and how["step"] is not None:
         raise UserError(f"--step: {run} is an HF folder, which has one set of weights; remove --step")
-    if how.held_out and not how.data and not has_held_out(run):
+    if evaluates_held_out(how) and not how["data"] and not has_held_out(run):
         raise UserError(
             f"{run}: was not trained on text that it could hold out; give --data NAME=PATH, or --tasks"
         )
     if is_run:
-        steps_of(run, how.steps)
-    if how.data or how.tasks:
+        steps_of(run, how["step"])
+    if how["data"] or how["tasks"]:
         run_tokenizer(run)
-    if how.tasks and worker() is None:
+    if how["tasks"] and worker() is None:
         open_tasks(how)
     return ranks
 
@@ -182,7 +172,7 @@ def has_held_out(run: Path) -> bool:
     return load(run).data.val_fraction > 0
 
 
-def steps_of(run: Path, steps: str | tuple[int, ...] | None) -> list[int]:
+def steps_of(run: Path, steps: int | Sequence[int] | str | None) -> list[int]:
     """Return the steps of checkpoints: the newest, 'all' up to it, or some, in order.
 
     Raises `UserError` naming the steps that there are.
@@ -199,6 +189,7 @@ def steps_of(run: Path, steps: str | tuple[int, ...] | None) -> list[int]:
         if steps != "all":
             raise UserError(f"--step: {steps!r} is not valid; give a step, several such as 100,200, or all")
         return [step for step in there if step <= newest]  # later ones were given up
+    steps = [steps] if isinstance(steps, int) else steps
     for step in steps:
         if step not in there:
             raise UserError(
@@ -213,7 +204,8 @@ def open_tasks(how: Evaluation) -> Tasks:
         raise UserError("--tasks: needs lm-eval, which is not installed; run pip install 'meshwright[eval]'")
     from meshwright.infer.harness import Tasks
 
-    return Tasks(Path(how.tasks[0]), how.tasks[1:])
+    path, *names = tasks_of(how)
+    return Tasks(Path(path), names)
 
 
 def evaluate_worker(run: Path, how: Evaluation, layout: Overrides = ()) -> Result | None:
@@ -223,33 +215,33 @@ def evaluate_worker(run: Path, how: Evaluation, layout: Overrides = ()) -> Resul
 
     trained = load(run)
     positions = trained.model.max_seq_len
-    if how.seq_len is not None and how.seq_len > positions:
+    if how["seq_len"] is not None and how["seq_len"] > positions:
         raise UserError(
-            f"--seq-len: {how.seq_len} tokens are more than the model's positions, model.max_seq_len = "
+            f"--seq-len: {how['seq_len']} tokens are more than the model's positions, model.max_seq_len = "
             f"{positions}; give at most {positions}"
         )
-    data = trained.data.model_copy(update={"seq_len": how.seq_len or trained.data.seq_len})
+    data = trained.data.model_copy(update={"seq_len": how["seq_len"] or trained.data.seq_len})
     spec = spec_to_evaluate(trained.model, trained.precision, layout, data)
     rows: list[Result] = []
     with mesh_of(spec) as mesh:
         control = mesh.control
         texts = _Texts(run, how, trained, spec, mesh)
-        tasks = control.together(lambda: open_tasks(how)) if how.tasks else None
+        tasks = control.together(lambda: open_tasks(how)) if how["tasks"] else None
         # Without a step, a damaged checkpoint makes way for the one before it.
-        steps = control.together(lambda: steps_of(run, how.steps)) if how.steps is not None else [None]
+        steps = control.together(lambda: steps_of(run, how["step"])) if how["step"] is not None else [None]
         model = ShardedDecoder(spec, mesh)
         for step in steps:
-            state = model.load(run, trained, how.weights == "ema", step)
+            state = model.load(run, trained, how["weights"] == "ema", step)
             row: Result = {"step": state["step"], "domains": texts.likelihoods(model, state)}
             if tasks is not None:
                 from meshwright.infer.harness import DecoderLM
 
-                tokenizer = run_tokenizer(run, how.special_tokens != "text")
-                row["tasks"] = tasks.run(DecoderLM(model, tokenizer, how.batch), how.limit)
+                tokenizer = run_tokenizer(run, how["special_tokens"] != "text")
+                row["tasks"] = tasks.run(DecoderLM(model, tokenizer, how["batch"]), how["limit"])
             rows.append(row)
         if mesh.rank:
             return None
-    facts = {"run": str(run), "weights": how.weights, "layout": spec.layout.describe()}
+    facts = {"run": str(run), "weights": how["weights"], "layout": spec.layout.describe()}
     return {**facts, "seq_len": spec.data.seq_len, "checkpoints": rows}
 
 
@@ -275,15 +267,15 @@ class _Texts:
 
         found: list[tuple[Sequence[str], Split, int | None]] = []
         how = self._how
-        if how.held_out and has_held_out(self._run):
+        if evaluates_held_out(how) and has_held_out(self._run):
             own = open_sources(self._trained.model_copy(update={"data": self._data}), check)
             self._own = own
-            self._digest = own.digest if how.seq_len is None else open_sources(self._trained, check).digest
-            found.append((own.names, own.validation, how.tokens or self._trained.train.eval_tokens))
-        for name, path in how.data:
+            self._digest = own.digest if how["seq_len"] is None else open_sources(self._trained, check).digest
+            found.append((own.names, own.validation, how["tokens"] or self._trained.train.eval_tokens))
+        for name, path in texts_of(how):
             if self._own is not None and name in self._own.names:
                 raise UserError(f"--data: '{name}' is the name of the run's own text; give another name")
-            found.append(((name,), self._given(path, check), how.tokens))
+            found.append(((name,), self._given(path, check), how["tokens"]))
         return found
 
     def _given(self, path: str, check: Check) -> Split:
@@ -302,8 +294,8 @@ class _Texts:
                         "tokenize it with that file"
                     )
             changes = {"corpus": path, "mixture": {}, "tokenizer": str(file.resolve()), "val_fraction": 0.0}
-            if self._how.special_tokens is not None:
-                changes["special_tokens"] = self._how.special_tokens
+            if self._how["special_tokens"] is not None:
+                changes["special_tokens"] = self._how["special_tokens"]
             data = self._data.model_copy(update=changes)
             return open_sources(self._trained.model_copy(update={"data": data}), check).train
         except UserError as error:
@@ -318,9 +310,9 @@ class _Texts:
         self._check_own(state)
         found: Result = {}
         score = partial(nll, model.pipeline, self._micro_batch)
-        for names, reader, tokens in self._readers:
+        for names, reader, most in self._readers:
             with no_token_dropped(model.decoder):
-                parts = likelihoods(reader, score, model.mesh, tokens)
+                parts = likelihoods(reader, score, model.mesh, most)
             found |= {name: part.to_json() for name, part in zip(names, parts, strict=True) if part.tokens}
         return found
 

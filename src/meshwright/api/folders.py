@@ -8,7 +8,8 @@ from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
 
-from meshwright.spec import UserError
+from meshwright.rank.env import worker
+from meshwright.spec import RunSpec, UserError
 
 
 def make_folder(out: Path) -> None:
@@ -20,8 +21,13 @@ def make_folder(out: Path) -> None:
 
 
 @contextmanager
-def folder_of(out: Path | None) -> Iterator[Path]:
-    """Yield `out`, or else a new folder, which goes again if nothing has come into it."""
+def folder_of(out: Path | None, spec: RunSpec | None = None) -> Iterator[Path]:
+    """Yield `out`, or else a new folder, which goes again if nothing has come into it.
+
+    Ranks of a torchrun must agree on a folder, and share no clock: the `spec` of their run names it.
+    """
+    if out is None and spec is not None and worker() is not None:
+        out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
     if out is not None:
         yield Path(out)
         return

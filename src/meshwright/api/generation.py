@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, overload
 
-from meshwright import atomic
-from meshwright.api.models import existing, import_hf, load_hf, load_run
+from meshwright.api.models import as_run, existing, is_run_folder, load_hf, load_run, not_of_ranks
+from meshwright.api.options import Option, Step, Weights, choice, completed, fraction, number, whole
+from meshwright.api.prompt_files import Row
+from meshwright.api.prompt_remarks import warn_of_prompts
+from meshwright.api.ranks import run_on_ranks
+from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
-from meshwright.spec.files import MAX_JSON, parse_json, read_text
-from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.load import Overrides, from_tree
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.spec.records import show
 
 if TYPE_CHECKING:
     from meshwright.data.tokenizer import Tokenizer
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from meshwright.infer.forward import Part
     from meshwright.model.decoder import Decoder
 
-Row = dict[str, Any]
 Axes = Mapping[str, object] | Sequence[tuple[str, object]]
 """Dotted keys of a layout with their values."""
 OnText = Callable[[int, str], None]
@@ -38,59 +35,58 @@ MOST_TOKENS = 2**31 - 1
 """Largest number of tokens, and of prompts at a time."""
 SPECIAL_TOKENS = ("read", "text", "rendered")
 """Ways to take special tokens that a prompt spells; with 'rendered' none are put around it, either."""
-WORKER = ("meshwright.infer.sharded",)
-"""Modules that the ranks need."""
-
-NOT_APPLIED: dict[str, Any] = {
-    "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1,
-    "repetition_penalty": 1.0, "sequence_bias": None, "stop_strings": None, "suppress_tokens": None,
-}  # fmt: skip
-"""Keys of generation_config.json that change which tokens are likeliest, or where a text ends, and are not
-applied, with the value of each that changes nothing; so do null and an empty list."""
+MODULES = ("meshwright.infer.sharded",)
+"""Modules that ranks need."""
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(TypedDict, total=False):
     """How prompts are continued; see `generate`."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    weights: str = "trained"
-    step: int | None = None
-    batch: int = 16
-    cache_tokens: int | None = None
-    lookup: int = 0
-    special_tokens: str = "read"
+    # fmt: off
+    max_new_tokens: Annotated[int, Option("most tokens to generate", "N", whole(1), 128)]
+    temperature: Annotated[float, Option("0 takes the likeliest token", "T", number(0, inf), 0.0)]
+    top_k: Annotated[int | None, Option("draw from the K likeliest tokens", "K", whole(1))]
+    top_p: Annotated[float | None, Option("draw from the likeliest tokens that add up to P", "P", fraction)]
+    seed: Annotated[int, Option("seed of the draws", "N", whole(0), 0)]
+    batch: Annotated[int, Option(
+        "most prompts that are continued at a time on a data rank", "N", whole(1), 16)]
+    lookup: Annotated[int, Option("most tokens that a turn guesses from earlier text", "N", whole(0), 0)]
+    cache_tokens: Annotated[int | None, Option(
+        "most tokens whose keys and values are kept at a time", "N", whole(1))]
+    special_tokens: Annotated[str, Option(
+        "special tokens that a prompt spells: read as tokens, or as text; rendered: and put none around it",
+        "|".join(SPECIAL_TOKENS), choice(*SPECIAL_TOKENS), SPECIAL_TOKENS[0])]
+    # fmt: on
+    weights: Weights
+    step: Step
 
-    def __post_init__(self) -> None:
-        least_of = {"max_new_tokens": 0, "step": 0, "batch": 1, "cache_tokens": 1, "lookup": 0}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
-                raise UserError(
-                    f"{name}: {value!r} is not valid; it should be a whole number from {least} to 2^31 - 1"
-                )
-        if self.special_tokens not in SPECIAL_TOKENS:
+
+def check_generation(how: Generation) -> None:
+    """Raise `UserError` for a value that cannot be meant."""
+    least_of = {"max_new_tokens": 0, "step": 0, "batch": 1, "cache_tokens": 1, "lookup": 0}
+    for name, least in least_of.items():
+        value = how.get(name)
+        if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
             raise UserError(
-                f"special_tokens: {self.special_tokens!r} is not one of {', '.join(SPECIAL_TOKENS)}"
+                f"{name}: {value!r} is not valid; it should be a whole number from {least} to 2^31 - 1"
             )
-
-    def flags(self) -> list[str]:
-        """These options as flags of `meshwright generate`."""
-        pairs = ((f"--{name.replace('_', '-')}", value) for name, value in vars(self).items())
-        return [word for name, value in pairs if value is not None for word in (name, str(value))]
+    if how["special_tokens"] not in SPECIAL_TOKENS:
+        raise UserError(
+            f"special_tokens: {how['special_tokens']!r} is not one of {', '.join(SPECIAL_TOKENS)}"
+        )
 
 
 @overload
-def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Any) -> str: ...
+def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    run: Path, prompt: str, *, layout: Axes = (), **options: Unpack[Generation]
+) -> str: ...
 @overload
-def generate(run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Any) -> list[str]: ...
-def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **options: Any) -> str | list[str]:
+def generate(
+    run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Unpack[Generation]
+) -> list[str]: ...
+def generate(
+    run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **options: Unpack[Generation]
+) -> str | list[str]:
     """Return the continuation of `prompt`, or of each of several, by a checkpoint of a run's folder, or by an
     HF folder.
 
@@ -103,40 +99,52 @@ def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **opt
     a prompt spells of them as characters; 'rendered' reads them and puts none before or after it, for a chat
     that a template has rendered). Raises `UserError` if the folder has no model or tokenizer.
     """
-    run, how = Path(run), Generation(**options)
+    run, how = Path(run), completed(Generation, options)
     rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
     for row in rows:
         if not isinstance(row["prompt"], str):
             raise UserError(
                 f"prompt: {row['prompt']!r} is not valid; it should be a text, or a list of texts"
             )
-    pairs = layout.items() if isinstance(layout, Mapping) else layout
-    keys = [(key, str(size)) for key, size in pairs]
-    ranks = generation_ranks(run, keys, how)
-    if ranks == 1 or not rows:
-        found = generate_worker(run, rows, how) if rows else []
-    else:
-        with scratch_folder() as folder:
-            out = folder / "out.jsonl"
-            start_generation(run, ["--out", str(out)], how, keys, ranks, rows)
-            found = read_prompts(out)
+    found = continue_prompts(run, rows, how, layout_keys(layout))
     texts = [row["text"] for row in found]
-    return texts[0] if isinstance(prompt, str) else texts
+    return "".join(texts) if isinstance(prompt, str) else texts  # none on other ranks of a torchrun
 
 
-def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
-    """Return the number of ranks of a generation on a layout.
+def layout_keys(layout: Axes) -> Overrides:
+    """Return the keys of a layout with their values as texts."""
+    pairs = layout.items() if isinstance(layout, Mapping) else layout
+    return [(key, str(size)) for key, size in pairs]
+
+
+def continue_prompts(
+    run: Path, rows: Sequence[Row], how: Generation, layout: Overrides = (), on_text: OnText | None = None
+) -> list[Row]:
+    """Continue the "prompt" of each row as `generate_worker` does, on the ranks of the layout.
+
+    An HF folder is made a run's first, since ranks read their parts of checkpoints.
+    """
+    check_generation(how)
+    ranks = model_ranks(run, layout, how["weights"], how["step"])
+    if not rows:
+        return []
+    with scratch_folder() as scratch:
+        source = run if ranks == 1 or worker() is not None else as_run(run, scratch / "run")
+        return run_on_ranks(
+            partial(generate_worker, source, rows, how, layout, on_text), ranks, modules=MODULES
+        )
+
+
+def model_ranks(run: Path, layout: Overrides, weights: str, step: int | None = None) -> int:
+    """Return the number of ranks of a model on a layout.
 
     Raises `UserError` where `run` is no folder of a model, or has not the weights that are asked for, and for
     a layout that its model cannot take.
     """
-    existing(run, "the folder of a run or of an HF model")
-    is_run = (run / "run.json").is_file()
-    if not is_run and not (run / "config.json").is_file():
-        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
-    if not is_run and how.weights != "trained":
+    is_run = is_run_folder(existing(run, "the folder of a run or of an HF model"))
+    if not is_run and weights != "trained":
         raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
-    if not is_run and how.step is not None:
+    if not is_run and step is not None:
         raise UserError(f"--step: {run} is an HF folder, which has one set of weights; remove --step")
     if not layout:
         return 1
@@ -148,33 +156,6 @@ def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
     shortest = {"data": {"seq_len": 1}, "train": {"batch_tokens": 1}}  # that any model's positions hold
     model = from_tree({"model": {"hf": str(run)}, **shortest}).model
     return spec_to_generate(model, PrecisionSpec(), layout).layout.world_size
-
-
-def start_generation(
-    run: Path,
-    words: Sequence[str],
-    how: Generation,
-    layout: Overrides,
-    ranks: int,
-    rows: Sequence[Row] | None = None,
-) -> None:
-    """Run `meshwright generate` with these `words` as so many ranks, of which the first has the terminal.
-
-    The ranks read `rows`, if given, from a file. An HF folder is made a run's first, in a temporary folder,
-    since ranks read their parts of checkpoints.
-    """
-    from meshwright.launch.supervisor import run_ranks
-
-    keys = [word for key, text in layout for word in (f"--{key}", text)]
-    with scratch_folder() as folder:
-        prompts = folder / "prompts.jsonl"
-        given = [] if rows is None else ["--prompts", str(prompts)]
-        write_rows(prompts, rows or [])
-        if not (run / "run.json").is_file():
-            import_hf(run, folder / "run")
-            run = folder / "run"
-        argv = ["generate", str(run), *given, *words, *how.flags(), *keys]
-        run_ranks(argv, ranks, preload=WORKER).raise_for_failure()
 
 
 def generate_worker(
@@ -189,19 +170,17 @@ def generate_worker(
     from meshwright.infer.batching import Request
     from meshwright.infer.generate import check_request, continue_requests
     from meshwright.infer.sampling import Sampling
-    from meshwright.rank.env import worker
 
-    generation_ranks(run, layout, how)
-    sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
-    tokenizer = run_tokenizer(run, how.special_tokens != "text")
+    sampling = Sampling(how["temperature"], how["top_k"], how["top_p"], how["seed"])
+    tokenizer = run_tokenizer(run, how["special_tokens"] != "text")
     given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
-    around = (lambda ids: [*ids]) if how.special_tokens == "rendered" else tokenizer.prompt
+    around = (lambda ids: [*ids]) if how["special_tokens"] == "rendered" else tokenizer.prompt
     requests = [
-        Request(number, around(ids) or [tokenizer.end_id], how.max_new_tokens, tokenizer.tokens.stop_ids)
+        Request(number, around(ids) or [tokenizer.end_id], how["max_new_tokens"], tokenizer.tokens.stop_ids)
         for number, ids in enumerate(given)
     ]
     if (place := worker()) is None or place.rank == 0:
-        _remark(run, tokenizer, rows, given, how)
+        warn_of_prompts(run, tokenizer, rows, given, how["special_tokens"])
     with _decoder(run, how, layout) as (decoder, part):
         for request in requests:
             lacking = partial(_lacking, tokenizer, given[request.number], how)
@@ -211,8 +190,8 @@ def generate_worker(
         own = requests[share[0] :: share[1]]
         stream = _Stream(tokenizer, given, on_text) if on_text is not None else None
         continue_requests(
-            decoder, own, sampling, tokenizer.vocab_size, how.batch,
-            cache_tokens=how.cache_tokens, lookup=how.lookup, show=stream, part=part,
+            decoder, own, sampling, tokenizer.vocab_size, how["batch"],
+            cache_tokens=how["cache_tokens"], lookup=how["lookup"], show=stream, part=part,
         )  # fmt: skip
         new = {request.number: request.new for request in own}
         if mesh is not None:
@@ -235,16 +214,12 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
     """This rank's decoder and what part it is, which is None on one device."""
     from meshwright.infer.packed_linears import pack_linears
     from meshwright.infer.sharded import load_sharded, spec_to_generate
-    from meshwright.rank.env import worker
     from meshwright.rank.world import mesh_of
 
-    average = how.weights == "ema"
+    average = how["weights"] == "ema"
     if not (run / "run.json").is_file():
         if layout or worker() is not None:
-            raise UserError(
-                f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
-                f"`meshwright import {run} --out DIR`, and give that"
-            )
+            raise not_of_ranks(run)
         yield pack_linears(load_hf(run)), None
         return
     trained = load(run)
@@ -256,10 +231,10 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
             f"started; start that many, or give a layout of {ranks}, such as --layout.dp {ranks}"
         )
     if place is None:
-        yield pack_linears(load_run(run, weights=how.weights, step=how.step)), None
+        yield pack_linears(load_run(run, weights=how["weights"], step=how["step"])), None
         return
     with mesh_of(spec) as mesh:
-        yield load_sharded(run, trained, spec, mesh, average, how.step)
+        yield load_sharded(run, trained, spec, mesh, average, how["step"])
 
 
 class _Stream:
@@ -282,67 +257,6 @@ class _Stream:
 def _text(tokenizer: Tokenizer, given: Sequence[int], new: Sequence[int]) -> str:
     # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
     return tokenizer.decode([*given, *new])[len(tokenizer.decode(given)) :]
-
-
-def _remark(
-    run: Path, tokenizer: Tokenizer, rows: Sequence[Row], given: Sequence[list[int]], how: Generation
-) -> None:
-    """Warn of what may surprise in the tokens of prompts."""
-    from meshwright.data.tokenize import literals_sentence, tell_remarks
-
-    if not (run / "run.json").is_file():  # import has told those of a run
-        tell_remarks(tokenizer)
-    if settings := _not_applied(run):
-        asked = ", ".join(f"{name} {show(value)}" for name, value in settings.items())
-        warnings.warn(
-            f"generate: {run / 'generation_config.json'} asks for {asked}, which is not applied; "
-            "transformers would choose other tokens",
-            stacklevel=3,
-        )
-    before, after = tokenizer.tokens.before, tokenizer.tokens.after
-    if tokenizer.end_id not in (stops := tokenizer.tokens.stop_ids):
-        warnings.warn(
-            f"generate: {run} ends generations at {tokenizer.decode(stops) or stops}, by its configs, and "
-            f"not at {tokenizer.decode([tokenizer.end_id])}, which ends documents",
-            stacklevel=3,
-        )
-    for number in stops:
-        if number >= tokenizer.vocab_size:
-            warnings.warn(
-                f"generate: {run} ends generations at eos_token_id {number}, which none of its tokenizer's "
-                f"{tokenizer.vocab_size} tokens has, so no generation ever ends there",
-                stacklevel=3,
-            )
-    if how.special_tokens == "text":
-        split = [literal for row in rows for literal in tokenizer.literals.of(row["prompt"])]
-        if split:
-            said = literals_sentence(len(split), split[0], "--special-tokens read")
-            warnings.warn(f"generate: {said}", stacklevel=3)
-    elif how.special_tokens == "read":
-        twice = sum(1 for ids in given if before and tuple(ids[: len(before)]) == before)
-        if twice:
-            warnings.warn(
-                f"generate: {twice:,} of {len(rows):,} prompts begin with {tokenizer.decode(before)}, and "
-                "the tokenizer puts that before them once more; --special-tokens rendered puts nothing there",
-                stacklevel=3,
-            )
-        if after:
-            warnings.warn(
-                f"generate: the tokenizer puts {tokenizer.decode(after)} behind each prompt, as in "
-                "transformers; --special-tokens rendered puts nothing there",
-                stacklevel=3,
-            )
-
-
-def _not_applied(run: Path) -> dict[str, Any]:
-    """Return what of a generation_config.json would change a continuation."""
-    path = run / "generation_config.json"
-    given = read_json_object(path, "generate") if path.is_file() else {}
-    return {
-        name: given[name]
-        for name, neutral in NOT_APPLIED.items()
-        if given.get(name) not in (None, [], "", neutral)
-    }
 
 
 def run_tokenizer(run: Path, reads_special: bool = False) -> Tokenizer:
@@ -370,7 +284,7 @@ def _lacking(tokenizer: Tokenizer, given: Sequence[int], how: Generation, token:
     text = tokenizer.decode([token])
     if token not in given:
         return text, "it is put around the prompt: --special-tokens rendered puts nothing there"
-    if how.special_tokens != "text" and tokenizer.literals.of(text) == [text]:
+    if how["special_tokens"] != "text" and tokenizer.literals.of(text) == [text]:
         return text, "--special-tokens text reads it as characters, or leave it out of the prompt"
     return (
         text,
@@ -387,58 +301,3 @@ def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: i
             f"{error.start}); give whole characters of Unicode"
         ) from None
     return [int(token) for token in tokenizer.encode(row["prompt"])]
-
-
-def read_prompts(file: Path) -> list[Row]:
-    """Return the objects of a JSONL file, each with a text "prompt". Raises `UserError`."""
-    try:
-        lines = read_text(file, MAX_JSON).split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--prompts: {file} cannot be read ({error})") from None
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise UserError(
-                f"--prompts: line {number} of {file} is not JSON ({error}); mend or remove it"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise UserError(
-                f'--prompts: line {number} of {file} has no text "prompt"; write objects such as '
-                f'{{"prompt": "Once"}}, one a line'
-            )
-        rows.append(row)
-    if not rows:
-        raise UserError(f'--prompts: {file} has no prompt; write objects such as {{"prompt": "Once"}}')
-    return rows
-
-
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write rows as JSONL; the file appears whole, or stays as it was. Raises `UserError`."""
-    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write the file of --out, which appears whole, or stays as it was. Raises `UserError`."""
-    try:
-        atomic.write(file, text)
-    except OSError as error:
-        raise UserError(f"--out: {file} cannot be written ({error.strerror}); give another file") from error
-
-
-def check_out(file: Path, prompts: Path | None = None) -> None:
-    """Raise `UserError` if nothing can be written to a file, or if it is the file of the prompts."""
-    problem = ""
-    if file.is_dir():
-        problem = "is a folder"
-    elif not file.parent.is_dir():
-        problem = f"cannot be written, as there is no folder {file.parent}"
-    elif not os.access(file.parent, os.W_OK) or (file.exists() and not file.is_file()):
-        problem = "cannot be written"
-    elif prompts is not None and file.exists() and prompts.exists() and file.samefile(prompts):
-        problem = "is the file of --prompts"
-    if problem:
-        raise UserError(f"--out: {file} {problem}; give another file")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshwright.api.options import NewRun, Step, Weights
+from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
 
 if TYPE_CHECKING:
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from meshwright.data.tokenize import Counts
     from meshwright.model.decoder import Decoder
 
-Result = dict[str, Any]
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
 
@@ -80,8 +81,8 @@ def export(
     folder: Path,
     dtype: str | None = None,
     *,
-    weights: str = "trained",
-    step: int | None = None,
+    weights: Weights = "trained",
+    step: Step = None,
 ) -> None:
     """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
 
@@ -131,7 +132,7 @@ def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | No
     export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
 
 
-def import_hf(folder: Path, out: Path) -> None:
+def import_hf(folder: Path, out: NewRun) -> None:
     """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
     folder = existing(folder, "an HF folder with config.json and safetensors")
     from meshwright.weights.load import import_run
@@ -149,7 +150,7 @@ def checkpoint_list(directory: Path) -> list[Result]:
     return [asdict(info) for info in list_checkpoints(checkpoints_of(Path(directory)))]
 
 
-def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
+def checkpoint_verify(directory: Path, step: Step = None) -> Result:
     """Check every hash of the checkpoint of `step` (default: the latest), and what else a load checks.
 
     `problems` lists the damage.
@@ -175,6 +176,31 @@ def existing(folder: Path | str, wanted: str) -> Path:
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: does not exist, or is not a folder; give {wanted}")
     return Path(folder)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return True for a run's folder, False for an HF folder. Raises `UserError` for others."""
+    if (folder / "run.json").is_file():
+        return True
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    return False
+
+
+def as_run(model: Path, scratch: Path) -> Path:
+    """Return a run's folder as it is, and for an HF folder the run that it makes in `scratch`."""
+    if is_run_folder(model):
+        return model
+    import_hf(model, scratch)
+    return scratch
+
+
+def not_of_ranks(model: Path) -> UserError:
+    """Return the error of an HF folder that is given to ranks of a torchrun."""
+    return UserError(
+        f"{model}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
+        f"`meshwright import {model} --out DIR`, and give that"
+    )
 
 
 def load_hf(folder: Path | str) -> Decoder:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from meshwright.api.options import Option, choice, file_name, number, positive, whole
+from meshwright.api.options import tokens as token_count
+from meshwright.api.ranks import Result, run_on_ranks
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster as hardware_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.hardware.hardware_file import write as write_hardware
+from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.software import stack_named
+from meshwright.planner.cost.software import STACKS, stack_named
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
@@ -19,12 +24,40 @@ from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.load import Overrides
 from meshwright.spec.other_models import refuse_other_models
 from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
+from meshwright.units import duration
 
-Result = dict[str, Any]
+_SECONDS, _HOURS = number(0, 1e12), number(1e-6, 1e8)
+COLUMNS = ("source", "model", "gpu")
+"""Columns that `validate` groups by."""
+_TOP = (
+    "layouts to show, at most 20: they differ in the size of axes (cp, tp, pp, ep, etp, and so of data "
+    "ranks), in whether parameters are sharded (ZeRO-3 without a pipeline), or in the recompute policy; of "
+    "those that differ in less (replicate, other stages of ZeRO, schedule, stages, microbatch, modes, order) "
+    "the best one counts"
+)
+
+
+def _stacks() -> dict[str, str]:
+    """Return the software stacks with what each is."""
+    return {name: stack.describes for name, stack in STACKS.items()}
+
+
+def _stack(text: str) -> str:
+    """Read the name of a software stack."""
+    if text not in (stacks := _stacks()):
+        known = ", ".join(f"{name} ({words})" for name, words in stacks.items())
+        raise ValueError(f"it should be one of {known}{did_you_mean(text, stacks)}")
+    return text
+
+
+ClusterName = Annotated[str | Cluster, Option("a cluster by name, or a hardware file", "NAME", str)]
+Stack = Annotated[str, Option("the software that runs it", "NAME", _stack, values=_stacks)]
+Page = Annotated[Path | None, Option("page to write, which opens offline", "FILE.html", file_name(".html"))]
 
 
 def simulate(
@@ -34,9 +67,11 @@ def simulate(
     flops: float = Machine.flops,
     latency: float = Machine.latency,
     bandwidth: float = Machine.bandwidth,
-    out: Path | None = None,
-    trace: Path | None = None,
-) -> Result:
+    out: Annotated[Path | None, Option(
+        "timeline to write, a page that opens offline", "FILE.html", file_name(".html"))] = None,
+    trace: Annotated[Path | None, Option(
+        "trace to write, for Perfetto", "FILE.json", file_name(".json"))] = None,
+) -> Result:  # fmt: skip
     """Simulate one step of the run's pipeline, without torch and without starting ranks.
 
     `durations` are the seconds of one microbatch's F, I and W in every stage; by default they follow from the
@@ -67,25 +102,37 @@ def simulate(
 
 def plan(
     model: str | Path | RunSpec,
-    cluster: str | Cluster,
+    cluster: ClusterName,
     *,
-    gpus: int | str | None = None,
-    seq_len: int | None = None,
-    batch_tokens: int | str | None = None,
-    top: int = 5,
-    objective: str = "time",
-    stack: str = "meshwright",
-    price: float | None = None,
-    tokens: float | str | None = None,
+    gpus: Annotated[
+        int | str | None, Option("devices, or a range such as 64..1024; default one node", "N", str)] = None,
+    seq_len: Annotated[int | None, Option(
+        "tokens, such as 128k (k = 1,024); default the run's, up to 8192", "S", token_count(1024))] = None,
+    batch_tokens: Annotated[int | str | None, Option(
+        "tokens of an optimiser step, such as 16M; default the run's", "B", str)] = None,
+    top: Annotated[int, Option(_TOP, "K", whole(1))] = 5,
+    objective: Annotated[str, Option(", ".join(OBJECTIVES), "NAME", choice(*OBJECTIVES))] = "time",
+    within: Annotated[float | str | None, Option(
+        "the longest time for --tokens, such as 30d, failures included, with --objective cost and a range of "
+        "--gpus", "TIME", duration)] = None,
+    max_stages: Annotated[int | None, Option(
+        "most stages of a pipeline: its ranks times the stages of each", "N", whole(1))] = None,
+    islands: Annotated[int | str | None, Option(
+        "islands that exchange parameters now and then (outer), or auto: as many as a slow link takes",
+        "N", str)] = None,
+    max_exposed: Annotated[float, Option(
+        "largest share of the time, in percent, that --islands may wait to exchange",
+        "PERCENT", number(0.01, 100))] = 5.0,
+    stack: Stack = "meshwright",
+    price: Annotated[float | None, Option(
+        "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6))] = None,
+    tokens: Annotated[float | str | None, Option(
+        "tokens to train on, such as 15T, for days and USD, failures included", "N", token_count())] = None,
     max_memory: float | None = None,
     overrides: Overrides = (),
-    within: float | str | None = None,
-    max_stages: int | None = None,
-    islands: int | str | None = None,
-    max_exposed: float = 5.0,
     progress: Progress | None = None,
     finished: Finished | None = None,
-) -> Plans:
+) -> Plans:  # fmt: skip
     """Return the `top` best layouts of a model on a cluster; `PlanRequest` describes the arguments.
 
     They differ in the size of an axis, the ZeRO stage or the recompute policy; the first is the simplest of
@@ -100,7 +147,7 @@ def plan(
 
 
 def explain(
-    spec: RunSpec, *, cluster: str | Cluster, stack: str = "meshwright", out: Path | None = None
+    spec: RunSpec, *, cluster: ClusterName, stack: Stack = "meshwright", out: Page = None
 ) -> Explanation:
     """Explain the time and memory of a run's layout on a cluster, without torch.
 
@@ -128,21 +175,30 @@ def explain(
 
 def goodput(
     *,
-    step_seconds: float,
-    save_seconds: float | None = None,
-    restart_seconds: float | None = None,
-    chaos: Path | None = None,
-    mtbf_hours: float | None = None,
-    device_mtbf_hours: float | None = None,
-    devices: int | None = None,
-    background_seconds: float = 0.0,
-    batch_tokens: int | None = None,
-    tokens: float | None = None,
-    price: float | None = None,
-    every: int | None = None,
-    runs: int | None = None,
-    seed: int = 0,
-) -> Result:
+    step_seconds: Annotated[float, Option("seconds of a training step", "S", number(1e-6, 1e12))],
+    save_seconds: Annotated[float | None, Option("seconds that a save stops training", "S", _SECONDS)] = None,
+    restart_seconds: Annotated[
+        float | None, Option("seconds from a failure to training", "S", _SECONDS)] = None,
+    chaos: Annotated[Path | None, Option(
+        "chaos.json of a run under faults, which measured these two", "FILE", Path)] = None,
+    background_seconds: Annotated[
+        float, Option("seconds of writing that training overlaps", "S", _SECONDS)] = 0.0,
+    mtbf_hours: Annotated[
+        float | None, Option("mean hours between failures of the whole system", "H", _HOURS)] = None,
+    device_mtbf_hours: Annotated[
+        float | None, Option("mean hours of one device, with --devices", "H", _HOURS)] = None,
+    devices: Annotated[int | None, Option("number of devices", "N", whole(1))] = None,
+    batch_tokens: Annotated[
+        int | None, Option("tokens of a step, such as 16M, for tokens a day", "N", token_count())] = None,
+    tokens: Annotated[float | None, Option(
+        "tokens of the run, such as 15T; needs --batch-tokens", "N", token_count())] = None,
+    price: Annotated[float | None, Option(
+        "price of a device-hour; needs --tokens and --devices", "AMOUNT", positive)] = None,
+    every: Annotated[
+        int | None, Option("steps between saves, instead of the best number", "STEPS", whole(1))] = None,
+    runs: Annotated[int | None, Option("also simulate N runs, event by event", "N", whole(2))] = None,
+    seed: Annotated[int, Option("seed of the simulation", "N", whole(0))] = 0,
+) -> Result:  # fmt: skip
     """Return the best checkpoint interval under failures, and the goodput with it, without torch.
 
     The system fails every `mtbf_hours` on average, or each of its `devices` every `device_mtbf_hours`; a save
@@ -192,7 +248,12 @@ def _measured(chaos: Path | None, name: str) -> float:
     return float(value)
 
 
-def validate(table: Path | None = None, *, rows: bool = False, by: str = "source") -> Result:
+def validate(
+    table: Path | None = None,
+    *,
+    by: Annotated[str, Option("group by source, model or gpu", "COLUMN", choice(*COLUMNS))] = "source",
+    rows: Annotated[bool, Option("also show every row, measured and predicted")] = False,
+) -> Result:
     """Compare the planner's predictions with measured runs: those of `table`, or the published ones.
 
     The result has `rows`, `predicted`, `skipped` (reason -> rows), `time` and `memory` (absolute errors in
@@ -214,27 +275,23 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     return {**result, "each": each, "skipped_rows": list(runs.skipped)}
 
 
-def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:
+def profile(
+    *,
+    nproc: int | None = None,
+    seconds: Annotated[float, Option("about how long to measure", "S", number(1.0, 3600))] = 120.0,
+    out: Annotated[Path | None, Option("hardware file to write", "FILE.json", file_name(".json"))] = None,
+) -> Cluster:
     """Measure this machine with `nproc` processes (default: one for each GPU, or core) for about `seconds`.
 
     The returned cluster holds the measurements in `measured`; `out` is the hardware file to write. Raises
     `UserError`.
     """
-    from meshwright.launch.supervisor import run_ranks
     from meshwright.rank.env import count_devices
-    from meshwright.rank.scratch import scratch_folder
 
     check_writable(out)
     ranks = count_devices() if nproc is None else nproc
-    if ranks == 1:
-        measured = profile_worker(seconds=seconds, out=out)
-        assert measured is not None  # this process is the first rank
-        return measured
-    with scratch_folder() as folder:
-        file = folder / "hardware.json"
-        argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
-        run_ranks(argv, ranks).raise_for_failure()
-        measured = hardware_of(str(file))
+    measured = run_on_ranks(partial(profile_worker, seconds=seconds), ranks)
+    assert measured is not None  # this process is not one of several ranks
     if out is not None:
         write_hardware(measured, out)
     return measured
@@ -254,8 +311,14 @@ def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluste
 
 
 def dryrun(
-    spec: RunSpec, *, world: int | None = None, rank: int = 0, all_stages: bool = False, device: str = "cpu"
-) -> Result:
+    spec: RunSpec,
+    *,
+    world: Annotated[int | None, Option("ranks of the world; default the layout's", "N", whole(1))] = None,
+    rank: Annotated[int, Option("the rank whose step is run", "N", whole(0))] = 0,
+    all_stages: Annotated[
+        bool, Option("run one rank of each pipeline stage, with a row for each")] = False,
+    device: Annotated[str, Option("cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"))] = "cpu",
+) -> Result:  # fmt: skip
     """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 
     `world` is checked against the layout. `all_stages` runs one rank of each pipeline stage, at the position

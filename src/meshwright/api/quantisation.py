@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from meshwright.api.models import existing, load_hf, load_run
+from meshwright.api.models import existing, is_run_folder, load_hf, load_run
+from meshwright.api.options import Option, Weights, tokens
+from meshwright.api.ranks import Result
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.errors import did_you_mean
@@ -19,14 +21,33 @@ from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from meshwright.exchange.hf_quantised import Quantisation
     from meshwright.model.decoder import Decoder
     from meshwright.spec import RunSpec
 
-Result = dict[str, Any]
 MOST_TEXT = 64 << 20
 """Bytes of a text of calibration that are read."""
 LENGTH, ROWS = 2048, 8
 """Most tokens of a sequence of calibration, and sequences at a time."""
+
+
+GROUPS = (32, 64, 128)
+
+
+def _group(text: str) -> int:
+    if text not in map(str, GROUPS):
+        raise ValueError(f"it should be one of {', '.join(map(str, GROUPS))}")
+    return int(text)
+
+
+GroupSize = Annotated[int | None, Option(
+    "columns that share a scale in int4; default the largest that divides all widths",
+    "|".join(map(str, GROUPS)), _group)]  # fmt: skip
+Calibration = Annotated[Path | None, Option("text for GPTQ instead of a run's training data", "FILE", Path)]
+CalibrationTokens = Annotated[int, Option("tokens for GPTQ", "N", tokens())]
+Keep = Annotated[Sequence[str], Option(
+    "leave layers in bf16 whose names match, such as '*.down_proj'; may be repeated", "PATTERN", str,
+    repeated=True)]  # fmt: skip
 
 
 def quantise(
@@ -34,12 +55,12 @@ def quantise(
     folder: Path,
     recipe: str,
     *,
-    group_size: int | None = None,
+    group_size: GroupSize = None,
     algorithm: str = "rtn",
-    calibration: Path | None = None,
-    calibration_tokens: int = CALIBRATION_TOKENS,
-    keep: Sequence[str] = (),
-    weights: str = "trained",
+    calibration: Calibration = None,
+    calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
+    keep: Keep = (),
+    weights: Weights = "trained",
 ) -> Result:
     """Write the model of a run, or of an HF folder, as an HF folder with quantised linear layers.
 
@@ -91,13 +112,15 @@ def compare_quantisation(
     run: Path,
     *,
     recipe: str | None = None,
-    group_size: int | None = None,
-    keep: Sequence[str] = (),
+    group_size: GroupSize = None,
+    keep: Keep = (),
     sensitivity: str = "block",
-    eval_tokens: int | None = None,
-    calibration: Path | None = None,
-    calibration_tokens: int = CALIBRATION_TOKENS,
-    weights: str = "trained",
+    eval_tokens: Annotated[
+        int | None, Option("with --compare, held-out tokens; default all", "N", tokens())
+    ] = None,
+    calibration: Calibration = None,
+    calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
+    weights: Weights = "trained",
     told: Callable[[str, Result], None] | None = None,
 ) -> Result:
     """Measure a run's model in bf16 and by each recipe, on its held-out text.
@@ -118,22 +141,15 @@ def compare_quantisation(
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.quantisation_table import HeldOut, Model, compare
     from meshwright.infer.quantisation_table import sensitivity as measure
-    from meshwright.weights.quantise import plan_quantisation
 
-    model, plans, refused = spec.model, {}, {}
-    for each in RECIPES:
-        try:
-            size = group_size if each == "int4" else None
-            plans[each] = plan_quantisation(model, each, source.group(each, size), keep)
-        except UserError as error:
-            refused[each] = str(error)
+    plans, refused = source.plans(group_size, keep)
     measured: Quantised = recipe or "int4"  # type: ignore[assignment]
     if not plans or (sensitivity != "none" and measured not in plans):
         raise UserError(refused[measured])
     corpus = open_corpus(spec)
     if not corpus.validation.target_tokens or not corpus.has_text:
         raise UserError(f"--compare: {run} has no held-out text; train it on text with data.val_fraction")
-    dense = model.moe is None and "int4" in plans
+    dense = spec.model.moe is None and "int4" in plans
     batches = source.calibration(calibration, calibration_tokens) if dense else []
     measure_by = Model(source.decoder(), HeldOut.read(corpus, spec, eval_tokens), batches)
     wanted = [(None, False), *((how, False) for how in plans.values())]
@@ -156,12 +172,10 @@ class _Source:
     def __init__(self, run: Path, weights: str) -> None:
         self.run, self.weights = existing(run, "the folder of a run or of an HF model"), weights
         self.spec: RunSpec | None = None
-        if (run / "run.json").is_file():
+        if is_run_folder(run):
             self.spec = load(run)
             self.model = self.spec.model
             return
-        if not (run / "config.json").is_file():
-            raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
         if weights != "trained":
             raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
         if read_json_object(run / "config.json", "quantise").get("quantization_config") is not None:
@@ -176,24 +190,40 @@ class _Source:
             return self.spec.precision.qat_group
         return given
 
+    def plans(
+        self, group_size: int | None, keep: Sequence[str]
+    ) -> tuple[dict[Quantised, Quantisation], dict[str, str]]:
+        """The quantisation by each recipe that the model can take, and why it cannot take the others."""
+        from meshwright.weights.quantise import plan_quantisation
+
+        plans: dict[Quantised, Quantisation] = {}
+        refused: dict[str, str] = {}
+        for recipe in RECIPES:
+            try:
+                group = self.group(recipe, group_size if recipe == "int4" else None)
+                plans[recipe] = plan_quantisation(self.model, recipe, group, keep)
+            except UserError as error:
+                refused[recipe] = str(error)
+        return plans, refused
+
     def decoder(self) -> Decoder:
         """The decoder in fp32."""
         if self.spec is None:
             return load_hf(self.run).float()
         return load_run(self.run, weights=self.weights).float()
 
-    def calibration(self, file: Path | None, tokens: int) -> list[Tensor]:
+    def calibration(self, file: Path | None, count: int) -> list[Tensor]:
         """Tokens (B, T) of a text, or of a run's training data in the order of its steps."""
         import torch
 
         if file is not None:
-            return self._text(file, tokens)
+            return self._text(file, count)
         if self.spec is None:
             raise UserError(f"--calibration: {self.run} is an HF folder, which has no data; give a text file")
         from meshwright.data.corpus import open_corpus
         from meshwright.data.loader import Loader
 
-        needed = -(-tokens // self.spec.data.seq_len)
+        needed = -(-count // self.spec.data.seq_len)
         loader = Loader(open_corpus(self.spec), self.spec, 0, 1)
         rows: list[Tensor] = []
         while len(rows) < needed:
@@ -201,7 +231,7 @@ class _Source:
         loader.close()
         return list(torch.stack(rows[:needed]).split(ROWS))
 
-    def _text(self, file: Path, tokens: int) -> list[Tensor]:
+    def _text(self, file: Path, count: int) -> list[Tensor]:
         import torch
 
         from meshwright.data.tokenizer import Tokenizer
@@ -211,7 +241,7 @@ class _Source:
         except (OSError, ValueError) as error:
             raise UserError(f"--calibration: {file} cannot be read ({error}); give a text file") from None
         tokenizer = Tokenizer.open(self.run / "tokenizer.json")
-        ids = torch.tensor(tokenizer.encode(text)[:tokens], dtype=torch.int64)
+        ids = torch.tensor(tokenizer.encode(text)[:count], dtype=torch.int64)
         length = min(LENGTH, self.model.max_seq_len, max(1, len(ids)))
         rows = ids[: len(ids) // length * length].view(-1, length)
         if not len(ids):

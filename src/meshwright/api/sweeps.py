@@ -7,12 +7,14 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.api.folders import make_folder
-from meshwright.api.runs import Result, launch
-from meshwright.api.verify_runs import longest_wait
+from meshwright.api.ranks import Result, run_on_ranks
+from meshwright.api.verify_runs import MODULES, longest_wait
+from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
@@ -22,8 +24,8 @@ from meshwright.spec.rules import check_verification
 from meshwright.spec.schema import known_keys
 from meshwright.spec.verification import Verification
 
-PLAN, FOUND = "sweep.json", "found.json"
-"""Files of a sweep's temporary folder: what its ranks shall check, and what they have found so far."""
+FOUND = "found.json"
+"""File of a sweep's temporary folder: what its ranks have found so far."""
 MOST_FAILURES = 5
 """Layouts that end their ranks until a sweep gives up: each takes new ranks, and maybe the longest wait."""
 ShowRow = Callable[[int, int, Result], None]
@@ -57,6 +59,8 @@ def sweep(
     from meshwright.runs.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
+    if worker() is not None:
+        raise UserError("--sweep: starts the ranks itself; start it without torchrun")
     check_verification(Verification(spec, sweep=True))
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
@@ -96,21 +100,17 @@ def _checked(
 
     rows: list[Result] = []
     failures, ranks = 0, runs[0].layout.world_size
-    trees = [run.to_json() for run in runs]
     with scratch_folder() as folder:
         found = folder / FOUND
-        flags = ["--sweep", str(ranks), "--out", str(folder), *([] if show is not None else ["--json"])]
         while len(rows) < len(runs) and time.time() < until and failures < MOST_FAILURES:
-            plan = {"first": len(rows), "steps": steps, "precision": precision, "runs": trees}
-            plan["until"] = None if math.isinf(until) else until
-            (folder / PLAN).write_text(json.dumps(plan), encoding="utf-8")
             found.unlink(missing_ok=True)
+            check = partial(sweep_worker, runs, len(rows), steps, precision, until, found, show)
             try:
-                return rows + launch("verify", runs[len(rows)], ranks, flags, found)["rows"]
+                return rows + run_on_ranks(check, ranks, spec=runs[len(rows)], modules=MODULES)
             except (UserError, RanksFailed) as error:
                 if not found.exists():  # no run was begun
                     raise
-                rows += json.loads(found.read_text(encoding="utf-8"))["rows"]
+                rows += json.loads(found.read_text(encoding="utf-8"))
                 if len(rows) == len(runs):
                     raise
                 failures += 1
@@ -145,8 +145,19 @@ def _as_flag(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
 
 
-def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
-    """Check the layouts of the plan in `folder` as one rank; the first leaves there what it finds."""
+def sweep_worker(
+    runs: Sequence[RunSpec],
+    first: int,
+    steps: int,
+    precision: str,
+    until: float,
+    found: Path,
+    show: ShowRow | None,
+) -> list[Result]:
+    """Check the runs from the number `first` on, as one rank; the first rank returns a row for each.
+
+    It leaves the rows in the file `found` from the begin of the first run on, for a launcher whose ranks end.
+    """
     import torch.distributed as dist
 
     from meshwright.comm.control import new_scope
@@ -154,29 +165,20 @@ def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
     from meshwright.runs.record import write_atomically
     from meshwright.verify.sweep import check_layouts
 
-    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    limit = longest_wait(spec, plan["precision"])
+    limit = longest_wait(runs[first], precision)
     rows: list[Result] = []
 
     def note(row: Result | None) -> None:
         if row is not None:
             rows.append(row)
             if show is not None:
-                show(plan["first"] + len(rows), len(plan["runs"]), row)
-        write_atomically(folder / FOUND, json.dumps({"rows": rows}))
+                show(first + len(rows), len(runs), row)
+        write_atomically(found, json.dumps(rows))
 
-    with groups_of(spec) as (device, groups):
+    with groups_of(runs[first]) as (device, groups):
         control = groups.connections.control(
             "sweep", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat
         )
-        check_layouts(
-            [RunSpec.model_validate(tree) for tree in plan["runs"][plan["first"] :]],
-            plan["steps"],
-            plan["precision"],
-            math.inf if plan["until"] is None else plan["until"],
-            control,
-            lambda run: mesh_on(run, device, groups, limit),
-            note,
-        )
-        if control.rank == 0 and not rows:  # out of time before the first
-            note(None)
+        on_mesh = partial(mesh_on, device=device, groups=groups, limit=limit)
+        check_layouts(runs[first:], steps, precision, until, control, on_mesh, note)
+    return rows

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 from meshwright.api.folders import make_folder
 from meshwright.api.models import export, import_hf
-from meshwright.api.runs import Result, launch
+from meshwright.api.options import Option, choice, folder_name
+from meshwright.api.ranks import Result, run_on_ranks
+from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
+from meshwright.runs.record import write_atomically
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.other_models import other_models
 from meshwright.spec.rules import check_verification, ranks_match
 from meshwright.spec.verification import Verification
 
+MODULES = ("meshwright.verify.verify",)
+"""Modules that ranks need."""
 LIMIT_S = 30.0
 """Longest wait of `verify` in a collective, where `recovery.hang_seconds` sets none."""
 COMPILE_LIMIT_S = 270.0
@@ -29,11 +34,14 @@ def verify(
     *,
     nproc: int | None = None,
     steps: int = 3,
-    out: Path | None = None,
-    through: str | None = None,
+    out: Annotated[Path | None, Option(
+        "also write the result to DIR/verify.json", "DIR", folder_name)] = None,
+    through: Annotated[str | None, Option(
+        "save after K steps, load, and compare K more: 'checkpoint', 'snapshot', which a restart takes, or "
+        "'export' to an HF folder and import", "WAY", choice("checkpoint", "snapshot", "export"))] = None,
     onto: RunSpec | None = None,
     precision: str = "both",
-) -> Result:
+) -> Result:  # fmt: skip
     """Compare the layout with one device in float64 over `steps` optimiser steps, and then in the run's own
     formats, compiled if the run is, where each row has a `tolerance` of its own, which rounding was measured
     to need.
@@ -48,18 +56,41 @@ def verify(
     writes them to `out`/verify.json, too.
     Raises `UserError`.
     """
-
-    from meshwright.exchange.hf_config import write_hf_config
-    from meshwright.runs.record import write_atomically
-
-    ranks = spec.layout.world_size if nproc is None else nproc
-    ranks_match(spec, ranks)
+    ranks_match(spec, spec.layout.world_size if nproc is None else nproc)
     if steps < 1:
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
+    check_way(spec, through, onto, precision)
+    if through is None:
+        return _on_ranks(spec, steps=steps, out=out, precision=precision)
+    with scratch_folder() as temporary:
+        saved = temporary / "run"
+        kept = through if through == "snapshot" else None
+        first = _on_ranks(spec, steps=steps, save=saved, through=kept)
+        if through == "export":
+            through_export(saved, temporary / "exported")
+        second = _on_ranks(onto or spec, load=saved, through=through, precision=precision)
+    result = _joined(first, second)
+    if out is not None:
+        make_folder(out)
+        write_atomically(out / "verify.json", json.dumps(result))
+    return result
+
+
+def _on_ranks(spec: RunSpec, **options: Any) -> Result:
+    call = partial(verify_worker, spec, **options)
+    return run_on_ranks(call, spec.layout.world_size, spec=spec, modules=MODULES)
+
+
+def check_way(spec: RunSpec, through: str | None, onto: RunSpec | None, precision: str) -> None:
+    """Raise `UserError` for a way through which a run cannot be verified."""
+    from meshwright.exchange.hf_config import write_hf_config
+
     if onto is not None and through is None:
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
-    if precision == "run" and through is not None:
+    if through is not None and precision == "run":
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
+    if through is not None and worker() is not None:
+        raise UserError("--through: starts the ranks itself, twice; give --save DIR, and then --load DIR")
     check_verification(Verification(spec, precision, through, onto))
     other_models(spec)  # refuses one that is not known
     if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
@@ -69,25 +100,6 @@ def verify(
         )
     if through == "export":
         write_hf_config(spec.model, "float64")  # refuses a model that no family of HF's computes
-    if out is not None:
-        make_folder(out)
-    if ranks == 1 and through is None:
-        return verify_worker(spec, steps=steps, out=out, precision=precision)
-    with scratch_folder() as temporary:
-        if through is None:
-            result = _verify_part(spec, temporary, ["--steps", str(steps), "--precision", precision])
-        else:
-            saved = temporary / "run"
-            kept = ["--through", through] if through == "snapshot" else []
-            first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved), *kept])
-            if through == "export":
-                through_export(saved, temporary / "exported")
-            flags = ["--load", str(saved), "--through", through, "--precision", precision]
-            second = _verify_part(onto or spec, temporary, flags)
-            result = _joined(first, second)
-    if out is not None:
-        write_atomically(out / "verify.json", json.dumps(result))
-    return result
 
 
 IMPORTED = "imported"
@@ -102,11 +114,6 @@ def through_export(saved: Path, folder: Path) -> None:
     with tiled(tiles_of(saved)):
         export(saved, folder)
         import_hf(folder, saved / IMPORTED)
-
-
-def _verify_part(spec: RunSpec, folder: Path, flags: Sequence[str]) -> Result:
-    result = folder / "verify.json"
-    return launch("verify", spec, spec.layout.world_size, [*flags, "--out", str(folder)], result)
 
 
 def _joined(first: Result, second: Result) -> Result:
@@ -144,7 +151,6 @@ def verify_worker(
     `through` "export" from what was imported there, and with "snapshot" from the snapshot.
     """
     from meshwright.rank.world import mesh_of
-    from meshwright.runs.record import write_atomically
     from meshwright.verify.both import with_own_precision
     from meshwright.verify.precision import verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part

@@ -5,21 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from meshwright.api.models import WEIGHTS, existing, import_hf
+from meshwright.api.models import WEIGHTS, as_run, existing
+from meshwright.api.options import NewRun, Option, Weights, choice, folder_name, fraction, several, whole
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
 
+METHODS = {
+    "linear": "the weighted mean",
+    "slerp": "two models, along the arc between them",
+    "ties": "the largest changes to --base that agree in sign",
+    "dare_ties": "changes to --base of which a random share is dropped",
+    "task_arithmetic": "--base plus the sum of the changes to it",
+}
+"""Ways to merge models."""
+
 
 def average(
     run: Path,
-    out: Path,
+    out: NewRun,
     *,
-    last: int | None = None,
-    steps: Sequence[int] | None = None,
-    weights: str = "trained",
-) -> list[int]:
+    last: Annotated[int | None, Option("average the newest K checkpoints", "K", whole(1))] = None,
+    steps: Annotated[Sequence[int] | None, Option(
+        "average the checkpoints of these steps: 100,200,300", "STEPS", several(whole(0)))] = None,
+    weights: Weights = "trained",
+) -> list[int]:  # fmt: skip
     """Make the run's folder `out` with the mean of checkpoints of `run`; return their steps, in order.
 
     Give `last`, a number of newest checkpoints (but for those that a later start undid), or `steps`.
@@ -42,14 +54,17 @@ def average(
 
 def merge(
     models: Sequence[Path],
-    out: Path,
+    out: NewRun,
     *,
-    method: str,
+    method: Annotated[str, Option(
+        "how weights are merged", "METHOD", choice(*METHODS), values=lambda: METHODS)],
     weights: Sequence[float] | None = None,
-    base: Path | None = None,
-    density: float | None = None,
-    seed: int | None = None,
-) -> None:
+    base: Annotated[Path | None, Option(
+        "the model that the others were trained from", "RUN", folder_name)] = None,
+    density: Annotated[float | None, Option(
+        "share of the changes to the base that is kept", "D", fraction)] = None,
+    seed: Annotated[int | None, Option("seed of the draws of dare_ties; default 0", "N", whole(0))] = None,
+) -> None:  # fmt: skip
     """Make the run's folder `out` with the merged weights of models: folders of runs, or HF folders.
 
     `method` is 'linear', 'slerp', 'ties', 'dare_ties' or 'task_arithmetic', `weights` a number for each model
@@ -58,7 +73,6 @@ def merge(
     """
     from meshwright.weights.load import check_new
     from meshwright.weights.merge import Merge, merge_runs
-    from meshwright.weights.merge_methods import METHODS
 
     models, out = [existing(model, "a run or an HF model") for model in models], Path(out)
     if method not in METHODS:
@@ -75,15 +89,5 @@ def merge(
     check_new(out)
     below = [existing(base, "a run or an HF model")] if base is not None else []
     with scratch_folder() as scratch:
-        runs = [_as_run(model, scratch / str(number)) for number, model in enumerate([*models, *below])]
+        runs = [as_run(model, scratch / str(number)) for number, model in enumerate([*models, *below])]
         merge_runs(runs[: len(models)], list(map(str, models)), runs[-1] if below else None, how, out)
-
-
-def _as_run(model: Path, scratch: Path) -> Path:
-    """Return the folder of a run: this one, or one that is made of an HF folder."""
-    if (model / "run.json").is_file():
-        return model
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model}: is neither a run's folder (run.json) nor an HF folder (config.json)")
-    import_hf(model, scratch)
-    return scratch

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from meshwright import api
+from meshwright.api.folders import folder_of
 from meshwright.cli import output as show
 from meshwright.cli.ending import errors_as_json
-from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb, whole
+from meshwright.cli.parser import JSON, Call, verb
 from meshwright.cli.runs import NPROC, RUN, spec_of
-from meshwright.units import duration, percent, seconds
+from meshwright.units import percent, seconds
 
 
-def _kinds(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-@verb(
-    "chaos",
-    RUN,
-    NPROC,
-    Flag(
-        "mtbf",
-        "mean time between faults, such as 30s, 5m or 3h; a plain number is seconds",
-        "TIME",
-        duration,
-        default=30.0,
-    ),
-    Flag("faults", "number of faults", "N", whole(1), default=50),
-    Flag("seed", "seed of the faults", "N", whole(0), default=0),
-    Flag(
-        "kinds",
-        "kinds of faults, such as kill,stop; default all that leave no trace",
-        "LIST",
-        _kinds,
-    ),
-    Flag("replay", "inject the faults of a chaos.jsonl again, at the same steps and phases", "FILE", Path),
-    Flag("out", "folder of the report and of both runs; default a new one under runs/", "DIR", folder_name),
-    JSON,
-)
+@verb("chaos", RUN, NPROC, api.chaos, JSON)
 def chaos(call: Call) -> int:
     """Run under faults; the exit code is 1 if something does not hold that must."""
-    from meshwright import api
-
-    with errors_as_json(call.json) as ending, api.folder_of(call.flags["out"]) as out:
+    with errors_as_json(call.json) as ending, folder_of(call.flags["out"]) as out:
         flags = {name: value for name, value in call.flags.items() if name != "nproc"} | {"out": out}
         ending.out = out
         result = api.chaos(spec_of(call), **flags)

@@ -6,27 +6,17 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
+from meshwright import api
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, choice, verb, whole
+from meshwright.cli.parser import JSON, Call, verb
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.report.format import size
 
 
-@verb(
-    "dryrun",
-    RUN,
-    Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
-    Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
-    Flag("all-stages", "run one rank of each pipeline stage, with a row for each"),
-    Flag("device", "cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"), default="cpu"),
-    JSON,
-)
+@verb("dryrun", RUN, api.dryrun, JSON)
 def dryrun(call: Call) -> None:
     """Show what a rank holds and sends in one step."""
-    spec = spec_of(call)
-    from meshwright import api
-
-    show.result(call, api.dryrun(spec, **call.flags), _show)
+    show.result(call, api.dryrun(spec_of(call), **call.flags), _show)
 
 
 def _show(result: Mapping[str, Any]) -> None:

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from meshwright import api
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, number, positive, tokens, verb, whole
+from meshwright.cli.parser import JSON, Call, verb
 from meshwright.report.format import ABSENT, duration, percent, short
 from meshwright.spec import UserError
 
-_seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
 
-
-@verb(
-    "goodput",
-    Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
-    Flag("save-seconds", "seconds that a save stops training", "S", _seconds),
-    Flag("restart-seconds", "seconds from a failure to training", "S", _seconds),
-    Flag("chaos", "chaos.json of a run under faults, which measured these two", "FILE", Path),
-    Flag("background-seconds", "seconds of writing that training overlaps", "S", _seconds, default=0.0),
-    Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
-    Flag("device-mtbf-hours", "mean hours of one device, with --devices", "H", _hours),
-    Flag("devices", "number of devices", "N", whole(1)),
-    Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
-    Flag("tokens", "tokens of the run, such as 15T; needs --batch-tokens", "N", tokens()),
-    Flag("price", "price of a device-hour; needs --tokens and --devices", "AMOUNT", positive),
-    Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
-    Flag("runs", "also simulate N runs, event by event", "N", whole(2)),
-    Flag("seed", "seed of the simulation", "N", whole(0), default=0),
-    JSON,
-)
+@verb("goodput", api.goodput, JSON)
 def goodput(call: Call) -> None:
     """Find the best checkpoint interval, and show the goodput with it."""
-    from meshwright import api
-
     try:
         result = api.goodput(**call.flags)
     except UserError as error:  # it names the parameters of the API

@@ -6,8 +6,11 @@ import sys
 from collections import defaultdict
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import whole
+from meshwright.api.planning import profile_worker
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, file_name, number, verb, whole
+from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.hardware.cluster import Cluster, Measured
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.hardware.hardware_file import check_writable, to_json
@@ -18,20 +21,17 @@ from meshwright.units import FORMATS
 
 @verb(
     "profile",
-    Flag("out", "hardware file to write", "FILE.json", file_name(".json")),
     Flag("nproc", "processes: a number, or 'auto' for GPUs or cores", "N|auto", str, default="auto"),
-    Flag("seconds", "about how long to measure", "S", number(1.0, 3600), default=120.0),
+    api.profile,
     JSON,
 )
 def profile(call: Call) -> None:
     """Launch the ranks and measure, or measure as one of them."""
-    from meshwright import api
-
     place, seconds, out = worker(), call.flags["seconds"], call.flags["out"]
     check_writable(out)
     if place is not None:
-        measured = api.profile_worker(seconds=seconds, out=out)
-        if measured is None or place.launched:
+        measured = profile_worker(seconds=seconds, out=out)
+        if measured is None:
             return
     else:
         nproc = nproc_of(call.flags["nproc"])

@@ -28,7 +28,7 @@ def verb(entry: Verb) -> str:
 def _summary(flag: Flag) -> str:
     if flag.required:
         return f"{flag.summary} (required)"
-    return flag.summary if flag.default is None else f"{flag.summary} (default {flag.default})"
+    return flag.summary if flag.default in (None, ()) else f"{flag.summary} (default {flag.default})"
 
 
 def _keys(listed: Sequence[str]) -> list[str]:

@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from meshwright import __version__
-from meshwright.cli import (
-    chaos,
-    distil,
-    dryrun,
-    evaluate,
-    goodput,
-    hardware,
-    models,
-    output,
-    overview,
-    plan,
-    quantise,
-    runs,
-    simulate,
-    train,
-    validate,
-    verify,
-    weights,
-)
-from meshwright.cli import help as helps
-from meshwright.cli import spec as specs
+from meshwright.cli import output, overview
 from meshwright.cli.ending import NO_READER
-from meshwright.cli.parser import Verb, parse
-from meshwright.rank.child import leave
-from meshwright.rank.env import SUPERVISOR
+from meshwright.cli.overview import MODULES, SUMMARIES
+from meshwright.rank.child import leave, set_up_output
 from meshwright.rank.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
-from meshwright.spec.load import one_line
 
-VERBS: tuple[Verb, ...] = (
-    train.train, verify.verify, runs.tokenize, runs.data_verify,
-    plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
-    chaos.chaos,
-    hardware.profile, hardware.clusters,
-    models.generate, evaluate.evaluate, models.export, models.import_hf, quantise.quantise,
-    weights.average, weights.merge, distil.distil,
-    models.checkpoint_ls, models.checkpoint_verify,
-    specs.show_spec, specs.show_schema, specs.check, specs.presets,
-)  # fmt: skip
+if TYPE_CHECKING:
+    from meshwright.cli.parser import Verb
+
 _HELP = ("-h", "--help")
 
 
 def run() -> None:
-    """Run the console script: exit with the code of `main`, without a traceback for mistakes of the user.
-
-    In a rank that `meshwright` launched, errors go to the launcher's wrapper, which shows each once.
-    """
-    warnings.formatwarning = lambda message, *_args, **_kwargs: (
-        f"meshwright: warning: {one_line(str(message))}\n"
-    )
-    if not sys.warnoptions:  # Python's own choice shows a warning once, and a failure may come twice
-        warnings.filterwarnings("always", category=UserWarning, module="meshwright")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of terminals without Unicode
-    if SUPERVISOR in os.environ:
-        sys.exit(main(sys.argv[1:]))
+    """Run the console script: exit with the code of `main`, without a traceback for mistakes of the user."""
+    set_up_output()
     signal.signal(signal.SIGTERM, _stop)
     try:
         code = main(sys.argv[1:])
@@ -120,29 +79,41 @@ def main(words: Sequence[str]) -> int:
     if words[0] == "--version":
         print(f"meshwright {__version__}")
         return 0
-    group = [verb for verb in VERBS if verb.name.startswith(f"{words[0]} ")]
+    group = [name for name in SUMMARIES if name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in _HELP):
         print(overview.group(words[0]))
         return 0
     length = 2 if group else 1
-    verb, rest = _find(words[:length], group or VERBS), words[length:]
+    verb, rest = find(*words[:length]), words[length:]
     flags = rest[: rest.index("--")] if "--" in rest else rest
     if any(word in _HELP for word in flags):
+        from meshwright.cli import help as helps
+
         print(helps.verb(verb))
         return 0
+    from meshwright.cli.parser import parse
+
     return verb.function(parse(verb, rest)) or 0
 
 
-def _find(words: Sequence[str], verbs: Sequence[Verb]) -> Verb:
-    """Return the verb that the words name, which is one of `verbs`: all of them, or those of its group."""
-    name = " ".join(words)
-    for verb in verbs:
-        if verb.name == name:
-            return verb
-    if words[-1].startswith("-"):
-        raise UserError(f"'{name}': an option stands before any verb; 'meshwright --help' lists the verbs")
-    prefix = " ".join([*words[:-1], ""])
-    known = list(dict.fromkeys(verb.name.removeprefix(prefix).split()[0] for verb in verbs))
-    close = did_you_mean(words[-1], known).replace("'", f"'{prefix}", 1)
+def find(*words: str) -> Verb:
+    """Return the verb of one or two words, whose module is only imported now. Raises `UserError`."""
+    if (name := " ".join(words)) not in SUMMARIES:
+        raise _unknown(*words)
+    from meshwright.cli import parser
+
+    module = import_module(f"meshwright.cli.{MODULES.get(name, name)}")
+    return next(each for each in vars(module).values() if isinstance(each, parser.Verb) and each.name == name)
+
+
+def _unknown(*words: str) -> UserError:
+    """Return the error of words that are no verb, with the verbs that there are, or those of its group."""
+    *group, last = words
+    name, prefix = " ".join(words), "".join(f"{word} " for word in group)
+    if last.startswith("-"):
+        return UserError(f"'{name}': an option stands before any verb; 'meshwright --help' lists the verbs")
+    verbs = [verb for verb in SUMMARIES if verb.startswith(prefix)]
+    known = list(dict.fromkeys(verb.removeprefix(prefix).split()[0] for verb in verbs))
+    close = did_you_mean(last, known).replace("'", f"'{prefix}", 1)
     listed = f"; the {'verb is' if len(known) == 1 else 'verbs are'} {', '.join(known)}"
-    raise UserError(f"'{name}': unknown verb{close or listed}")
+    return UserError(f"'{name}': unknown verb{close or listed}")

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
+from meshwright import api
+from meshwright.api import generation
+from meshwright.api.generation import Generation
+from meshwright.api.options import choice, completed
+from meshwright.api.prompt_files import check_out, read_prompts, write_rows
 from meshwright.cli import output as show
 from meshwright.cli.ending import stopped_without_reader
-from meshwright.cli.parser import (
-    JSON,
-    Argument,
-    Call,
-    Flag,
-    choice,
-    folder_name,
-    fraction,
-    number,
-    verb,
-    whole,
-)
+from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.rank.env import worker
 from meshwright.spec import UserError
 from meshwright.spec.layout import GENERATION_KEYS
 
-SPECIAL = ("read", "text", "rendered")
 DTYPES = ("float32", "bfloat16", "float16", "q8_0")
-_WEIGHTS = Flag(
-    "weights", "those of the last step, or their moving average", "trained|ema", choice("trained", "ema"),
-    default="trained",
-)  # fmt: skip
-_STEP = Flag("step", "which checkpoint of a run; default the newest", "STEP", whole(0))
 _RUN = Argument("RUN", "the folder of a run")
 _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
@@ -41,69 +28,35 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
     Flag("prompt", "the text to continue", "TEXT", str),
     Flag("prompts", 'texts to continue, a JSON object such as {"prompt": "Once"} on each line', "FILE", Path),
     Flag("out", "write the continuations to FILE, a JSON object a line, instead of stdout", "FILE", Path),
-    Flag("max-new-tokens", "most tokens to generate", "N", whole(1), default=128),
-    Flag("temperature", "0 takes the likeliest token", "T", number(0, float("inf")), default=0.0),
-    Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
-    Flag("top-p", "draw from the likeliest tokens that add up to P", "P", fraction),
-    Flag("seed", "seed of the draws", "N", whole(0), default=0),
-    Flag("batch", "most prompts that are continued at a time on a data rank", "N", whole(1), default=16),
-    Flag("lookup", "most tokens that a turn guesses from earlier text", "N", whole(0), default=0),
-    Flag("cache-tokens", "most tokens whose keys and values are kept at a time", "N", whole(1)),
-    Flag(
-        "special-tokens",
-        "special tokens that a prompt spells: read as tokens, or as text; rendered: and put none around it",
-        "|".join(SPECIAL),
-        choice(*SPECIAL),
-        default=SPECIAL[0],
-    ),
-    _WEIGHTS,
-    _STEP,
+    api.generate,
     JSON,
 )
 def generate(call: Call) -> None:
     """Continue prompts with a trained model, as ranks that this command starts, or as one of a torchrun."""
-    from meshwright import api
-
     run, flags, place = Path(call.words[0]), dict(call.flags), worker()
     prompt, file, out = flags.pop("prompt"), flags.pop("prompts"), flags.pop("out")
     if (prompt is None) == (file is None):
         raise UserError("--prompt: is the text to continue, and --prompts a file of texts; give one of them")
     if prompt is not None and out is not None:
         raise UserError("--out: takes the continuations of --prompts; remove it, or give --prompts")
-    how = api.Generation(**flags)
-    ranks = api.generation_ranks(run, call.overrides, how)
-    rows = api.read_prompts(file) if file is not None else [{"prompt": prompt}]
+    how = completed(Generation, flags)
+    rows = read_prompts(file) if file is not None else [{"prompt": prompt}]
     if out is not None:
-        api.check_out(out, file)
-    if place is None and ranks > 1:
-        words = [] if prompt is None else [f"--prompt={prompt}"]
-        words += ["--out", str(out)] if out is not None else []
-        words += ["--json"] if call.json else []
-        given = rows if prompt is None else None
-        api.start_generation(run, words, how, call.overrides, ranks, given)
-    else:
-        streams = prompt is not None and not call.json
-        launched = place is not None and place.launched
-        tell = _tell_as_rank if launched else _tell
-        told = api.generate_worker(run, rows, how, call.overrides, tell if streams else None)
-        if place is not None and place.rank:
-            return
-        if out is not None:
-            api.write_rows(out, told)
-        else:
-            with stopped_without_reader() if launched else nullcontext():
-                print("" if streams else "\n".join(json.dumps(row) for row in told), flush=True)
-    if out is not None and (place is None or not place.launched):
-        show.result(call, {"prompts": len(rows), "out": str(out)})
+        check_out(out, file)
+    streams = prompt is not None and not call.json
+    found = generation.continue_prompts(run, rows, how, call.overrides, _tell if streams else None)
+    if place is not None and place.rank:
+        return
+    if out is None:
+        print("" if streams else "\n".join(json.dumps(row) for row in found), flush=True)
+        return
+    write_rows(out, found)
+    show.result(call, {"prompts": len(rows), "out": str(out)})
 
 
 def _tell(_number: int, text: str) -> None:
-    show.prose(text, end="")
-
-
-def _tell_as_rank(number: int, text: str) -> None:
     with stopped_without_reader():
-        _tell(number, text)
+        show.prose(text, end="")
 
 
 @verb(
@@ -117,14 +70,11 @@ def _tell_as_rank(number: int, text: str) -> None:
         choice(*DTYPES),
         default=DTYPES[0],
     ),
-    _WEIGHTS,
-    _STEP,
+    api.export,
     JSON,
 )
 def export(call: Call) -> None:
     """Write a run's model as an HF folder or a GGUF file."""
-    from meshwright import api
-
     run, target = map(Path, call.words)
     api.export(run, target, **call.flags)
     kind = "file" if target.suffix.lower() == ".gguf" else "folder"
@@ -134,13 +84,11 @@ def export(call: Call) -> None:
 @verb(
     "import",
     Argument("FOLDER", "an HF folder with config.json and safetensors"),
-    Flag("out", "folder of the run to make", "DIR", folder_name, required=True),
+    api.import_hf,
     JSON,
 )
 def import_hf(call: Call) -> None:
     """Make a run's folder from an HF model."""
-    from meshwright import api
-
     out = call.flags["out"]
     api.import_hf(Path(call.words[0]), out)
     show.result(call, {"folder": str(out)}, lambda _: print(f"wrote {out}"))
@@ -149,8 +97,6 @@ def import_hf(call: Call) -> None:
 @verb("checkpoint ls", _CHECKPOINTS, JSON)
 def checkpoint_ls(call: Call) -> None:
     """List the checkpoints of a run."""
-    from meshwright import api
-
     folder = Path(call.words[0])
     rows = api.checkpoint_list(folder)
     show.result(call, {"directory": str(folder), "checkpoints": rows}, lambda _: show.table(rows))
@@ -158,16 +104,9 @@ def checkpoint_ls(call: Call) -> None:
         print(f"no checkpoints in {folder}")
 
 
-@verb(
-    "checkpoint verify",
-    _CHECKPOINTS,
-    Flag("step", "which one; default the newest", "STEP", whole(0)),
-    JSON,
-)
+@verb("checkpoint verify", _CHECKPOINTS, api.checkpoint_verify, JSON)
 def checkpoint_verify(call: Call) -> int:
     """Check all that a load checks, every hash first; if one differs, name the pieces, exit code 1."""
-    from meshwright import api
-
     result = api.checkpoint_verify(Path(call.words[0]), call.flags["step"])
     problems = result["problems"]
     show.result(call, result)

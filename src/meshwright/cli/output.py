@@ -8,10 +8,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.parser import Call
 from meshwright.spec.load import one_line
+
+if TYPE_CHECKING:
+    from meshwright.cli.parser import Call
 
 WIDTH = 100
 """Columns that lines are kept within, unless a single word is longer."""

@@ -40,6 +40,14 @@ SUMMARIES = {
 }
 """Each verb in a few words, in the order of the list."""
 
+MODULES = {
+    "tokenize": "runs", "data verify": "runs", "explain": "plan", "profile": "hardware",
+    "clusters": "hardware", "generate": "models", "export": "models", "import": "models",
+    "checkpoint ls": "models", "checkpoint verify": "models", "average": "weights", "merge": "weights",
+    "spec show": "spec", "spec schema": "spec", "spec check": "spec", "spec presets": "spec",
+}  # fmt: skip
+"""The module of this package with a verb, if it has not the name of the verb."""
+
 
 def program(version: str) -> str:
     """Return the text of `meshwright --help`."""

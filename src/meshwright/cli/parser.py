@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from meshwright import units
+from meshwright.api.options import REQUIRED, options_of
 from meshwright.cli.overview import SUMMARIES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
 from meshwright.spec.schema import known_keys, optional_tables
 
-T = TypeVar("T")
 _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
 
 
@@ -104,92 +101,33 @@ class Verb:
         return " ".join(["meshwright", self.name, *words])
 
 
-def verb(name: str, *parts: Argument | Flag) -> Callable[[Function], Verb]:
-    """Return a decorator that makes a `Verb` of the function that runs it."""
+def verb(name: str, *parts: Argument | Flag | Callable[..., Any]) -> Callable[[Function], Verb]:
+    """Return a decorator that makes a `Verb` of the function that runs it.
+
+    Of a part that is a function the verb has all options as flags, unless a flag of the name is before it.
+    """
     arguments = tuple(part for part in parts if isinstance(part, Argument))
-    flags = tuple(part for part in parts if isinstance(part, Flag))
-    return partial(Verb, name, SUMMARIES[name], arguments, flags)
+    flags: dict[str, Flag] = {}
+    for part in parts:
+        if isinstance(part, Flag):
+            flags[part.name] = part
+        elif not isinstance(part, Argument):
+            for flag in flags_of(part):
+                flags.setdefault(flag.name, flag)
+    return partial(Verb, name, SUMMARIES[name], arguments, tuple(flags.values()))
+
+
+def flags_of(function: Callable[..., Any]) -> Iterator[Flag]:
+    """Yield the flags that the options of a function are."""
+    for name, option, default in options_of(function):
+        yield Flag(
+            name.replace("_", "-"), option.summary, option.value, option.read,
+            None if default is REQUIRED or option.read is None else default, default is REQUIRED,
+            option.values, option.repeated,
+        )  # fmt: skip
 
 
 JSON = Flag("json", "print the result as one JSON object on the last line of stdout")
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers of at least `least`."""
-
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]+", text) or int(text) < least:
-            raise ValueError(f"a whole number of at least {least} is needed")
-        return int(text)
-
-    return read
-
-
-def _reader(convert: Callable[[str], T], valid: Callable[[T], bool], needed: str) -> Callable[[str], T]:
-    """Return a reader that raises ValueError(needed) unless the text converts to a valid value."""
-
-    def read(text: str) -> T:
-        with suppress(ValueError):
-            if valid(value := convert(text)):
-                return value
-        raise ValueError(needed)
-
-    return read
-
-
-def number(least: float, most: float) -> Callable[[str], float]:
-    """Return a reader of numbers within [least, most]."""
-    bound = f" from {least:g} to {most:g}" if most < math.inf else f" of at least {least:g}"
-    bound = "" if least == -math.inf else bound
-    return _reader(float, lambda value: least <= value <= most, f"a number{bound} is needed")
-
-
-positive = _reader(float, lambda value: 0 < value < math.inf, "a number above 0 is needed")
-"""Reader of finite numbers above 0."""
-
-fraction = _reader(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1 is needed")
-"""Reader of numbers within (0, 1]."""
-
-
-def several(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a reader of values with commas between them, each of which `read` reads."""
-    return lambda text: tuple(read(part.strip()) for part in text.split(","))
-
-
-def tokens(unit: int = 1000) -> Callable[[str], int]:
-    """Return a reader of whole numbers of tokens, such as 16M, whose suffixes are powers of `unit`."""
-
-    def read(text: str) -> int:
-        value = units.amount(text, unit)
-        if not value.is_integer():
-            raise ValueError(f"it is {value:,} tokens; a whole number is needed")
-        return int(value)
-
-    return read
-
-
-def file_name(suffix: str) -> Callable[[str], Path]:
-    """Return a reader of file names that end in `suffix`."""
-    needed = f"the name of a file that ends in {suffix} is needed, such as step{suffix}"
-    return _reader(Path, lambda path: path.suffix.lower() == suffix, needed)
-
-
-def folder_name(text: str) -> Path:
-    """Read the name of a folder; refuse the empty one, which would be the current folder."""
-    if not text:
-        raise ValueError("the name of a folder is needed")
-    return user_path(text, "--out")
-
-
-def choice(*names: str) -> Callable[[str], str]:
-    """Return a reader of one of `names`."""
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise ValueError(f"it should be one of {', '.join(names)}{did_you_mean(text, names)}")
-        return text
-
-    return read
 
 
 def parse(verb: Verb, words: Sequence[str]) -> Call:

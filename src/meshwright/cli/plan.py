@@ -9,49 +9,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import api
+from meshwright.api.options import file_name, positive
 from meshwright.cli import output as show
-from meshwright.cli.parser import (
-    JSON,
-    Argument,
-    Call,
-    Flag,
-    choice,
-    file_name,
-    number,
-    positive,
-    tokens,
-    verb,
-    whole,
-)
+from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.hardware.hardware_file import check_writable
-from meshwright.planner import OBJECTIVES
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree
 from meshwright.spec.toml import to_toml
-from meshwright.units import duration, gigabytes, percent, short
+from meshwright.units import gigabytes, percent, short
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
     from meshwright.planner.search.results import SearchCounts, TimedLayout
-
-_CLUSTER = Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True)
-
-
-def _stacks() -> dict[str, str]:
-    """Return the software stacks with what each is."""
-    from meshwright.planner.cost.software import STACKS
-
-    return {name: stack.describes for name, stack in STACKS.items()}
-
-
-def _stack(text: str) -> str:
-    """Read the name of a software stack."""
-    if text not in (stacks := _stacks()):
-        known = ", ".join(f"{name} ({words})" for name, words in stacks.items())
-        raise ValueError(f"it should be one of {known}{did_you_mean(text, stacks)}")
-    return text
 
 
 def _fixed(text: str) -> list[tuple[str, str]]:
@@ -70,34 +42,10 @@ def _fixed(text: str) -> list[tuple[str, str]]:
     return found
 
 
-_STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright", values=_stacks)
-
-
 @verb(
     "plan",
     Argument("MODEL", "a preset, an HF folder or config.json, or a run file", keys=True),
-    _CLUSTER,
-    Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
-    Flag("seq-len", "tokens, such as 128k (k = 1,024); default the run's, up to 8192", "S", tokens(1024)),
-    Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
-    Flag(
-        "top",
-        "layouts to show, at most 20: they differ in the size of axes (cp, tp, pp, ep, etp, and so of data "
-        "ranks), in whether parameters are sharded (ZeRO-3 without a pipeline), or in the recompute policy; "
-        "of those that differ in less (replicate, other stages of ZeRO, schedule, stages, microbatch, modes, "
-        "order) the best one counts",
-        "K",
-        whole(1),
-        5,
-    ),
-    Flag("objective", ", ".join(OBJECTIVES), "NAME", choice(*OBJECTIVES), "time"),
-    Flag(
-        "within",
-        "the longest time for --tokens, such as 30d, failures included, with --objective cost and a range of "
-        "--gpus",
-        "TIME",
-        duration,
-    ),
+    api.plan,
     Flag(
         "fix",
         "keys of the layout to keep, as --layout.tp 8 does, or recompute=full; may be repeated",
@@ -105,23 +53,6 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
         _fixed,
         repeated=True,
     ),
-    Flag("max-stages", "most stages of a pipeline: its ranks times the stages of each", "N", whole(1)),
-    Flag(
-        "islands",
-        "islands that exchange parameters now and then (outer), or auto: as many as a slow link takes",
-        "N",
-        str,
-    ),
-    Flag(
-        "max-exposed",
-        "largest share of the time, in percent, that --islands may wait to exchange",
-        "PERCENT",
-        number(0.01, 100),
-        5.0,
-    ),
-    _STACK,
-    Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
-    Flag("tokens", "tokens to train on, such as 15T, for days and USD, failures included", "N", tokens()),
     Flag("max-memory", "most GB of a device that a plan may need", "GB", positive),
     Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
     Flag("out", "page with the reasons to write; opens offline", "FILE.html", file_name(".html")),
@@ -131,8 +62,6 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
 )
 def plan(call: Call) -> None:
     """Search the layouts and show the best ones."""
-    from meshwright import api
-
     flags = dict(call.flags)
     write, out, why = flags.pop("write"), flags.pop("out"), not flags.pop("no_why")
     check_writable(write, "--write")
@@ -336,17 +265,9 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
             print(f"  {name:<18} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
 
 
-@verb(
-    "explain",
-    RUN,
-    _CLUSTER,
-    _STACK,
-    Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
-    JSON,
-)
+@verb("explain", RUN, api.explain, JSON)
 def explain(call: Call) -> None:
     """Explain the layout of a run on a cluster."""
-    from meshwright import api
     from meshwright.report.plan_text import text
 
     explanation = api.explain(spec_of(call), **call.flags)

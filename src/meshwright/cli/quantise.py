@@ -6,23 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import choice
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, tokens, verb
+from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.rank.slurm_mpi import refuse_several_tasks
 from meshwright.spec import UserError
-from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
+from meshwright.spec.quantisation import ALGORITHMS, RECIPES
 
-GROUPS = (32, 64, 128)
 WRITES = ("algorithm",)
 """Flags without effect on --compare."""
 COMPARES = ("sensitivity", "eval_tokens")
 """Flags without effect unless with --compare."""
-
-
-def _group(text: str) -> int:
-    if text not in map(str, GROUPS):
-        raise ValueError(f"it should be one of {', '.join(map(str, GROUPS))}")
-    return int(text)
 
 
 @verb(
@@ -31,19 +26,12 @@ def _group(text: str) -> int:
     Argument("FOLDER", "the HF folder to write; it must not exist, or be empty", required=False),
     Flag("recipe", "number format of linear layers; with --compare, of the sensitivity (int4)",
          "|".join(RECIPES), choice(*RECIPES)),
-    Flag("group-size", "columns that share a scale in int4; default the largest that divides all widths",
-         "|".join(map(str, GROUPS)), _group),
     Flag("algorithm", "round to nearest (the default), or GPTQ", "|".join(ALGORITHMS), choice(*ALGORITHMS)),
-    Flag("calibration", "text for GPTQ instead of a run's training data", "FILE", Path),
-    Flag("calibration-tokens", "tokens for GPTQ", "N", tokens(), default=CALIBRATION_TOKENS),
-    Flag("keep", "leave layers in bf16 whose names match, such as '*.down_proj'; may be repeated", "PATTERN",
-         str, default=(), repeated=True),
-    Flag("weights", "those of the last step, or their moving average", "trained|ema",
-         choice("trained", "ema"), default="trained"),
+    api.quantise,
     Flag("compare", "write nothing: print bits per byte, size and speed of each recipe"),
     Flag("sensitivity", "with --compare, quantise one block (the default) or linear layer at a time",
          "block|linear|none", choice("block", "linear", "none")),
-    Flag("eval-tokens", "with --compare, held-out tokens; default all", "N", tokens()),
+    api.compare_quantisation,
     JSON,
 )  # fmt: skip
 def quantise(call: Call) -> None:
@@ -65,8 +53,6 @@ def quantise(call: Call) -> None:
     flags = {name: value for name, value in flags.items() if value is not None}
     if flags["calibration_tokens"] < 1:
         raise UserError("--calibration-tokens: 0 is not valid; it should be a whole number of at least 1")
-    from meshwright import api
-
     if compares:
         show.result(call, api.compare_quantisation(Path(call.words[0]), **flags), _tables)
         return

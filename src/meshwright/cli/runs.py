@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import folder_name
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, folder_name, verb
+from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.rank.env import resolve
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, read_tree
@@ -48,8 +50,6 @@ def tokenize(call: Call) -> None:
     spec = spec_of(call)
     if spec.data.mixture:
         raise UserError("data.mixture: only one corpus can be tokenized at a time; give it as --data.corpus")
-    from meshwright import api
-
     counts = api.tokenize(
         spec.data.corpus,
         spec.data.tokenizer,
@@ -74,8 +74,6 @@ def _show_counts(result: Mapping[str, Any]) -> None:
 )
 def data_verify(call: Call) -> int:
     """Hash every file of a folder of tokens; the exit code is 1, with a line on stderr, if one is damaged."""
-    from meshwright import api
-
     result = api.data_verify(Path(call.words[0]))
     show.result(call, result)
     return show.problems(result["problems"])

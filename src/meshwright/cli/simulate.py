@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import number, positive
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, file_name, number, positive, verb
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.report.format import percent, size
 from meshwright.spec import UserError
@@ -19,8 +21,7 @@ MOST_RANKS = 16
 @verb(
     "simulate",
     RUN,
-    Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
-    Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),
+    api.simulate,
     Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", positive),
     Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", positive),
     Flag("input", "milliseconds of input backward; default as --forward", "MS", positive),
@@ -33,7 +34,6 @@ def simulate(call: Call) -> None:
     """Time one step of a run's pipeline and show it."""
     spec = spec_of(call)
     flags, durations = call.flags, _durations(call.flags)
-    from meshwright import api
     from meshwright.planner.simulated_pipeline import Machine
 
     result = api.simulate(

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright import api
+from meshwright.api.folders import folder_of
+from meshwright.api.initial_weights import initial_weights_told
+from meshwright.api.start_checks import check_start
 from meshwright.cli import output as show
 from meshwright.cli.ending import Ending, errors_as_json
-from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
 from meshwright.rank.env import Worker, nproc_of, worker
@@ -24,9 +28,7 @@ from meshwright.spec.load import from_tree
     RUN,
     NPROC,
     Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
-    Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
-    Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
-    Flag("quiet", "no progress lines"),
+    api.train,
     Flag(
         "nodes",
         "run on so many hosts, which may leave and join; start the same command on each, with an --out that "
@@ -34,7 +36,6 @@ from meshwright.spec.load import from_tree
         "MIN[:MAX]",
         str,
     ),
-    Flag("address", "address of this host that the others reach it at", "IP", str),
     Flag(
         "verify", "first compare the layout with one device, as `verify` does, and only train if it is equal"
     ),
@@ -50,8 +51,6 @@ def train(call: Call) -> int:
 
 def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     """Train as the rank `place`, or launch the ranks; see `train`."""
-    from meshwright import api
-
     path = call.path()
     if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
         raise UserError(
@@ -81,22 +80,16 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         )
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
-    if out is None and place is not None:
-        # Ranks of a torchrun must agree on a folder, and share no clock: the spec names it.
-        out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
-    with api.folder_of(out) as folder:
+    with folder_of(out, spec) as folder:
         ending.out, ending.checkpoints = folder, spec.checkpoint.folder(folder)
-        if not quiet and (place is None or (place.rank == 0 and not place.launched)):
+        if not quiet and (place is None or place.rank == 0):
             _tell_weights(spec, run, folder, resume)
         if call.flags["verify"]:
-            api.check_start(spec, folder, resume)
+            check_start(spec, folder, resume)
             if not _is_equal(call, spec, ending):
                 return 1
-        if place is None:
-            result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
-        else:
-            result = api.train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
-        if place is None or (place.rank == 0 and not place.launched):
+        result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
+        if place is None or place.rank == 0:
             _show_finished(call, result, ending)
     return 0
 
@@ -106,10 +99,8 @@ def _tell_weights(spec: RunSpec, run: Path | None, out: Path, resume: str | None
 
     Nothing is said where nobody expects other ones than random.
     """
-    from meshwright import api
-
     goes_on = resume is not None and any(spec.checkpoint.folder(out).glob("step-*"))
-    if not goes_on and (told := api.initial_weights_told(spec, run)):
+    if not goes_on and (told := initial_weights_told(spec, run)):
         show.line(told)
 
 
@@ -120,8 +111,6 @@ def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending) -> Non
 
 def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
     """Compare the layout with one device; print in one line that it is equal, or else the whole result."""
-    from meshwright import api
-
     with nothing_compared():
         found = api.verify(spec)
     if not found["equal"]:
@@ -140,8 +129,6 @@ def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
 
 def _train_with_others(call: Call, ending: Ending) -> None:
     """Train as one of several hosts, with --nproc ranks."""
-    from meshwright import api
-
     given = call.flags["nodes"]
     match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", given)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)

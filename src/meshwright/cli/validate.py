@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import file_name
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, file_name, verb
+from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.runs.record import write_atomically
 from meshwright.spec import UserError
 
-COLUMNS = ("source", "model", "gpu")
 _NAMED = 16
 """Most columns of a source's, model's or GPU's name in the table."""
 
@@ -19,14 +20,12 @@ _NAMED = 16
 @verb(
     "validate",
     Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),
-    Flag("by", "group by source, model or gpu", "COLUMN", choice(*COLUMNS), default="source"),
-    Flag("rows", "also show every row, measured and predicted"),
+    api.validate,
     Flag("markdown", "page to write", "FILE.md", file_name(".md")),
     JSON,
 )
 def validate(call: Call) -> None:
     """Predict every run of a table, and show the errors."""
-    from meshwright import api
     from meshwright.planner.validation import page as validation_page
 
     by, path = call.flags["by"], call.flags["markdown"]

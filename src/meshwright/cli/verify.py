@@ -10,8 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright import api
+from meshwright.api.options import choice, folder_name, whole
+from meshwright.api.verify_runs import verify_worker
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, choice, folder_name, verb, whole
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import NPROC, RUN, spec_of
 from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
@@ -47,13 +50,7 @@ def _axes(text: str) -> Overrides:
         "TIME",
         duration,
     ),
-    Flag(
-        "through",
-        "save after K steps, load, and compare K more: 'checkpoint', 'snapshot', which a restart takes, or "
-        "'export' to an HF folder and import",
-        "WAY",
-        choice("checkpoint", "snapshot", "export"),
-    ),
+    api.verify,
     Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
     Flag(
         "precision",
@@ -65,13 +62,10 @@ def _axes(text: str) -> Overrides:
     Flag("locate", "list all differences of the first step that has one, in the order of the step"),
     Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
     Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
-    Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
     JSON,
 )
 def verify(call: Call) -> int:
     """Compare the layout with one device; the exit code is 1 if they differ."""
-    from meshwright import api
-
     place, flags = worker(), dict(call.flags)
     ranks, budget, locate = flags.pop("sweep"), flags.pop("budget"), flags.pop("locate")
     if ranks is not None:
@@ -85,16 +79,13 @@ def verify(call: Call) -> int:
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
     parts = {"save": save, "load": load}
     _check_parts(parts, flags["through"], spec.layout.world_size if place is None else 0)
-    if place is not None and place.launched:  # its launcher reports a failure
-        api.verify_worker(spec, **parts, **flags)
-        return 0
     if onto is not None:
         if place is not None or load is not None:
             raise UserError("--onto: starts ranks of another layout; give --load that layout instead")
         onto = from_tree({**spec.to_json(), "layout": {}}, onto)
     with nothing_compared():
-        if place is not None or save is not None or load is not None:
-            result = api.verify_worker(spec, **parts, **flags)
+        if save is not None or load is not None:
+            result = verify_worker(spec, **parts, **flags)
         else:
             result = api.verify(spec, onto=onto, **flags)
     if place is not None and place.rank > 0:
@@ -120,20 +111,12 @@ def _check_parts(parts: Mapping[str, Path | None], through: str | None, missing:
 
 def _sweep(call: Call) -> int:
     """Compare many layouts; the exit code is 1 if one is unequal, or else 70 if one could not be compared."""
-    from meshwright import api
-
-    place, flags = worker(), call.flags
+    flags = call.flags
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
     if flags["locate"]:
         raise UserError("--locate: is of one layout; give it to the command that repeats a failure")
-    show_row = None if call.json else _show_row
-    if place is not None:
-        if not place.launched:
-            raise UserError("--sweep: starts the ranks itself; start it without torchrun")
-        api.sweep_worker(spec_of(call), flags["out"], show_row)
-        return 0
     with nothing_compared():
         result = api.sweep(
             spec_of(call),
@@ -143,7 +126,7 @@ def _sweep(call: Call) -> int:
             budget=flags["budget"] or math.inf,
             out=flags["out"],
             given=(call.words, call.overrides),
-            show=show_row,
+            show=None if call.json else _show_row,
         )
     show.result(call, result, _show_sweep)
     return {True: 0, False: 1, None: CollectiveError.code}[result["equal"]]

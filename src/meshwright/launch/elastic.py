@@ -20,7 +20,7 @@ from meshwright.comm.store_endpoint import endpoint_of
 from meshwright.comm.store_server import StoreServer
 from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, Membership, State, World, decide
 from meshwright.launch.restarts import RestartPolicy
-from meshwright.launch.start import End, Generation, Job, Place, Tell, stopped_by
+from meshwright.launch.start import End, Job, Place, Start, Tell, stopped_by
 from meshwright.launch.supervisor import stop_requests
 from meshwright.launch.zygote import Zygote, ZygoteLostError
 from meshwright.rank.failure import Outcome
@@ -156,9 +156,7 @@ class HostSupervisor:
         size = len(world.hosts) * ranks
         place = Place(store, self._secret, index * ranks, size, self.host.interface, LEASE_S)
         job = self.job.of(number == 0, len(world.hosts))
-        generation = Generation(
-            number, job, place, memory, began, folder / f"generation-{number}", self.job.tell
-        )
+        start = Start(number, job, place, memory, began, folder / f"generation-{number}", self.job.tell)
         handed: list[int] = []
         done = 0
 
@@ -166,7 +164,7 @@ class HostSupervisor:
             nonlocal done
             handed.extend(asked[done:])
             done = max(done, len(asked))
-            self._look(generation.steps)
+            self._look(start.steps)
             if self._pending is not None and self._pending.stop and not handed:
                 handed.append(signal.SIGUSR1)  # the ranks save, and hosts that wait can join
                 done = 1  # they save for the user's first signal, too; a second one would end them at once
@@ -175,10 +173,10 @@ class HostSupervisor:
 
         try:
             self._zygote = self._zygote or Zygote(job.preload, memory.descriptors)
-            return generation.run(self._zygote, handed, interrupted)
+            return start.run(self._zygote, handed, interrupted)
         except ZygoteLostError as error:
             self._close_zygote()
-            return End(Outcome(1, str(error)), generation.steps, time.monotonic())
+            return End(Outcome(1, str(error)), start.steps, time.monotonic())
         finally:
             if kept is not self._store:
                 kept.close()

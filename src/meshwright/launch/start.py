@@ -1,4 +1,4 @@
-"""A generation: one start of all ranks of this host, watched until all have ended."""
+"""One start of all ranks of this host, watched until all have ended; its number is the generation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job:
 
     argv: Sequence[str]
     nproc: int
-    module: str = "meshwright"
+    module: str = "meshwright.launch.call"
     preload: Sequence[str] = ()
     """Modules that the ranks need, imported once for all of them."""
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class End:
-    """A generation's end: the outcome, the steps completed, and the hang that it was ended for, if any.
+    """The end of a start: the outcome, the steps completed, and the hang that it was ended for, if any.
 
     `steps` are those of the rank that was furthest; ranks in a hang may go on until they are killed.
     `noticed` is when the first failure or the hang was noticed (`time.monotonic`); `stacks` are those of all
@@ -110,10 +110,10 @@ def stopped_by(number: int) -> Outcome:
     return Outcome(128 + number, sentence, stopped=True)
 
 
-class Generation:
+class Start:
     """Ranks that start, run and end together; `number` counts their starts from 0.
 
-    `step_seconds` is the time of a step, if an earlier generation has learnt it.
+    `step_seconds` is the time of a step, if an earlier start has learnt it.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Generation:
 
     @property
     def step_seconds(self) -> float | None:
-        """Time of a step, if this generation or an earlier one has learnt it."""
+        """Time of a step, if this start or an earlier one has learnt it."""
         return self._step_seconds if self._watch is None else self._watch.step_seconds
 
     @property

@@ -1,6 +1,6 @@
 """Supervision of the ranks of this host: start them, watch them, end with them, and start them again.
 
-A start of all ranks is a generation (`start.py`). Each has a store and a secret of its own, since
+A run has one start of all ranks after the other (`start.py`). Each has a store and a secret of its own, since
 addresses of dead ranks in an old one would make the next hang, and its ranks are forked from a process that
 has imported everything (`zygote.py`). When a rank fails or hangs, all are killed: what they need to go on is
 in a snapshot or in a checkpoint, and a collective that lost a rank cannot be interrupted on every backend.
@@ -24,7 +24,7 @@ from typing import Any
 from meshwright.chaos.faults import Plan
 from meshwright.comm.store_server import StoreServer
 from meshwright.launch.restarts import RestartPolicy
-from meshwright.launch.start import End, Generation, Job, Place, Tell, stopped_by
+from meshwright.launch.start import End, Job, Place, Start, Tell, stopped_by
 from meshwright.launch.zygote import Zygote, ZygoteLostError
 from meshwright.rank.failure import Outcome
 from meshwright.rank.scratch import scratch_folder
@@ -52,7 +52,7 @@ def run_ranks(
     argv: Sequence[str],
     nproc: int,
     *,
-    module: str = "meshwright",
+    module: str = Job.module,
     preload: Sequence[str] = (),
     restarts: Restarts | None = None,
     recovery: RecoverySpec | None = None,
@@ -82,7 +82,7 @@ class Supervisor:
         self._policy = RestartPolicy(job.recovery.max_restarts)
 
     def run(self) -> Outcome:
-        """Run generations until one succeeds or shall be the last, and return its outcome."""
+        """Start the ranks until they succeed or shall not be started again, and return its outcome."""
         began = time.monotonic()
         with (
             stop_requests() as asked,
@@ -104,7 +104,7 @@ class Supervisor:
                 self.job = replace(self.job, argv=self.restarts.argv)
 
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
-        """Run one generation, with a new zygote where there is none."""
+        """Start the ranks once, with a new zygote where there is none."""
         tell = self.restarts.tell if self.restarts is not None else None
         faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
         self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
@@ -113,15 +113,15 @@ class Supervisor:
         if self.job.nproc > 1:
             store = StoreServer(folder)
             place = Place(store.endpoint, store.secret)
-        generation = Generation(self.generation, self.job, place, memory, began, folder, tell, known)
+        start = Start(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
-            return generation.run(self._zygote, asked)
+            return start.run(self._zygote, asked)
         except ZygoteLostError as error:
             self._close_zygote()
             found = stopped_by(asked[-1]) if asked else Outcome(1, str(error))
-            return End(found, generation.steps, time.monotonic())
+            return End(found, start.steps, time.monotonic())
         finally:
-            self._step_seconds = generation.step_seconds
+            self._step_seconds = start.step_seconds
             if store is not None:
                 store.close()
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import io
 import os
 import runpy
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
 from meshwright.rank.failure import exit_code, record
+from meshwright.spec.load import one_line
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -34,6 +37,17 @@ def tie_to_parent(parent: int, number: int = signal.SIGKILL) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         raise SystemExit(f"the launcher {parent} is gone")
+
+
+def set_up_output() -> None:
+    """Show each warning in one line, as often as it comes, and escape characters that stdout cannot print."""
+    warnings.formatwarning = lambda message, *_args, **_kwargs: (
+        f"meshwright: warning: {one_line(str(message))}\n"
+    )
+    if not sys.warnoptions:  # Python's own choice shows a warning once, and a failure may come twice
+        warnings.filterwarnings("always", category=UserWarning, module="meshwright")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of terminals without Unicode
 
 
 def run_rank(module: str, argv: Sequence[str]) -> NoReturn:

@@ -11,6 +11,7 @@ from meshwright.hardware.find import cluster
 from meshwright.planner.activations import activations
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.memory.states import moment_bytes, units
+from meshwright.planner.plan import estimate
 from meshwright.planner.rank_view import place_of
 from meshwright.report.plan_text import offload
 from meshwright.spec import RunSpec, UserError
@@ -32,7 +33,7 @@ def spec_of(**train: object) -> RunSpec:
 def test_a_step_waits_for_the_link_and_the_device_holds_less(name: str, kind: str, link: int) -> None:
     devices = cluster(name, 8)
     usual, away = (
-        api.estimate(spec_of(optimiser=kind, offload=offload), devices) for offload in ("none", "host")
+        estimate(spec_of(optimiser=kind, offload=offload), devices) for offload in ("none", "host")
     )
     speed = devices.device.host_link
     assert speed == {"a100": 32e9, "h100": 64e9}[name]
@@ -63,7 +64,7 @@ def test_what_has_no_known_cost_is_refused(where: str, kind: str, says: str) -> 
     with pytest.raises(UserError, match=says):
         api.plan(spec_of(offload=kind), where, gpus=8)
     with pytest.raises(UserError, match=says):
-        api.estimate(spec_of(offload=kind), cluster(where, 8))
+        estimate(spec_of(offload=kind), cluster(where, 8))
 
 
 def test_the_search_finds_what_fits_with_offloaded_moments() -> None:
@@ -79,7 +80,7 @@ def activations_away(link: float) -> tuple[Candidate, Candidate]:
     devices = cluster("h100", 8)
     devices = replace(devices, device=replace(devices.device, host_link=link))
     usual, away = spec_of(), spec_of(offload_activations="host")
-    return api.estimate(usual, devices), api.estimate(away, devices)
+    return estimate(usual, devices), estimate(away, devices)
 
 
 def test_a_step_waits_for_copies_that_take_longer_than_blocks() -> None:
