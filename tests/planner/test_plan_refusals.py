@@ -9,6 +9,7 @@ import pytest
 
 from meshwright import api
 from meshwright.hardware.find import cluster
+from meshwright.planner.plan import estimate
 from meshwright.spec import RunSpec, UserError
 
 WISH: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": "256k"}
@@ -104,7 +105,7 @@ def test_a_mistake_is_one_sentence(model: str, where: str, wish: dict[str, Any],
 
 def test_an_estimate_is_of_as_many_devices_as_ranks() -> None:
     with pytest.raises(UserError, match="is 1 rank, but h100-sxm has 8 devices"):
-        api.estimate(RunSpec(), cluster("h100", 8))
+        estimate(RunSpec(), cluster("h100", 8))
 
 
 def test_a_length_beside_the_longest_is_refused() -> None:

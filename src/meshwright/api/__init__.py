@@ -6,12 +6,15 @@ from meshwright.spec import load
 result = api.train(load(Path("run.toml")), nproc=2, out=Path("runs/first"))
 print(api.generate(Path("runs/first"), "def "))
 
-Training: `runs` starts the ranks of any verb and trains, `islands` trains islands that are worlds of their
-own, `initial_weights` says what a run starts from, `folders` names its folder, `chaos_runs` trains under
-faults.
+Ranks: `ranks` calls a function on all of them, for every verb; `options` are those of functions and
+verbs.
+Training: `runs` trains, on each rank by `train_rank`, after `start_checks`; `islands` trains islands that
+are worlds of their own, `initial_weights` says what a run starts from, `folders` names its folder,
+`chaos_runs` trains under faults.
 Checks: `verify_runs` compares one layout with one device, `sweeps` many.
-Trained models: `generation`, `evaluation`, `quantisation`, `distillation` of a teacher's answers,
-`weights` for means and merges, and `models` for checkpoints, exports and imports.
+Trained models: `generation` with `prompt_files` and `prompt_remarks`, `evaluation`, `quantisation`,
+`distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
+exports and imports.
 Predictions: `planning`.
 """
 

@@ -1,5 +1,6 @@
 """Clusters and devices, with figures of datasheets or measurements.
 
-`cluster` is the type, `find` looks one up by name: in the `catalogue`, whose tables in `data` are read by
-`sourced`, or as a `hardware_file`. `measurements` interpolates what `meshwright profile` measured.
+`cluster` is the type, `network` gives one another network, `find` looks one up by name: in the
+`catalogue`, whose tables in `data` are read by `sourced`, or as a `hardware_file`. `measurements`
+interpolates what `meshwright profile` measured.
 """

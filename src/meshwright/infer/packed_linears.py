@@ -132,12 +132,12 @@ def _pack_mlp(mlp: Mlp, reorder: bool) -> Callable[[Tensor], Tensor]:
 def _pack_block(block: Block, reorder: bool) -> None:
     """Let a block compute by joint products. Its parameters stay where they are."""
     if isinstance(block.attn, Attention):
-        block.attn.forward = PackedAttention(block.attn, reorder)  # type: ignore[method-assign]
+        block.attn.forward = PackedAttention(block.attn, reorder)  # type: ignore[method-assign, assignment]
     else:
         out = Product([block.attn.o], reorder)
         block.attn.hooks = replace(block.attn.hooks, output=lambda x, _: out(x))
     if isinstance(block.mlp, Mlp):
-        block.mlp.forward = _pack_mlp(block.mlp, reorder)  # type: ignore[method-assign]
+        block.mlp.forward = _pack_mlp(block.mlp, reorder)  # type: ignore[method-assign, assignment]
     elif block.mlp.shared is not None:
         _pack_mlp(block.mlp.shared, reorder)
 

@@ -1,6 +1,7 @@
 """Ranks are started, watched and started again here, for every verb.
 
-`supervisor` supervises the ranks of a host: `zygote` forks them, `start` is one start of all of them. `hang`
-and `slow` find ranks that do not move or hold others up, `restarts` says what is tried again. With `elastic`
-hosts leave and join, by the files of `membership`; `islands` supervises islands that are worlds of their own.
+`supervisor` supervises the ranks of a host: `zygote` forks them, `start` is one start of all of them, and
+`call` the program of each. `hang` and `slow` find ranks that do not move or hold others up, `restarts`
+says what is tried again. With `elastic` hosts leave and join, by the files of `membership`; `islands`
+supervises islands that are worlds of their own.
 """

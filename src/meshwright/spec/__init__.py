@@ -1,17 +1,18 @@
 """The one immutable spec of a run. It imports neither torch nor torch.distributed.
 
-The spec: `run` is the whole, of the `sections`: `model`, whose fields are in `architecture` and `moe_mla`,
-`layout`, `train`, `precision`, `outer` and `distil`, all made of `base`. `presets` are named models,
-`optimisers` a table of what each optimiser keeps.
+The spec: `run` is the whole, of the `sections`: `model`, whose fields are in `architecture` and
+`moe_mla`, `layout`, `train`, `precision`, `outer` and `distil`, all made of `base`. `presets` are named
+models.
+Tables: `optimisers`, kinds of `layers`, `pipeline_schedules`.
 Reading: `load` takes TOML and flags, `toml` writes it, `schema` lists the keys, `files` reads what users
-name, `records` are checked dataclasses, `differences` compares two specs, and `errors` are mistakes in one
-sentence.
-Rules: `rules` across sections, `low_precision_rules`, `outer_rules` and `distil_rules`, with their
-`arithmetic`.
+name, `records` are checked dataclasses, `differences` compares two specs, and `errors` are mistakes in
+one sentence.
+Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rules` and `distil_rules`,
+with their `arithmetic`; `verification` is what `verify` is asked for.
 What follows from a spec: `parameters` by name with `parameter_groups` and `mup`, each a `sharded_tensor`;
 `stages` of a pipeline; `batch_warmup`; `tiling` of large results; blocks of `eight_bit` numbers;
-`quantisation` formats; the `weights` that a run starts from, and its `teacher`. The folder `hf` reads
-Hugging Face's files.
+`quantisation` formats; the `weights` that a run starts from, its `other_models`, and the `training_flops`
+of a token. The folder `hf` reads Hugging Face's files.
 """
 
 from meshwright.spec.errors import UserError

@@ -156,9 +156,7 @@ def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whol
     """
     once, hop = (pace.total, 2 * pace.hop) if whole else (pace.forward, pace.hop)
     return max(
-        microbatches * sum(map(mul, work.parts.values(), pace.total))
-        + sum(map(mul, before.parts.values(), once))
-        + hops * hop
+        microbatches * sum(map(mul, work, pace.total)) + sum(map(mul, before, once)) + hops * hop
         for work, before, hops in shapes
     )
 
