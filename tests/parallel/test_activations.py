@@ -49,8 +49,6 @@ LAYOUTS: list[dict[str, object]] = [
     {"layout__cp": 4, "layout__context_mode": "gather"},
     {"layout__cp": 2, "layout__context_mode": "ulysses"},
     {"layout__tp": 2, "layout__cp": 2},
-    WINDOWS,
-    WINDOWS | {"layout__cp": 2},
     LATENTS,
     LATENTS | {"model__mla__q_rank": "none", "precision__compute": "fp32"},
     LATENTS | {"layout__tp": 2},
@@ -58,6 +56,8 @@ LAYOUTS: list[dict[str, object]] = [
     LATENTS | {"layout__cp": 2},
     LATENTS | {"layout__cp": 2, "layout__context_mode": "gather"},
     LATENTS | {"layout__cp": 2, "layout__context_mode": "ulysses"},
+    WINDOWS,
+    WINDOWS | {"layout__cp": 2},
 ]
 
 

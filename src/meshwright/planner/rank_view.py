@@ -9,11 +9,12 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from meshwright.schedule import Schedule, schedule_of
-from meshwright.spec import RunSpec
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
-from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
+from meshwright.spec.parameters import Parameter, Piece, block_parameters, expert_piece, piece_of
 from meshwright.spec.precision import FP8_TILE, WORD
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
 from meshwright.spec.stages import Stage, first_trained, parameters_of, stages
@@ -160,6 +161,14 @@ def place_of(spec: RunSpec, rank: int) -> RankView:
     schedule = schedule_of(spec.layout, spec.microbatches)
     every = stages(spec.model, spec.layout, spec.data.seq_len)
     return RankView(spec, schedule, tuple(every[index] for index in schedule.stages_of(rank)))
+
+
+def layer_parameters(model: ModelSpec, kind: LayerKind) -> tuple[int, int, int]:
+    """Parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
+    sizes = Counter[str]()
+    for p in block_parameters(model, model.layer_kinds.index(kind)):
+        sizes["experts" if p.expert else "split" if p.split else "whole"] += p.size
+    return sizes["split"], sizes["whole"], sizes["experts"]
 
 
 def share(ranks: int) -> float:

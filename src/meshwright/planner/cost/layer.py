@@ -9,7 +9,6 @@ programs. They are on the critical path but for the share that the software, or 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,13 +23,12 @@ from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, share
+from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.planner.traffic.messages import end_messages, layer_messages
-from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
-from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
 # Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
@@ -94,18 +92,14 @@ class LayerCost:
         routed = isinstance(part, LayerKind) and part.has_experts
         known = self._routed if routed else self.dense.seconds
         if part not in known:
-            if part == "head":
-                known[part] = self._head()
-            elif part == "embed":
-                known[part] = self._embedding()
-            else:
-                known[part] = self._layer(part)
+            ends = {"head": self._head, "embed": self._embedding}
+            known[part] = self._layer(part) if isinstance(part, LayerKind) else ends[part]()
         return known[part]
 
     def held(self, kind: LayerKind) -> tuple[int, int]:
         """Parameters of a layer on one tensor rank: those that all tokens use, and its routed experts'."""
         if kind not in self.dense.sizes:
-            self.dense.sizes[kind] = _sizes(self.spec.model, kind)
+            self.dense.sizes[kind] = layer_parameters(self.spec.model, kind)
         (split, whole, experts), layout = self.dense.sizes[kind], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
@@ -396,11 +390,3 @@ class LayerCost:
         host = self.stack.ends / 2 * self.launch
         weight = Seconds(moved=2 * moved + packed, tensor=sent)  # counted: in fp32
         return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)
-
-
-def _sizes(model: ModelSpec, kind: LayerKind) -> tuple[int, int, int]:
-    """Parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
-    sizes = Counter[str]()
-    for p in block_parameters(model, model.layer_kinds.index(kind)):
-        sizes["experts" if p.expert else "split" if p.split else "whole"] += p.size
-    return sizes["split"], sizes["whole"], sizes["experts"]
