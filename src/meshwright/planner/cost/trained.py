@@ -21,6 +21,10 @@ class Work(NamedTuple):
     input: int = 0
     weight: float = 0.0
 
+    def plus(self, other: Work) -> Work:
+        """The sum of two stages."""
+        return Work(self.input + other.input, self.weight + other.weight)
+
     def of(self, count: int, each: PassSeconds) -> PassSeconds:
         """Seconds of `count` modules that take `each` where everything is trained."""
         nothing = Seconds()
@@ -47,10 +51,15 @@ class Trained(NamedTuple):
 
     def plus(self, other: Trained) -> Trained:
         """The sum of two stages."""
-        works = (
-            Work(a.input + b.input, a.weight + b.weight) for a, b in zip(self[:4], other[:4], strict=True)
+        return Trained(
+            self.dense.plus(other.dense),
+            self.routed.plus(other.routed),
+            self.embed.plus(other.embed),
+            self.head.plus(other.head),
+            self.frozen_split + other.frozen_split,
+            self.frozen_whole + other.frozen_whole,
+            self.frozen_experts + other.frozen_experts,
         )
-        return Trained(*works, *(a + b for a, b in zip(self[4:], other[4:], strict=True)))
 
 
 def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
@@ -61,14 +70,15 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
     for layer in stage.blocks:
         listed = every[f"blocks.{layer}"]
         work = Work(int(training_of(spec, layer).feed_forward), trained_share(spec, layer))
-        kind = "routed" if spec.model.has_experts(layer) else "dense"
-        frozen = [p for p in listed if not p.trainable]
-        sizes = {
-            "frozen_split": sum(p.size for p in frozen if p.split and not p.expert),
-            "frozen_whole": sum(p.size for p in frozen if not p.split and not p.expert),
-            "frozen_experts": sum(p.size for p in frozen if p.expert),
-        }
-        found = found.plus(Trained(**{kind: work}, **sizes))
+        routed, frozen = spec.model.has_experts(layer), [p for p in listed if not p.trainable]
+        block = Trained(
+            dense=Work() if routed else work,
+            routed=work if routed else Work(),
+            frozen_split=sum(p.size for p in frozen if p.split and not p.expert),
+            frozen_whole=sum(p.size for p in frozen if not p.split and not p.expert),
+            frozen_experts=sum(p.size for p in frozen if p.expert),
+        )
+        found = found.plus(block)
     if stage.embed:
         found = found._replace(embed=Work(0, float(embedding_is_trained(spec))))
     if stage.head:
