@@ -27,7 +27,7 @@ import torch
 from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.infer.teacher import teaching
+from meshwright.infer.soft_target_source import soft_targets_of
 from meshwright.rank.world import mesh_of
 from meshwright.spec import RunSpec, load
 from meshwright.train.parts import Sources
@@ -71,13 +71,13 @@ def costs(asking: RunSpec, reading: RunSpec, out: Path, rounds: int) -> dict[str
         loader = Loader(corpus, asking, 0, 1)
         trainers = {
             "alone": Trainer(alone, mesh),
-            "distilled": Trainer(reading, mesh, sources=Sources(teaching(reading, mesh, corpus, out))),
+            "distilled": Trainer(reading, mesh, sources=Sources(soft_targets_of(reading, mesh, corpus, out))),
         }
         turns: dict[str, Callable[[Batch], Any]] = {}
         for name, trainer in trainers.items():
             trainer.initialise()
             turns[name] = partial(_step, trainer)
-        ask = teaching(asking, mesh, corpus, out)
+        ask = soft_targets_of(asking, mesh, corpus, out)
         assert ask is not None
         turns["teacher's pass"] = ask
         for number in range(rounds):

@@ -43,9 +43,10 @@ def equal_to_one_device(
     every = [parameter for unit in run_parameters(spec).values() for parameter in unit]
     trained = sum(parameter.trainable for parameter in every)
     for step in range(1, STEPS + 1):
-        assert kinds[f"step {step} parameter"] == len(parameter_names(spec)) == len(every)
-        assert kinds[f"step {step} gradient"] == trained
-        assert kinds.get(f"step {step} frozen", 0) == len(every) - trained
+        assert len(parameter_names(spec)) == len(every)
+        assert kinds[f"step {step} parameter"] == spec.islands * len(every)
+        assert kinds[f"step {step} gradient"] == spec.islands * trained
+        assert kinds.get(f"step {step} frozen", 0) == spec.islands * (len(every) - trained)
         assert {f"step {step} loss", f"step {step} grad norm"} <= kinds.keys()
     if spec.model.moe is None:
         exact = subject.exact(spec, STEPS)

@@ -17,7 +17,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.distil.stored_answers import FILES, RECORD
 from meshwright.distil.teacher import Teacher
-from meshwright.infer.teacher import teaching, write_answers
+from meshwright.infer.soft_target_source import soft_targets_of, write_answers
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.other_models import refuse_other_models, teacher_of
@@ -44,7 +44,11 @@ def teacher(ranks: Ranks, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 
 def learn(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> dict[str, Any]:
     run = open_run(
-        spec, mesh, out, Observers([]), soft_targets=lambda corpus: teaching(spec, mesh, corpus, out)
+        spec,
+        mesh,
+        out,
+        Observers([]),
+        soft_targets=lambda corpus: soft_targets_of(spec, mesh, corpus, out),
     )
     result = run.execute(resume)
     names = {"loss": "final_loss", "val_loss": "val_loss", "sha256": "parameters_sha256"}

@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import pytest
 
-from meshwright.api.islands import _failure, _stopped, train_islands
+from meshwright.api.island_runs import _failure, _stopped, train_islands
 from meshwright.islands.island_log import Entry, IslandLog
-from meshwright.launch.islands import Island, IslandsSupervisor
+from meshwright.launch.island_supervisor import Island, IslandsSupervisor
 from meshwright.rank.processes import process_state
 from meshwright.spec.errors import REQUEUE, StorageError, UserError
 from small import spec_of

@@ -21,7 +21,7 @@ from meshwright.planner.cost.exchange import waited
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.explain.explanation import Explanation
-from meshwright.planner.islands import LONGEST, USUAL
+from meshwright.planner.island_plans import LONGEST, USUAL
 from meshwright.planner.plan import Plans
 from meshwright.planner.traffic.messages import traffic
 from meshwright.report.plan_text import WIDTH, text
@@ -149,7 +149,7 @@ def plans(on: Cluster, islands: int | str | None = "auto", *keys: tuple[str, str
 def test_the_shortest_period_that_hides_the_link_is_chosen(limit: float) -> None:
     on = two_sites()
     found = plans(on, max_exposed=limit)
-    choice, best = found.islands, found.best
+    choice, best = found.exchange_choice, found.best
     assert choice is not None and choice.chosen is not None and choice.synchronous is not None
     assert choice.count == best.spec.step_groups == 2 and best.spec.outer == choice.chosen.outer
     assert best.seconds < choice.synchronous.seconds and choice.waiting > limit / 100
@@ -163,7 +163,7 @@ def test_the_shortest_period_that_hides_the_link_is_chosen(limit: float) -> None
 
 def ways(bandwidth: float, latency: float) -> list[OuterSpec]:
     """The exchange that is chosen for a link, and the others."""
-    choice = plans(two_sites(bandwidth, latency), 2).islands
+    choice = plans(two_sites(bandwidth, latency), 2).exchange_choice
     assert choice is not None and choice.chosen is not None
     return [choice.chosen.outer, *(each.outer for each in choice.others)]
 
@@ -182,12 +182,12 @@ def test_a_slower_link_takes_a_delay_and_the_slowest_fewer_bits() -> None:
 
 def test_where_the_link_is_fast_all_ranks_train_together() -> None:
     found = plans(cluster("h100", 16))
-    assert found.islands is not None and found.islands.chosen is None
-    assert found.best.spec.step_groups == 1 and "none are faster" in found.islands.words
+    assert found.exchange_choice is not None and found.exchange_choice.chosen is None
+    assert found.best.spec.step_groups == 1 and "none are faster" in found.exchange_choice.words
 
 
 def test_a_link_that_no_period_hides_is_told() -> None:
-    choice = plans(two_sites(bandwidth=2e5), 2).islands
+    choice = plans(two_sites(bandwidth=2e5), 2).exchange_choice
     assert choice is not None and choice.chosen is not None
     assert choice.chosen.exposed > 0.05 and choice.chosen.outer.every == LONGEST
     assert f"No period up to {LONGEST} steps hides that link" in choice.words
@@ -195,9 +195,10 @@ def test_a_link_that_no_period_hides_is_told() -> None:
 
 def test_islands_that_are_slower_than_none_are_told() -> None:
     found = plans(two_sites(), 2, max_exposed=100.0)
-    assert found.islands is not None and found.best.spec.outer.every == 1
-    assert "All ranks together are" in found.islands.words and "times as fast" in found.islands.words
-    assert "would do, too" not in found.islands.words
+    assert found.exchange_choice is not None and found.best.spec.outer.every == 1
+    words = found.exchange_choice.words
+    assert "All ranks together are" in words and "times as fast" in words
+    assert "would do, too" not in words
 
 
 def test_keys_that_are_given_stay() -> None:
@@ -213,7 +214,7 @@ def test_islands_of_a_run_file_stay(tmp_path: Path) -> None:
     file.write_text(to_toml(run({"every": 50, "delay": 1})))
     found = api.plan(file, "h100", gpus=16, top=3, overrides=ONLY_DATA)
     assert {plan.spec.step_groups for plan in found.plans} == {2}
-    assert found.best.spec.outer == OuterSpec(every=50, delay=1) and found.islands is None
+    assert found.best.spec.outer == OuterSpec(every=50, delay=1) and found.exchange_choice is None
     again = api.plan(file, "h100", gpus=16, top=1, overrides=[*ONLY_DATA, ("layout.replicate", "4")])
     assert again.best.spec.step_groups == 4
 

@@ -23,7 +23,7 @@ from meshwright.chaos.inject import Injection
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
-from meshwright.infer.teacher import teaching
+from meshwright.infer.soft_target_source import soft_targets_of
 from meshwright.islands.outer import NoIslands
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.parallel.step_part import StepEnd
@@ -109,7 +109,11 @@ def states_of(run: TrainingRun) -> dict[str, Any]:
 def finished(mesh: Mesh, spec: RunSpec, out: Path, change: Any, resume: str | None = None) -> dict[str, Any]:
     """The states of a run to which something is done before it begins, and the steps that it skipped."""
     run = open_run(
-        spec, mesh, out, Observers([]), soft_targets=lambda corpus: teaching(spec, mesh, corpus, out)
+        spec,
+        mesh,
+        out,
+        Observers([]),
+        soft_targets=lambda corpus: soft_targets_of(spec, mesh, corpus, out),
     )
     with change(run, mesh):
         result = run.execute(resume)

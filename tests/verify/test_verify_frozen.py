@@ -39,6 +39,13 @@ CASES: list[dict[str, object]] = [
     {"layout__dp": 2, "layout__zero": 1, "train__ema": 0.9, "train__clip_parameter": 0.01},
     {"layout__dp": 2, "layout__replicate": 2, "outer__every": 1, "train__optimiser": "muon"},
     {"layout__dp": 2, "layout__replicate": 2, "layout__zero": 1, "outer__staleness": 1},
+    {
+        "layout__dp": 2,
+        "layout__zero": 3,
+        "precision__compute": "fp8",
+        "model__ffn": 48,
+        "model__head_dim": 16,
+    },
 ]
 QUICK = [CASES[index] for index in (1, 3, 5, 7, 8, 10, 13)]
 

@@ -9,12 +9,12 @@ from typing import Annotated
 
 from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, run_on_ranks
-from meshwright.api.start_checks import check_distillation
+from meshwright.api.start_checks import check_other_models
 from meshwright.rank.env import worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
-MODULES = ("meshwright.infer.teacher",)
+MODULES = ("meshwright.infer.soft_target_source",)
 """Modules that ranks need."""
 
 
@@ -51,7 +51,7 @@ def check_asked(spec: RunSpec, out: Path) -> None:
             f"distil.hidden: {spec.distil.hidden} needs the teacher itself while the student is trained; "
             f"give 0 to write log-probabilities"
         )
-    check_distillation(spec)
+    check_other_models(spec)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
 
@@ -59,7 +59,7 @@ def check_asked(spec: RunSpec, out: Path) -> None:
 def distil_worker(spec: RunSpec, out: Path, *, told: Callable[[int, int], None] | None = None) -> Result:
     """Ask and write as one rank of the world of torchrun, or alone; every rank returns the result."""
     from meshwright.data.corpus import open_corpus
-    from meshwright.infer.teacher import write_answers
+    from meshwright.infer.soft_target_source import write_answers
     from meshwright.rank.world import mesh_of, once_per_host
 
     def silent(done: int, of: int) -> None:

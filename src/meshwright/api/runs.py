@@ -13,7 +13,7 @@ from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, preload, run_on_ranks, write_call
-from meshwright.api.start_checks import check_distillation, check_folder, check_packages
+from meshwright.api.start_checks import check_folder, check_other_models, check_packages
 from meshwright.api.train_rank import train_worker
 from meshwright.islands.island_log import island_folder
 from meshwright.rank.env import worker
@@ -29,7 +29,7 @@ MODULES = (
     "meshwright.train.loop",
     "meshwright.weights.initial_weights",
     "meshwright.infer.sample",
-    "meshwright.infer.teacher",
+    "meshwright.infer.soft_target_source",
     "meshwright.report.run_page",
 )
 """Modules that ranks need."""
@@ -76,7 +76,7 @@ def train(
         if worker() is not None:
             return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
         ranks_match(spec, spec.world_size if nproc is None else nproc)
-        check_distillation(spec)
+        check_other_models(spec)
         check_room(spec)
         if resume is not None:
             check_resumed_weights(spec, folder)
@@ -90,7 +90,7 @@ def train(
         if spec.outer.island is not None or free_running:
             make_folder(folder)
         if free_running:
-            from meshwright.api.islands import train_islands
+            from meshwright.api.island_runs import train_islands
 
             return train_islands(spec, folder, resume, quiet)
         return train_on_ranks(spec, folder, resume, quiet, supervise, address)

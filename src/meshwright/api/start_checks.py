@@ -12,7 +12,7 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
     from meshwright.rank.auto_layout import check_room
 
-    check_distillation(spec)
+    check_other_models(spec)
     check_room(spec)
     check_here(spec, out, resume)
 
@@ -64,7 +64,7 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         )
 
 
-def check_distillation(spec: RunSpec) -> None:
+def check_other_models(spec: RunSpec) -> None:
     """Raise `UserError` for a run that distils from a teacher, or from answers, that it cannot learn from."""
     from meshwright.spec.files import user_path
     from meshwright.spec.other_models import teacher_of

@@ -31,10 +31,10 @@ def train_worker(
 ) -> Result:
     """Train as one rank of the world of torchrun, or alone; every rank returns the result.
 
-    The ranks of other islands reach this one at `address`, by default on this host.
+    The run's ranks in other worlds reach this one at `address`, by default on this host.
     """
     from meshwright.checkpoint.lease import STALE_S, Lease
-    from meshwright.infer.teacher import teaching
+    from meshwright.infer.soft_target_source import soft_targets_of
     from meshwright.kernels.flash_implementation import flash_implementation
     from meshwright.rank.network import own_address
     from meshwright.rank.out_of_memory import memory_errors_told
@@ -55,7 +55,7 @@ def train_worker(
             spec, mesh, out, observers, check="lazy", lease=lease,
             slots=() if supervision is None else supervision.snapshots,
             disk=injection.disk if injection else None,
-            soft_targets=lambda corpus: teaching(spec, mesh, corpus, out),
+            soft_targets=lambda corpus: soft_targets_of(spec, mesh, corpus, out),
             host="127.0.0.1" if address is None else own_address(address)[0],
             weights=lambda: open_weights(spec.model),
         )  # fmt: skip
@@ -111,7 +111,7 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
 
     shown = [] if quiet else [Progress()]
     folder = out.resolve()
-    name = folder.name if spec.outer.island is None else f"{folder.parent.name}/{folder.name}"
+    name = folder.name if spec.own_step_group is None else f"{folder.parent.name}/{folder.name}"
     trackers = make_trackers(spec.train.trackers, out, name, spec.to_json())
     return Observers([RunRecord(out, lease), *shown, *trackers])
 

@@ -141,7 +141,7 @@ def brief(spec: RunSpec) -> str:
         words += [] if layout.stages == "balanced" else ["even" if layout.stages == "even" else "stages"]
     if layout.tp > 1 and not layout.sequence_parallel:
         words.append("no-sp")
-    words += [f"every{spec.outer.every}"] if spec.step_groups > 1 else []
+    words += [f"every{spec.exchange_every}"] if spec.step_groups > 1 else []
     words += [f"zero{layout.zero}"] if layout.zero else []
     words.append(f"mb{layout.micro_batch}")
     words += [] if spec.recompute.policy == "none" else [spec.recompute.policy]
@@ -182,8 +182,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         show.line(f"Routing: {words}.")
     if words := offload(best):
         show.line(f"Offload: {words}.")
-    if plans.islands is not None:
-        show.line(f"{plans.islands.words}.")
+    if plans.exchange_choice is not None:
+        show.line(f"{plans.exchange_choice.words}.")
     if best.exchange is not None:
         show.line(f"Exchanges: {best.exchange.words}.")
     length = best.spec.data.seq_len

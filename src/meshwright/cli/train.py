@@ -73,7 +73,7 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     else:
         spec = spec_of(call, place.world_size if place else None)
     address = call.flags["address"]
-    if address is not None and spec.outer.island is None:
+    if address is not None and spec.own_step_group is None:
         raise UserError(
             "--address: only says where other hosts reach this one; add --nodes, or --outer.island, or "
             "remove it"

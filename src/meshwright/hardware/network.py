@@ -26,21 +26,21 @@ def with_network(
     `oversubscription` that of the outermost level. Raises `UserError`.
     """
     full = given.hierarchy
-    outer = [level for level in full if level.kind in NETWORKS]
-    inner = full[: len(full) - len(outer)]
-    if not inner or not outer:
+    between = [level for level in full if level.kind in NETWORKS]
+    inner = full[: len(full) - len(between)]
+    if not inner or not between:
         raise UserError(f"{given.name}: has no nodes with a network between them that could be changed")
     node = inner[-1]
     devices = node.devices if per_node is None else per_node
     if devices < 1 or (nodes is not None and nodes < 1):
         raise UserError(f"per_node: {devices} devices on {nodes} nodes are too few; give 1 or more of each")
-    network = given.network or Network(1, outer[0].link.bandwidth * node.devices)
+    network = given.network or Network(1, between[0].link.bandwidth * node.devices)
     if nics is not None:
         network = replace(network, nics=nics)
     if nic_bandwidth is not None:
         network = replace(network, bandwidth=nic_bandwidth)
     levels = [*(level for level in inner[:-1] if level.devices < devices), replace(node, devices=devices)]
-    for level in outer:
+    for level in between:
         size = max(1, round(level.devices * (devices / node.devices)))
         seconds = level.link.latency if latency is None else latency
         link = Link(seconds, network.nics * network.bandwidth / devices)

@@ -2,6 +2,6 @@
 
 `supervisor` supervises the ranks of a host: `zygote` forks them, `start` is one start of all of them, and
 `call` the program of each. `hang` and `slow` find ranks that do not move or hold others up, `restarts`
-says what is tried again. With `elastic` hosts leave and join, by the files of `membership`; `islands`
-supervises islands that are worlds of their own.
+says what is tried again. With `elastic` hosts leave and join, by the files of `membership`;
+`island_supervisor` supervises step groups that are worlds of their own.
 """

@@ -14,7 +14,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation
-from meshwright.planner.islands import IslandChoice, choose_islands
+from meshwright.planner.island_plans import IslandChoice, choose_islands
 from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
@@ -101,7 +101,7 @@ class Plans:
     """Pareto front (step seconds, bytes of a device) of all timed layouts, fastest first."""
     capacity: float
     """Bytes of a device that a plan may need."""
-    islands: IslandChoice | None = None
+    exchange_choice: IslandChoice | None = None
     """How islands of the first plan were chosen, where they were."""
 
     @property
@@ -149,7 +149,7 @@ class Plans:
             "best": plans[0],
             "plans": plans,
             "searched": asdict(self.searched),
-            "islands": self.islands and self.islands.to_json(),
+            "islands": self.exchange_choice and self.exchange_choice.to_json(),
             "pareto": [list(point) for point in self.pareto],
         }
 
@@ -211,7 +211,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         searched=counts,
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problem.capacity,
-        islands=choice and choice.of(best),
+        exchange_choice=choice and choice.of(best),
     )
 
 

@@ -60,7 +60,7 @@ def teachers_ranks_divide(spec: Sections) -> None:
         left //= size
 
 
-def teacher_is_drawn(asked: Verification) -> None:
+def other_model_is_drawn(asked: Verification) -> None:
     """`verify` draws a teacher for a run that has one, in float64 and in one layout, and answers for none."""
     distil, option = asked.spec.distil, ""
     if distil is None:

@@ -7,7 +7,7 @@ from math import gcd
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
-from meshwright.spec.distil_rules import DISTIL_RULES, teacher_is_drawn
+from meshwright.spec.distil_rules import DISTIL_RULES, other_model_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
@@ -311,7 +311,7 @@ def check(spec: Sections, ranks: int | None = None) -> None:
 
 def check_verification(asked: Verification) -> None:
     """Raise `UserError` for a run, or an option of it, that `meshwright verify` does not compare."""
-    for rule in (exchanges_are_compared, teacher_is_drawn):
+    for rule in (exchanges_are_compared, other_model_is_drawn):
         rule(asked)
 
 

@@ -237,6 +237,11 @@ class Sections(FrozenModel):
         return self.layout.replicate if self.outer.every else 1
 
     @property
+    def exchange_every(self) -> int:
+        """Steps of a step group between its exchanges with the others; 0 where there are none."""
+        return self.outer.every
+
+    @property
     def own_step_group(self) -> int | None:
         """The step group that is a world of its own in this run; None for the world of all."""
         return self.outer.island

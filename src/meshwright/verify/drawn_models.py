@@ -12,7 +12,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.other_models import on_ranks_of, teacher_of
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference.distillation import ReferenceTeacher
+from meshwright.verify.reference.soft_targets import ReferenceTeacher
 from meshwright.verify.reference.steps import Loss
 from meshwright.verify.reference.weights import initial_weights
 

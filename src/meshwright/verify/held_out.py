@@ -63,7 +63,7 @@ def reference_losses(
     moved = batch.to(device)
     of_model = model_in(weights)
     biases = weights.get("router bias", {})
-    own = {name.split("/")[-1]: tensor for name, tensor in weights["parameter"].items()}  # of any island
+    own = {name.split("/")[-1]: tensor for name, tensor in weights["parameter"].items()}  # of any group
     frozen = {name: tensor for name, tensor in own.items() if is_frozen(spec, name)}
     for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
         if held is not None:

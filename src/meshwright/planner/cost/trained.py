@@ -61,7 +61,12 @@ class Trained(NamedTuple):
     def plus(self, other: Trained) -> Trained:
         """The sum of two stages."""
         works = (a.plus(b) for a, b in zip(self.works, other.works, strict=True))
-        return Trained(tuple(works), *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+        return Trained(
+            tuple(works),
+            self.frozen_split + other.frozen_split,
+            self.frozen_whole + other.frozen_whole,
+            self.frozen_experts + other.frozen_experts,
+        )
 
 
 def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:

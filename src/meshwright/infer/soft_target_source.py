@@ -28,7 +28,7 @@ IMPORTED = "teacher"
 """Folder, in that of a run, of what was imported from a teacher's HF folder."""
 
 
-def teaching(spec: RunSpec, mesh: Mesh, corpus: Corpus, out: Path) -> SoftTargetSource | None:
+def soft_targets_of(spec: RunSpec, mesh: Mesh, corpus: Corpus, out: Path) -> SoftTargetSource | None:
     """Return what answers about the samples of a run in the folder `out`; None without distillation.
 
     All ranks call this. Raises `UserError` for a teacher with another tokenizer than the run's, and for

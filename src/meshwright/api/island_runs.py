@@ -17,7 +17,7 @@ from rich.console import Console
 
 from meshwright.checkpoint.reader import newest_state
 from meshwright.islands.island_log import Entry, IslandLog, island_folder
-from meshwright.launch.islands import Island, IslandsSupervisor, shares_of_cores
+from meshwright.launch.island_supervisor import Island, IslandsSupervisor, shares_of_cores
 from meshwright.rank.failure import KINDS, RanksFailed
 from meshwright.report.run_page import write_report
 from meshwright.runs.record import (
