@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import EXPERTS, HALF, STEPS, run_it, spec_of, start
 
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import Manifest
@@ -18,6 +17,7 @@ from meshwright.train.open_run import open_run
 from meshwright.weights.load import load_run
 from meshwright.weights.saved_weights import SavedWeights
 from ranks import Ranks
+from training_runs import EXPERTS, HALF, STEPS, run_it, spec_of, start
 
 FROZEN = {"train__frozen": "embed.*,blocks.0.*", "train__ema": 0.9, "precision__compute": "bf16"}
 LAYOUTS: list[dict[str, object]] = [
@@ -100,7 +100,7 @@ def resumed(mesh: Mesh, spec: RunSpec, out: Path) -> str | None:
     """The directory of what is not trained, before and after a resume on another layout."""
     run = open_run(spec, mesh, out, Observers([]))
     run.execute("auto")
-    return run.store.frozen
+    return run.store.frozen.name
 
 
 def test_another_layout_refers_to_the_same_directory(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk
-from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.writer import Writer
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import StorageError, UserError
@@ -28,17 +28,17 @@ from training_runs import STEPS, Notes, spec_of, start
 def failing_disk(mesh: Mesh, fails: Callable[[int, int], bool]) -> Any:
     """Patch the last rank's writes: `fails` gets the step that is saved, and the attempts at it so far."""
     attempts: dict[int, int] = {}
-    write = CheckpointStore._write_pieces
+    write = Writer._write_pieces
 
-    def write_pieces(store: CheckpointStore, temporary: Path, step: int, *image: Any) -> Any:
+    def write_pieces(writer: Writer, temporary: Path, step: int, *image: Any) -> Any:
         attempts[step] = attempts.get(step, 0) + 1
         if mesh.rank == mesh.world.size - 1 and fails(step, attempts[step] - 1):
             with patch.object(Disk, "write", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
-                return write(store, temporary, step, *image)
+                return write(writer, temporary, step, *image)
         time.sleep(0.05)  # steps go on meanwhile
-        return write(store, temporary, step, *image)
+        return write(writer, temporary, step, *image)
 
-    return patch.object(CheckpointStore, "_write_pieces", write_pieces)
+    return patch.object(Writer, "_write_pieces", write_pieces)
 
 
 def run_on(mesh: Mesh, spec: RunSpec, out: Path, fails: dict[int, int]) -> tuple[Any, list[Any]]:
@@ -96,16 +96,16 @@ def test_saves_that_go_on_failing_end_the_run_with_the_exit_code_of_storage(
 
 def lose_the_lease(mesh: Mesh, spec: RunSpec, out: Path) -> str:
     lease = spec.checkpoint.folder(out) / "lease.json"
-    stage = CheckpointStore._write_pieces
+    stage = Writer._write_pieces
 
-    def taken(store: CheckpointStore, temporary: Path, step: int, *image: Any) -> Any:
+    def taken(writer: Writer, temporary: Path, step: int, *image: Any) -> Any:
         if mesh.rank == 0:
             lease.write_text(lease.read_text().replace('"token": "', '"token": "an heir of '))
             os.rename(temporary, temporary.with_name("swept"))
         mesh.background.barrier()
-        return stage(store, temporary, step, *image)
+        return stage(writer, temporary, step, *image)
 
-    with patch.object(CheckpointStore, "_write_pieces", taken), pytest.raises(UserError) as caught:
+    with patch.object(Writer, "_write_pieces", taken), pytest.raises(UserError) as caught:
         open_run(spec, mesh, out, Observers([])).execute(None)
     return f"{caught.value.code} {caught.value}"
 

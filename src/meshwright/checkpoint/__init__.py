@@ -1,8 +1,9 @@
 """Checkpoints: any layout in and out, published by one rename, every piece hashed, nothing pickled.
 
 `store` saves and loads. A save: `save_plan` says which `rectangles` a rank writes, `replicas` share the
-work, `staging` copies them to the host, `digests` hashes pieces, `manifest` lists them, and `disk` makes
-every system call.
+work, `staging` copies them to the host, `digests` hashes pieces, `manifest` lists them, `writer`
+writes a directory, and `disk` makes every system call. `frozen` are tensors that no step changes, once for
+all checkpoints.
 A load: `directory` lists steps, `reader` checks and reads one, `weights` takes parameters alone,
 `gather_full` whole tensors, and `identity` tells which weights it holds.
 One writer: `lease` is a lock with a heartbeat, which `claim` takes for all ranks.

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.directory import candidates, latest_step
-from meshwright.checkpoint.disk import FROZEN, MANIFEST, Disk, parse_step_name
+from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, reading, retried
 from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest, Part, Piece
 from meshwright.checkpoint.rectangles import check_cover, common
@@ -76,21 +76,6 @@ def parse_manifest(path: Path, text: str) -> Manifest:
             f"{path / MANIFEST} cannot be trusted: its state is of step {show(step)}, not {manifest.step}"
         )
     return manifest
-
-
-def parse_frozen(path: Path, text: str) -> Manifest:
-    """Return the manifest of a directory of what no step changes, checked. Raises BadCheckpointError."""
-    with reading(path / MANIFEST):
-        manifest = Manifest.parse(text)
-    if frozen_name(manifest) != path.name:
-        raise BadCheckpointError(f"{path} holds other tensors than its name says")
-    return manifest
-
-
-def frozen_name(manifest: Manifest) -> str:
-    """The name of the directory of what no step changes, which depends on all its bytes."""
-    parts = json.dumps([[file, digest] for file, _, digest in manifest.parts])
-    return f"{FROZEN}{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:

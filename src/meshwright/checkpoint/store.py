@@ -17,16 +17,10 @@ Training waits for the copy to host memory only; the rest happens behind it (Che
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
 import secrets
-import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,37 +33,26 @@ from meshwright.checkpoint.directory import (
     published,
 )
 from meshwright.checkpoint.disk import (
-    FROZEN,
     LATEST,
     MANIFEST,
-    TEMPORARY,
     Disk,
     parse_step_name,
-    part_file,
-    rank_file,
     step_name,
 )
-from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, SaveError
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
+from meshwright.checkpoint.frozen import FrozenTensors
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, lists, report
 from meshwright.checkpoint.reader import (
     Reading,
-    frozen_name,
     match_tensors,
-    parse_frozen,
     parse_manifest,
     read_manifest_text,
 )
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
-from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
+from meshwright.checkpoint.save_plan import Tensors, describe
+from meshwright.checkpoint.writer import Writer
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import TrafficCounter
-from meshwright.spec.tiling import tiling
-from meshwright.units import gigabytes
-
-PARTS = 128
-"""Most parts that a manifest has."""
 
 
 class CheckpointStore:
@@ -106,11 +89,9 @@ class CheckpointStore:
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
         self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
-        self._copy = HostImage()
-        self._plan = SavePlan(self._ranks)
-        self._claimed = False
-        self.frozen: str | None = None
-        """Name of the directory of what no step changes, which further checkpoints refer to."""
+        self._writer = Writer(self.directory, self._ranks, self._lease, self._disk, self.warnings)
+        aside = Writer(self.directory, self._ranks, self._lease, self._disk, self.warnings)
+        self.frozen = FrozenTensors(aside, self._wire)
         self.published: int | None = None
         """The step that this store published last, once this rank knows that it is."""
         self._thread: threading.Thread | None = None
@@ -124,10 +105,10 @@ class CheckpointStore:
         Raises when another run is alive, and when a rank sees another directory than rank 0. Call it when a
         run starts, so that it fails before it has trained anything.
         """
-        if not self._claimed:
+        if not self._writer.claimed:
             self._join()
             claim(self.directory, self._ranks, self._lease, self._disk)
-            self._claimed = True
+            self._writer.claimed = True
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
         """Publish a checkpoint of `tensors` (this rank's) and of rank 0's JSON `state` under `step`.
@@ -140,20 +121,20 @@ class CheckpointStore:
         self._join()
         text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
-        self._plan.agree(description)
-        image = self._ranks.together(lambda: self._image(self._plan, tensors, asynchronous, self._copy))
+        self._writer.plan.agree(description)
+        image = self._ranks.together(lambda: self._writer.image(tensors, asynchronous))
 
         def publish(temporary: Path, parts: list[Any]) -> None:
             self._publish(temporary, step, json.loads(text), parts)
 
         if not asynchronous:
-            self._commit(step, image, self._plan, publish)
+            self._writer.commit(step, image, publish)
             self.published = step
             return
 
         def commit() -> None:
             try:
-                self._commit(step, image, self._plan, publish)
+                self._writer.commit(step, image, publish)
                 self.published = step
             except Exception as error:
                 self._failure = error
@@ -164,32 +145,13 @@ class CheckpointStore:
     def save_frozen(self, tensors: Tensors) -> None:
         """Write `tensors` (this rank's), which no step changes, for all checkpoints from now on.
 
-        Its directory is named by what it holds, so the same tensors are not kept twice. Directories that no
-        checkpoint refers to are removed.
+        Nothing is written where no rank has any, or where checkpoints refer to them already.
         """
         self._join()
-        _, description = self._ranks.together(lambda: self._prepare(tensors, {}))
-        self.claim()
-        plan = SavePlan(self._ranks)
-        plan.agree(description)
-        image = self._ranks.together(lambda: self._image(plan, tensors, False, HostImage()))
-        names: list[str] = []
-        self._commit(
-            0,
-            image,
-            plan,
-            lambda temporary, parts: names.append(self._publish_frozen(temporary, plan, parts)),
-        )
-        self.frozen = self._ranks.broadcast(names[0] if names else None)
-
-    def load_frozen(self, name: str, tensors: Tensors) -> None:
-        """Fill `tensors` in place from the directory `name` of what no step changes, of any layout."""
-        path = self.directory / name
-        text = self._ranks.on_first(lambda: read_manifest_text(path, self._disk))
-        manifest = self._ranks.together(lambda: parse_frozen(path, text))
-        self._ranks.together(lambda: match_tensors(manifest, tensors, path))
-        self._fill(path, manifest, tensors)
-        self.frozen = name
+        self._ranks.together(self._deliver)
+        if self.frozen.name is None and self._ranks.any(bool(tensors)):
+            self.claim()
+            self.frozen.save(tensors)
 
     def poll(self) -> None:
         """Raise what a background save raised, once, or that the lease is lost. Local: call it every step.
@@ -216,9 +178,9 @@ class CheckpointStore:
     def close(self) -> None:
         """Finish the save in flight, give back the lease, and raise a failure that was not raised yet."""
         self._join()
-        if self._claimed and self._ranks.rank == 0:
+        if self._writer.claimed and self._ranks.rank == 0:
             self._lease.release()
-        self._claimed = False
+        self._writer.claimed = False
         self._deliver()
 
     def _join(self) -> None:
@@ -250,7 +212,7 @@ class CheckpointStore:
 
         def point() -> None:
             (path,) = candidates(self.directory, step)
-            with self._explained("go back to", step), self._lease.fenced():
+            with self._writer.explained("go back to", step), self._lease.fenced():
                 self._disk.replace_file(self.directory / LATEST, latest_line(path.name), secrets.token_hex(6))
 
         self._ranks.on_first(point)
@@ -312,14 +274,11 @@ class CheckpointStore:
         if check is not None:
             self._ranks.together(lambda: check(manifest.state))
         self._ranks.together(lambda: match_tensors(manifest, tensors, path, converted))
-        self._fill(path, manifest, tensors)
-        self.frozen = manifest.frozen
-        return manifest.state
-
-    def _fill(self, path: Path, manifest: Manifest, tensors: Tensors) -> None:
         reading = Reading(path, manifest, tensors, self._disk)
         self._ranks.together(reading.read)
         reading.commit(self._wire)
+        self.frozen.name = manifest.frozen
+        return manifest.state
 
     # -- the steps of a save ---------------------------------------------------
 
@@ -328,92 +287,11 @@ class CheckpointStore:
         self._deliver()
         return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
 
-    @staticmethod
-    def _image(plan: SavePlan, tensors: Tensors, asynchronous: bool, copy: HostImage) -> LiveImage:
-        """This rank's pieces as they are now: in `copy`, unless training waits and all are on the host."""
-        share = plan.own_share(tensors)
-        if not asynchronous and not devices_of(share):
-            return LiveImage(share)
-        copy.stage(share)
-        return copy
-
-    def _commit(
-        self, step: int, image: LiveImage, plan: SavePlan, publish: Callable[[Path, list[Any]], None]
-    ) -> None:
-        """Write the image, and publish it on rank 0."""
-        temporary = self.directory / self._ranks.on_first(lambda: self._open(step, plan.bytes))
-        try:
-            rows = self._ranks.together(lambda: self._write_pieces(temporary, step, image))
-            count = max(tiling().manifest_ranks, -(-self._ranks.size // PARTS))
-            listed = self._ranks.gather(rows, within=count)
-            part = self._ranks.together(lambda: self._write_part(temporary, step, listed))
-            parts = [each for each in self._ranks.gather(part) if each is not None]
-            files = self._ranks.broadcast([list(each["file"]) for each in parts])
-            first = self._ranks.rank - self._ranks.rank % count
-            self._ranks.together(lambda: self._check_part(temporary, step, files, first, rows))
-            self._ranks.on_first(lambda: publish(temporary, parts))
-        except Exception:
-            if self._ranks.rank == 0:
-                self._discard(temporary)
-            raise
-
-    def _open(self, step: int, needed: int) -> str:
-        """On rank 0: make the directory of so many bytes under a temporary name, which is returned."""
-        temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{secrets.token_hex(6)}"
-        with self._explained("begin", step):
-            if shutil.disk_usage(self.directory).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._disk.make_directory(temporary)
-        return temporary.name
-
-    def _write_pieces(self, temporary: Path, step: int, image: LiveImage) -> list[list[Any]]:
-        """Write this rank's file, if it has any piece. Returns the pieces' rows."""
-        if not image.bytes:
-            return []
-        with self._explained("write", step):
-            self._disk.write_file(temporary / rank_file(self._ranks.rank), *image.data())
-        return image.rows()
-
-    def _write_part(self, temporary: Path, step: int, listed: list[list[Any]]) -> dict[str, Any] | None:
-        """Write the part of the manifest with the pieces of this rank and the next ones, and report it."""
-        part = Part.of(listed, self._ranks.rank)
-        if not part.files:
-            return None
-        content = part.render().encode()
-        file = PartFile(part_file(self._ranks.rank), len(content), hashlib.sha256(content).hexdigest())
-        with self._explained("write", step):
-            self._disk.write_file(temporary / file.file, memoryview(content))
-        return report(part, file)
-
-    def _check_part(
-        self, temporary: Path, step: int, files: list[list[Any]], first: int, rows: list[list[Any]]
-    ) -> None:
-        """Raise `SaveError` unless the part that is to be published lists the `rows` of this rank's pieces.
-
-        `files` are the parts of the root; rank `first` wrote this rank's.
-        """
-        name, content = part_file(first), b""
-        if not rows:
-            return
-        with self._explained("check", step):
-            content = (temporary / name).read_bytes()
-        told = [name, len(content), hashlib.sha256(content).hexdigest()]
-        if told not in files or not lists(content, self._ranks.rank, rows):
-            raise SaveError(
-                f"{name} of the checkpoint of step {step} in {self.directory} does not list what rank "
-                f"{self._ranks.rank} wrote, so it is not published: memory, a disk or the network changed "
-                f"it; earlier checkpoints are kept"
-            )
-
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
         """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
-        manifest = self._manifest(step, state, self._plan, parts)
-        if self.frozen is not None:
-            path = self.directory / self.frozen
-            frozen = parse_frozen(path, read_manifest_text(path, self._disk))
-            manifest = manifest.with_frozen(frozen, self.frozen)
+        manifest = self.frozen.added_to(self._writer.manifest(step, state, parts))
         token = temporary.name.rpartition("-")[2]
-        with self._explained("publish", step):
+        with self._writer.explained("publish", step):
             self._lease.check()
             self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
@@ -425,80 +303,7 @@ class CheckpointStore:
                 self._retention.retire(token)
         self._retention.sweep()
 
-    def _manifest(self, step: int, state: dict[str, Any], plan: SavePlan, parts: list[Any]) -> Manifest:
-        tensors, spreads, files = join(plan.forms, parts)
-        return Manifest(
-            step=step,
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            ranks=self._ranks.size,
-            generation=self._lease.generation,
-            state=state,
-            tensors=tensors,
-            spreads=spreads,
-            parts=files,
-        )
-
-    def _publish_frozen(self, temporary: Path, plan: SavePlan, parts: list[Any]) -> str:
-        """On rank 0: the root of what no step changes, and one rename; returns the new name."""
-        manifest = self._manifest(0, {}, plan, parts)
-        name = frozen_name(manifest)
-        with self._explained("publish", 0):
-            self._lease.check()
-            self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
-            self._disk.sync_directory(temporary)
-            with self._lease.fenced():
-                used = {found for path in published(self.directory).values() if (found := self._refers(path))}
-                for old in self.directory.glob(f"{FROZEN}*"):
-                    if old.name not in used:
-                        self._disk.remove_tree(old)
-                if name in used:
-                    self._disk.remove_tree(temporary)
-                else:
-                    self._disk.rename(temporary, self.directory / name)
-                self._disk.sync_directory(self.directory)
-        return name
-
-    def _refers(self, path: Path) -> str | None:
-        """The directory of what no step changes that a checkpoint refers to."""
-        return parse_manifest(path, read_manifest_text(path, self._disk)).frozen
-
     def _next_name(self, step: int) -> Path:
         existing = published(self.directory).get(step)
         parsed = parse_step_name(existing.name) if existing is not None else None
         return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
-
-    def _discard(self, temporary: Path) -> None:
-        token = temporary.name.rpartition("-")[2]
-        try:
-            for path in (temporary, self.directory / f"{TEMPORARY}{LATEST}-{token}"):
-                if os.path.lexists(path):
-                    self._disk.remove_tree(path)
-        except OSError as error:
-            self.warnings.append(f"the partial checkpoint {temporary} could not be removed: {error}")
-
-    @contextmanager
-    def _explained(self, action: str, step: int) -> Iterator[None]:
-        """Turn an OSError into a SaveError about an action on the checkpoint of a step.
-
-        Where a file or directory has vanished, another run may have taken over and swept it away.
-        """
-        try:
-            yield
-        except OSError as error:
-            if error.errno == errno.ENOENT and self._claimed:
-                self._lease.check()
-            reason = f"could not {action} the checkpoint of step {step} in {self.directory}: "
-            reason += error.strerror or str(error)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                reason = f"no space for the checkpoint of step {step} in {self.directory}: {self._lack()}"
-            raise SaveError(f"{reason}; earlier checkpoints are kept") from error
-
-    def _lack(self) -> str:
-        """Return what the file system, which has just refused to store more, has none of."""
-        room = os.statvfs(self.directory)
-        free = room.f_bavail * room.f_frsize
-        if free < self._plan.bytes:
-            return f"it needs {gigabytes(self._plan.bytes)} and {gigabytes(free)} are free"
-        if room.f_files and not room.f_favail:
-            return "no inode is left for another file"
-        return f"the disk refuses it although {gigabytes(free)} are free; a quota may be used up"

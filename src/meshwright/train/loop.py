@@ -24,7 +24,6 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.flat_param import Stored
 from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
-from meshwright.spec.parameter_groups import frozen_names
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
@@ -155,12 +154,7 @@ class TrainingRun:
                 f"{self.spec.precision.master}; give precision.compute = fp64 to keep them as they are"
             )
         self.control.together(lambda: self.trainer.initialise(weights))
-        self._save_frozen()
-
-    def _save_frozen(self) -> None:
-        """Save what is not trained, once for all checkpoints, unless the one that was loaded refers to it."""
-        if self.store.frozen is None and frozen_names(self.spec):
-            self.store.save_frozen(state.frozen_tensors(self.trainer))
+        self.store.save_frozen(state.frozen_tensors(self.trainer))
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
@@ -185,7 +179,7 @@ class TrainingRun:
         frozen = state.frozen_tensors(self.trainer)
         kept = self._load(partial(self.store.load, step, converted=frozen), frozen)
         self._restore(kept)
-        self._save_frozen()
+        self.store.save_frozen(state.frozen_tensors(self.trainer))
         if step is not None and latest != step:
             self.store.go_back(step)
         self.saves.start(self.done)
@@ -208,8 +202,7 @@ class TrainingRun:
         try:
             form = state.form(self.trainer)
             kept = self._load(partial(self.snapshots.load, step, form=form))
-            if (name := kept.get("frozen")) is not None:
-                self.store.load_frozen(name, state.frozen_tensors(self.trainer))
+            self.store.frozen.load(kept.get("frozen"), state.frozen_tensors(self.trainer))
         except BadCheckpointError as error:
             self.store.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()
@@ -357,8 +350,7 @@ class TrainingRun:
     def _metadata(self, samples: str) -> Row:
         tokenizer = self.corpus.tokenizer.content_sha256 if self.corpus.has_text else None
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
-        frozen = {"frozen": self.store.frozen} if self.store.frozen is not None else {}
-        return kept | {"guard": self.guard.state(), **frozen}
+        return kept | {"guard": self.guard.state(), **self.store.frozen.fields()}
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
