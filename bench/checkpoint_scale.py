@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.save_plan import cut_rows, global_indices, rectangles
-from meshwright.checkpoint.store import PARTS
+from meshwright.checkpoint.writer import PARTS
 from meshwright.spec.records import read
 from meshwright.spec.sharded_tensor import Rectangle
 from meshwright.spec.tiling import tiling

@@ -210,7 +210,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(
 ) -> None:
     if not foreseen:  # another program fills the disk between the look and the write
         monkeypatch.setattr(
-            "meshwright.checkpoint.store.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40)
+            "meshwright.checkpoint.writer.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40)
         )
     store = CheckpointStore(small_disk, 2)
     small = {"model/x": torch.ones(1 << 18)}

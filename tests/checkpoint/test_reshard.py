@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from faults import FailingWrites, SlowDisk, leftovers, steps
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, Lease
-from meshwright.checkpoint import store as store_module
+from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.checkpoint.manifest import Part, PartFile
@@ -229,7 +229,7 @@ def what_changes_on_its_way_is_not_published(control: Control, directory: Path) 
     tensors = placed(full_tensors(), init_device_mesh("cpu", (4,)), (Shard(0),))
     store = CheckpointStore(directory, 3, control)
     store.save(1, tensors, {"step": 1})
-    kept, reported = Part.of, store_module.report
+    kept, reported = Part.of, writer_module.report
 
     def other_row(gathered: list[list[list[object]]], first: int) -> Part:
         if gathered:
@@ -241,7 +241,7 @@ def what_changes_on_its_way_is_not_published(control: Control, directory: Path) 
 
     for patched in (
         patch.object(Part, "of", other_row),
-        patch.object(store_module, "report", other_digest),
+        patch.object(writer_module, "report", other_digest),
     ):
         with patched, pytest.raises(SaveError, match=r"part-00000\.json .* does not list what rank"):
             store.save(2, tensors, {"step": 2})

@@ -19,10 +19,11 @@ from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.snapshots import NoSnapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.flat_param import Stored
-from meshwright.spec import UserError
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
@@ -50,6 +51,8 @@ class TrainingRun:
 
     def __init__(
         self,
+        spec: RunSpec,
+        mesh: Mesh,
         out: Path,
         observers: Observers,
         corpus: Corpus,
@@ -60,16 +63,16 @@ class TrainingRun:
         snapshots: NoSnapshots,
         weights: Callable[[], Weights | None],
     ) -> None:
-        self.spec, self.mesh = trainer.spec, trainer.mesh
-        self.control, self.heartbeat = self.mesh.control, self.mesh.heartbeat
+        self.spec, self.mesh = spec, mesh
+        self.control, self.heartbeat = mesh.control, mesh.heartbeat
         self.out, self.observers, self.corpus = out, observers, corpus
         self.world, self.loader, self.trainer = world, loader, trainer
         self.store, self.snapshots, self._weights = store, snapshots, weights
-        self.samples = SampleRecord(self.mesh)
-        self.saves = Saves(self.spec, self.control, store, observers)
+        self.samples = SampleRecord(mesh)
+        self.saves = Saves(spec, self.control, store, observers)
         self.guard = Guard(trainer, loader, observers)
         self.metrics = Metrics(trainer)
-        self.validation = Validation(trainer, corpus, loader, observers)
+        self.validation = Validation(spec, mesh, trainer, corpus, loader, observers)
         self.done = 0
         self.from_memory = False
         self.skipped = self.steps_timed = self.warned = 0

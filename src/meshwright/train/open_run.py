@@ -60,7 +60,7 @@ def open_run(
     trainer = Trainer(spec, mesh, memory=memory, sources=sources)
     store = _claimed_store(spec, mesh, out, lease, disk)
     snapshots = snapshots_of(spec.recovery.snapshot_every, slots, mesh, free_memory, store.warnings)
-    return TrainingRun(out, observers, corpus, world, loader, trainer, store, snapshots, weights)
+    return TrainingRun(spec, mesh, out, observers, corpus, world, loader, trainer, store, snapshots, weights)
 
 
 def _claimed_store(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Loader
+from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.held_out import likelihoods, total
 from meshwright.train.step import Trainer
@@ -16,7 +18,16 @@ Row = dict[str, Any]
 class Validation:
     """The first `train.eval_tokens` held-out tokens of a run; without held-out text nothing is measured."""
 
-    def __init__(self, trainer: Trainer, corpus: Corpus, loader: Loader, observers: Observers) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        trainer: Trainer,
+        corpus: Corpus,
+        loader: Loader,
+        observers: Observers,
+    ) -> None:
+        self._mesh, self._max_tokens = mesh, spec.train.eval_tokens
         self._trainer, self._corpus, self._loader, self._observers = trainer, corpus, loader, observers
         self._last: Row = {}
 
@@ -24,7 +35,7 @@ class Validation:
         """Evaluate after `step` and tell the observers. All ranks call this."""
         if self._corpus.validation.target_tokens == 0:
             return
-        self._trainer.mesh.heartbeat.phase("evaluate")
+        self._mesh.heartbeat.phase("evaluate")
         self._last = {"step": step}
         for name, weights in self._trainer.models():
             with weights:
@@ -33,10 +44,7 @@ class Validation:
 
     def _likelihoods(self, name: str) -> Row:
         """Return the numbers of the weights in place; of others than the run's own the loss alone."""
-        trainer = self._trainer
-        parts = likelihoods(
-            self._loader.validation, trainer.nll, trainer.mesh, trainer.spec.train.eval_tokens
-        )
+        parts = likelihoods(self._loader.validation, self._trainer.nll, self._mesh, self._max_tokens)
         whole = total(parts)
         if name:
             return {f"val_loss_{name}": whole.loss}
