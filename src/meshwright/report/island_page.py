@@ -13,10 +13,10 @@ from meshwright.runs.record import RUN, Row, read_run
 
 
 def island_fields(out: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the page of the run in folder `out`; its curves are there where it had islands."""
+    """Return the fields of the page of the run in folder `out`, with no curves where it had no islands."""
     islands = [row for row in result.get("islands") or [] if isinstance(row, dict)]
-    curves = {"curves": _curves(out, islands)} if islands else {}
-    return {**curves, "islands": islands, "lateness": _lateness(result)}
+    curves = _curves(out, islands) if islands else []
+    return {"curves": curves, "islands": islands, "lateness": _lateness(result)}
 
 
 def _curves(out: Path, islands: Sequence[Row]) -> list[Chart]:

@@ -65,7 +65,7 @@ def write_report(out: Path) -> Path:
         f"started {str(info['started'])[:16].replace('T', ' ')} UTC" if "started" in info else "",
     ]
     routed = rows_with(run, "load_max")
-    of_islands = {"curves": _curves(run)} | island_fields(out, result)
+    of_islands = island_fields(out, result)
     peak = (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
     html = render(
         "run.html",
@@ -73,6 +73,7 @@ def write_report(out: Path) -> Path:
         run=run,
         about=[part for part in about if part],
         result=_result_so_far(run),
+        curves=of_islands.pop("curves") or _curves(run),
         **of_islands,
         experts=[
             chart(routed, title, names, from_zero=True)
