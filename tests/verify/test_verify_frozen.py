@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from covering import marked, name
 from equality import equal_to_one_device
+from meshwright.comm.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.verify.precision import verify_in_own_precision
 from ranks import Ranks
 from small import spec_of
 
@@ -15,6 +20,7 @@ MODEL = {
 }  # fmt: skip
 HALF = "embed.*,blocks.0.*,blocks.1.*"
 EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "layout__ep": 2}
+FP8 = {"precision__compute": "fp8", "model__ffn": 48, "model__head_dim": 16}
 CASES: list[dict[str, object]] = [
     *({"layout__dp": 4, "layout__zero": zero} for zero in (0, 1, 2, 3)),
     {"layout__dp": 2, "layout__replicate": 2, "layout__zero": 3, "recompute__policy": "full"},
@@ -53,3 +59,15 @@ QUICK = [CASES[index] for index in (1, 3, 5, 7, 8, 10, 13)]
 @pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
 def test_a_frozen_half_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     equal_to_one_device(ranks, spec_of(MODEL, **{"train__frozen": HALF} | case), 1e-9)
+
+
+def in_own_precision(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    return verify_in_own_precision(spec, mesh, 1)
+
+
+def test_a_frozen_half_is_equal_in_its_own_precision(ranks: Ranks) -> None:
+    more = {"precision__compute": "bf16", "layout__dp": 2, "layout__zero": 3, "train__frozen": HALF}
+    spec = spec_of(MODEL, **more, train__ema=0.9)
+    found, _ = ranks.run(spec.layout, in_own_precision, spec)
+    assert found is not None and found["equal"], found["first"]
+    assert any(row["kind"] == "step 1 frozen" for row in found["rows"])
