@@ -8,7 +8,7 @@ Reading: `load` takes TOML and flags, `toml` writes it, `schema` lists the keys,
 name, `records` are checked dataclasses, `differences` compares two specs, and `errors` are mistakes in
 one sentence.
 Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rules` and `distil_rules`,
-with their `arithmetic`; `verification` is what `verify` is asked for.
+with their `arithmetic`; `verification` is what a comparison is asked for.
 What follows from a spec: `parameters` by name with `parameter_groups` and `mup`, each a `sharded_tensor`;
 `stages` of a pipeline; `batch_warmup`; `tiling` of large results; blocks of `eight_bit` numbers;
 `quantisation` formats; the `weights` that a run starts from, its `other_models`, and the `training_flops`
