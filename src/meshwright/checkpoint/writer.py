@@ -1,6 +1,7 @@
 """Writing of one directory by all ranks under a temporary name: pieces, parts of the manifest, checks.
 
-What is written is published by one rename, which the caller does on rank 0.
+What is written is published by one rename, which the caller does on rank 0: `store.py`, in a
+thread where a save is asynchronous.
 """
 
 from __future__ import annotations

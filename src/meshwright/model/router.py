@@ -1,5 +1,7 @@
 """Router of a mixture of experts: which experts each token goes to, with which weights.
 
+Losses of its balance, the z-loss and its biases are in `parallel/router_balance.py`.
+
 Shapes: B batch, T sequence, N = B T tokens, D hidden, E experts, k experts of each token.
 """
 

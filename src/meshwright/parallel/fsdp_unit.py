@@ -15,7 +15,8 @@ bytes for b of a number, and otherwise P b on each rank, of which nothing crosse
 
 n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
 DTensor's `Shard(0)` deals them (ceil(rows / n) to each rank until none is left); the flat buffers are padded
-with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: nothing is copied.
+with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: nothing is copied. When a unit is
+gathered (prefetch) and reduced is in `data_parallel.py`.
 """
 
 from __future__ import annotations

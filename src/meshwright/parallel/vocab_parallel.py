@@ -1,7 +1,8 @@
 """Embedding and cross entropy over a vocabulary that is split over tensor ranks (Shoeybi et al. 2019, §3).
 
 A rank computes the logits of its part of the vocabulary only, and sends two numbers a token in the loss, or
-with soft targets five, and six where hidden states are compared, too.
+with soft targets five, and six where hidden states are compared, too. The sum over the
+parts is in `model/chunked_cross_entropy.py`.
 """
 
 from __future__ import annotations

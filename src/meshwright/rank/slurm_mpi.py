@@ -1,6 +1,8 @@
 """Launchers of several tasks, such as srun and mpirun, by the variables that they set.
 
-Their tasks are no ranks: each would do the whole work alone, and write it to the same place.
+Their tasks are no ranks: each would do the whole work alone, and write it to the same place. Under srun a run
+is one `meshwright train --nodes N` a node (`launch/elastic.py`), or one torchrun a node, whose ranks `env.py`
+places.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Numbers of a run for its metrics and its result: speed, use of the device, memory, balance of experts."""
+"""Numbers of a run for its metrics and its result: speed, use of the device, memory, balance of experts.
+
+They are written to metrics.jsonl by `runs/record.py`.
+"""
 
 from __future__ import annotations
 
