@@ -15,9 +15,9 @@ Wire          for P parameters over n ranks, each rank and step, with b bytes to
               once a step, in every stage: a rank's stages are whole while it runs, and P is theirs.
 Saves         optimiser states (1), and gradients (2), and parameters (3), to 1/n of their size.
 
-A gather is started one unit ahead of its use (prefetch), so that it runs during the computation, and only a step's
-first is waited for at once. With ZeRO-3 the head and the last block stay whole from their forward to their
-backward, which comes next; the first block stays whole from its backward to its forward in the next
+A gather is started one unit ahead of its use (prefetch), so that it runs during the computation, and only a
+step's first is waited for at once. With ZeRO-3 the head and the last block stay whole from their forward to
+their backward, which comes next; the first block stays whole from its backward to its forward in the next
 microbatch, and during that backward the embedding is gathered for it. Tied ends are one unit, which stays
 whole for the step.
 

@@ -1,8 +1,8 @@
 """The families of models whose Hugging Face files are read and written: one row for each.
 
 A family differs from the others in names and defaults; the decoder that computes it is the same. Names and
-defaults are those of transformers, of which a file may leave out every key with a default. Names of tensors that
-no field here gives are in `exchange/hf_state_dict.py`.
+defaults are those of transformers, of which a file may leave out every key with a default. Names of tensors
+that no field here gives are in `exchange/hf_state_dict.py`.
 """
 
 from __future__ import annotations
