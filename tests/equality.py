@@ -44,9 +44,9 @@ def equal_to_one_device(
     trained = sum(parameter.trainable for parameter in every)
     for step in range(1, STEPS + 1):
         assert len(parameter_names(spec)) == len(every)
-        assert kinds[f"step {step} parameter"] == spec.islands * len(every)
-        assert kinds[f"step {step} gradient"] == spec.islands * trained
-        assert kinds.get(f"step {step} frozen", 0) == spec.islands * (len(every) - trained)
+        assert kinds[f"step {step} parameter"] == spec.step_groups * len(every)
+        assert kinds[f"step {step} gradient"] == spec.step_groups * trained
+        assert kinds.get(f"step {step} frozen", 0) == spec.step_groups * (len(every) - trained)
         assert {f"step {step} loss", f"step {step} grad norm"} <= kinds.keys()
     if spec.model.moe is None:
         exact = subject.exact(spec, STEPS)

@@ -50,7 +50,8 @@ def measure_gradients(states: DataParallel) -> None:
 
 
 def sums_of_infinite_gradients(trainer: Trainer) -> Sums:
-    """The numbers of a step in which every gradient is infinite, and the loss is 1."""
+    """The numbers of a step in which every gradient is infinite, and the loss is 1; its gradients are due."""
+    trainer._due_factor = 1.0
     for unit in trainer.states.units:
         unit.set_gradient(torch.full_like(unit.stored, torch.inf))
     return Sums(torch.tensor([torch.inf, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
