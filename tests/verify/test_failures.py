@@ -169,9 +169,9 @@ def compute_the_reference_for_long(rank: int) -> None:
     """Rank 0 computes a step of the reference for longer than a collective may take."""
     reference = subject.one_device
 
-    def slow(*arguments: object) -> object:
+    def slow(*arguments: object, **more: object) -> object:
         time.sleep(LIMIT_S + 0.5)
-        yield from reference(*arguments)  # type: ignore[arg-type]
+        yield from reference(*arguments, **more)  # type: ignore[arg-type]
 
     subject.one_device = slow  # type: ignore[assignment]
 

@@ -88,10 +88,10 @@ LOSS = Bug(
     "grad_weight, False",
 )
 """The gradient of the head's weight is that of the last chunk."""
-BLOCK = Bug("model.attention_cpu", "_scores", "triu_(1)", "triu_(1 + first)")
+BLOCK = Bug("kernels.attention_cpu", "_scores", "triu_(1)", "triu_(1 + first)")
 """Queries of the second block see later keys of their block."""
 TILE = Bug(
-    "model.partial_attention", "_row_of_tiles", "_borders(columns, *inner)",
+    "kernels.partial_attention", "_row_of_tiles", "_borders(columns, *inner)",
     "_borders(columns, *inner) if column == left else ()",
 )  # fmt: skip
 """Queries see later keys in the second tile of keys."""

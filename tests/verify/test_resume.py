@@ -150,8 +150,11 @@ def lose(name: str) -> AbstractContextManager[object]:
     """Load all but the tensors whose names have `name` in them."""
     whole = CheckpointStore.load
 
-    def load(self: CheckpointStore, step: int | None, tensors: dict[str, Any], check: Any) -> Any:
-        return whole(self, step, {key: tensor for key, tensor in tensors.items() if name not in key}, check)
+    def load(
+        self: CheckpointStore, step: int | None, tensors: dict[str, Any], check: Any, **more: Any
+    ) -> Any:
+        kept = {key: tensor for key, tensor in tensors.items() if name not in key}
+        return whole(self, step, kept, check, **more)
 
     return patch.object(CheckpointStore, "load", load)
 
