@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +152,6 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.report.plan_text import offload, routing
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -176,16 +175,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     show.table([_row(place, plan, plans) for place, plan in enumerate(plans.plans, 1)])
     low, high = best.interval
     print()
-    for sentence in _notes(plans):
+    for sentence in (*_notes(plans), *_remarks(plans)):
         show.line(sentence)
-    if words := routing(best):
-        show.line(f"Routing: {words}.")
-    if words := offload(best):
-        show.line(f"Offload: {words}.")
-    if plans.exchange_choice is not None:
-        show.line(f"{plans.exchange_choice.words}.")
-    if best.exchange is not None:
-        show.line(f"Exchanges: {best.exchange.words}.")
     length = best.spec.data.seq_len
     layers = best.spec.model.layer_kinds
     share = sum(each.keys_visible(length) for each in layers) / sum(each.keys_seen(length) for each in layers)
@@ -209,6 +200,20 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
         f"simulated, {did.timed:,} layouts timed"
     )
+
+
+def _remarks(plans: Plans) -> Iterator[str]:
+    """Yield a sentence on each thing that the first plan has besides its layout."""
+    from meshwright.report.plan_text import offload, routing
+
+    if words := routing(plans.best):
+        yield f"Routing: {words}."
+    if words := offload(plans.best):
+        yield f"Offload: {words}."
+    if plans.exchange_choice is not None:
+        yield f"{plans.exchange_choice.words}."
+    if plans.best.exchange is not None:
+        yield f"Exchanges: {plans.best.exchange.words}."
 
 
 def _notes(plans: Plans) -> list[str]:

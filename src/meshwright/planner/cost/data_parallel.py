@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
@@ -81,18 +82,61 @@ class DataSeconds:
         return self.optimiser + (self.once if self.each_microbatch else self.exposed + self.slowed)
 
 
+class _Messages(NamedTuple):
+    """Seconds of a rank's gathers and reductions by axis, and the elements that it updates."""
+
+    gathers: dict[str, float]
+    reduces: dict[str, float]
+    updated: float
+
+
 def data_seconds(
     spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
 ) -> DataSeconds:
     """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds."""
-    layout, groups, stack, links, kernels = (
-        spec.layout,
-        step_axes(spec),
-        costs.stack,
-        costs.links,
-        costs.kernels,
-    )
-    formats = widths(spec)
+    layout, stack, links = spec.layout, costs.stack, costs.links
+    gathers, reduces, updated = _all_messages(spec, costs, held)
+    optimiser = max(_update_seconds(spec, costs, updated), copy_seconds(spec, costs, updated))
+    often = spec.microbatches if layout.pp == 1 else 0
+    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
+    last = reduces["replicate"] if stack.ours and times > 1 else 0.0  # replicas wait for the last microbatch
+    gather, reduce, units = sum(gathers.values()), sum(reduces.values()) - last, max(1, held.units)
+    contention, slower = stack.numbers.contention, 1.0
+    if stack.own and reduce + gather:
+        lost = reduce * links.contention(_reduction(spec)) + gather * links.contention("all_gather")
+        contention, slower = lost / (reduce + gather), links.slowed
+    forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
+    behind = gather + reduce if layout.zero == 3 else reduce
+    hidden_last = min(last, max(0.0, backward - behind)) * stack.overlap("data")
+    once = last - hidden_last
+    if layout.zero == 3:
+        sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
+        sent["replicate"] -= (times - 1) * last
+        hidden = min(gather, forward) * stack.overlap("data")
+        hidden_back = min(gather + reduce, backward) * stack.overlap("data")
+        exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
+        slowed = contention * (hidden + hidden_back)
+        each, slows = exposed + slowed if often else 0.0, times * slowed + contention * hidden_last
+        return DataSeconds(
+            sent, times * exposed + once, slows, optimiser, each, once + contention * hidden_last
+        )
+    hidden = min(gather, forward) * stack.overlap("parameters")
+    hidden_back = min(reduce, backward) * stack.overlap("data") * (1 - 1 / units)
+    exposed = times * (reduce - hidden_back) + gather - hidden + once
+    sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
+    sent["replicate"] -= (times - 1) * last
+    slowed = contention * (times * hidden_back + hidden + hidden_last)
+    return DataSeconds(sent, exposed, slowed, optimiser)
+
+
+def _reduction(spec: RunSpec) -> str:
+    """The collective that sums gradients over the ranks of an axis."""
+    return "reduce_scatter" if spec.layout.zero else "all_reduce"
+
+
+def _sent_bytes(spec: RunSpec, costs: CostModel) -> tuple[float, float]:
+    """Bytes of a parameter as it is gathered, and of a gradient as it is reduced."""
+    stack, formats = costs.stack, widths(spec)
     width, gradient = float(stack.gather_bytes), float(stack.gradient_bytes)
     if stack.ours:
         width, gradient = formats.compute, formats.reduce
@@ -101,9 +145,14 @@ def data_seconds(
             width -= (width - 1) * rounded / spec.model.parameters
     if stack.low_states and costs.format in PRECISIONS:
         width = PRECISIONS[costs.format].gathered
-    unpack = kernels.moved(stack.unpacked)
-    gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
-    reduction = "reduce_scatter" if layout.zero else "all_reduce"
+    return width, gradient
+
+
+def _all_messages(spec: RunSpec, costs: CostModel, held: StoredParameters) -> _Messages:
+    layout, groups, stack, links = spec.layout, step_axes(spec), costs.stack, costs.links
+    width, gradient = _sent_bytes(spec, costs)
+    unpack = costs.kernels.moved(stack.unpacked)
+    gathers, reduces, updated = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     stored = (
         ("shard", held.dense, held.frozen, groups.shard),
         ("expert_data", held.routed, held.frozen_routed, groups.expert_data),
@@ -116,49 +165,23 @@ def data_seconds(
             gathers[axis] += gathered * unpack if group.ranks > 1 else 0.0
         if not elements:
             continue
-        reduces[axis] += _messages(links, reduction, elements * gradient, group, count)
+        reduces[axis] += _messages(links, _reduction(spec), elements * gradient, group, count)
         mine = elements / (group.ranks if layout.zero else 1)
-        across = formats.exact if stack.ours and layout.zero and group.ranks > 1 else gradient
+        across = widths(spec).exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
-        whole += mine
-    kind = spec.train.optimiser_kind
+        updated += mine
+    return _Messages(gathers, reduces, updated)
+
+
+def _update_seconds(spec: RunSpec, costs: CostModel, elements: float) -> float:
+    """Seconds of the optimiser's update of `elements`, without what it copies."""
+    ours, kind = costs.stack.ours, spec.train.optimiser_kind
     moved = _UPDATE_BYTES + 8 * len(kind.matrix_moments)
     if kind.eight_bit:
-        moved = _EIGHT_BIT_BYTES if stack.ours else _UPDATE_BYTES + 4
-    moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0
+        moved = _EIGHT_BIT_BYTES if ours else _UPDATE_BYTES + 4
+    moved += _ROUNDED_BYTES if ours and spec.precision.master == "bf16" else 0
     moved += _EMA_BYTES if spec.train.ema is not None else 0
-    optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
-    optimiser = max(optimiser, copy_seconds(spec, costs, whole))
-    often = spec.microbatches if layout.pp == 1 else 0
-    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
-    last = reduces["replicate"] if stack.ours and times > 1 else 0.0  # replicas wait for the last microbatch
-    gather, reduce, units = sum(gathers.values()), sum(reduces.values()) - last, max(1, held.units)
-    contention, slower = stack.numbers.contention, 1.0
-    if stack.own and reduce + gather:
-        lost = reduce * links.contention(reduction) + gather * links.contention("all_gather")
-        contention, slower = lost / (reduce + gather), links.slowed
-    forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
-    behind = gather + reduce if layout.zero == 3 else reduce
-    hidden_last = min(last, max(0.0, backward - behind)) * stack.overlap("data")
-    once = last - hidden_last
-    if layout.zero == 3:
-        hidden = min(gather, forward) * stack.overlap("data")
-        hidden_back = min(gather + reduce, backward) * stack.overlap("data")
-        exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
-        slowed = contention * (hidden + hidden_back)
-        sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
-        sent["replicate"] -= (times - 1) * last
-        each, slows = exposed + slowed if often else 0.0, times * slowed + contention * hidden_last
-        return DataSeconds(
-            sent, times * exposed + once, slows, optimiser, each, once + contention * hidden_last
-        )
-    hidden = min(gather, forward) * stack.overlap("parameters")
-    hidden_back = min(reduce, backward) * stack.overlap("data") * (1 - 1 / units)
-    exposed = times * (reduce - hidden_back) + gather - hidden + once
-    sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
-    sent["replicate"] -= (times - 1) * last
-    slowed = contention * (times * hidden_back + hidden + hidden_last)
-    return DataSeconds(sent, exposed, slowed, optimiser)
+    return elements * costs.kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
 
 
 def _messages(links: CollectiveCosts, operation: str, size: float, group: GroupShape, count: int) -> float:

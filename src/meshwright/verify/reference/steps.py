@@ -61,19 +61,11 @@ def reference_steps(
     `Decoder.tensors`; they are copied. Steps are computed on their device. `live` gets the parameters and
     biases themselves, which may be changed in place between two steps.
     """
-    moe = spec.model.moe
-    held = {name: weight.detach().clone() for name, weight in weights.items()}
-    if moe is not None and moe.bias:
-        for layer in filter(moe.has_experts, range(spec.model.layers)):
-            bias = torch.zeros(moe.experts, device=held["embed.weight"].device)  # kept in fp32 by all
-            held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
+    moe, held = spec.model.moe, _held(spec, weights)
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
     weights = {name: weight for name, weight in held.items() if name not in biases}
     parameters = {name: weights[name].requires_grad_() for name in weights if not is_frozen(spec, name)}
-    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in spec.train.moments}
-    for name, parameter in parameters.items():
-        for kind in spec.train.moments_of(name, parameter.ndim):
-            moments[kind][name] = torch.zeros_like(parameter)
+    moments = _zero_moments(spec, parameters)
     if live is not None:
         live.update(held)
     averages = {name: weight.detach().clone() for name, weight in parameters.items() if spec.train.ema}
@@ -86,11 +78,7 @@ def reference_steps(
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
         loss, objective, routings = loss_and_objective(decoder, moved, other_loss)
-        statistics: dict[str, Tensor] = {}
-        for layer, routing in routings.items():
-            assert moe is not None
-            for name, value in router_statistics(moe, routing).items():
-                statistics[f"blocks.{layer} {name}"] = value
+        statistics = _statistics(spec, routings)
         found = torch.autograd.grad(objective, list(parameters.values()))
         due = queue.due(dict(zip(parameters, found, strict=True)))
         gradients = due or {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -122,6 +110,35 @@ def reference_steps(
             "balance": statistics,
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
+
+
+def _held(spec: RunSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the initial parameters and routers' biases."""
+    moe, held = spec.model.moe, {name: weight.detach().clone() for name, weight in weights.items()}
+    if moe is not None and moe.bias:
+        for layer in filter(moe.has_experts, range(spec.model.layers)):
+            bias = torch.zeros(moe.experts, device=held["embed.weight"].device)  # kept in fp32 by all
+            held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
+    return held
+
+
+def _zero_moments(spec: RunSpec, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Moments before the first step, by kind and name."""
+    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in spec.train.moments}
+    for name, parameter in parameters.items():
+        for kind in spec.train.moments_of(name, parameter.ndim):
+            moments[kind][name] = torch.zeros_like(parameter)
+    return moments
+
+
+def _statistics(spec: RunSpec, routings: Mapping[int, Routing]) -> dict[str, Tensor]:
+    """Statistics of each layer's router, by name."""
+    moe, found = spec.model.moe, dict[str, Tensor]()
+    for layer, routing in routings.items():
+        assert moe is not None
+        for name, value in router_statistics(moe, routing).items():
+            found[f"blocks.{layer} {name}"] = value
+    return found
 
 
 def loss_and_objective(
