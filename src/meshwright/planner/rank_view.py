@@ -146,6 +146,8 @@ ALL_TRAINED = BlockTraining()
 
 def training_of(spec: RunSpec, layer: int) -> BlockTraining:
     """The parameters of a block that are trained."""
+    if not spec.train.frozen:
+        return ALL_TRAINED
     listed, first = run_parameters(spec)[f"blocks.{layer}"], first_trained(spec)
     names = frozenset(p.name.split(".", 2)[2] for p in listed if p.trainable)
     return BlockTraining(first <= layer, None if len(names) == len(listed) else names)

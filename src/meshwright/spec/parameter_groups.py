@@ -11,8 +11,10 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
 from meshwright.spec.mup import rate_factor, widths_are_known
 from meshwright.spec.parameters import Parameter, parameters
@@ -35,7 +37,13 @@ def run_parameters(spec: Sections) -> Mapping[str, tuple[Parameter, ...]]:
 
 def frozen_names(spec: Sections) -> frozenset[str]:
     """Names of the parameters that a run does not train."""
-    return frozenset(p.name for unit in run_parameters(spec).values() for p in unit if not p.trainable)
+    return _frozen_names(spec.model, spec.train.frozen) if spec.train.frozen else frozenset()
+
+
+@lru_cache(maxsize=8)
+def _frozen_names(model: Architecture, frozen: tuple[str, ...]) -> frozenset[str]:
+    every = parameters(model, frozen).values()
+    return frozenset(p.name for unit in every for p in unit if not p.trainable)
 
 
 def group_of(spec: Sections, name: str, dims: int) -> Group:

@@ -10,6 +10,8 @@ from meshwright.spec.stages import first_trained
 
 def trained_share(spec: Sections, layer: int) -> float:
     """The share of a block's matrices, by the elements that a token is multiplied by, that is trained."""
+    if not spec.train.frozen:
+        return 1.0
     matrices = [p for p in run_parameters(spec)[f"blocks.{layer}"] if len(p.shape) > 1]
     trained = sum(active_size(spec.model, p) for p in matrices if p.trainable)
     return trained / sum(active_size(spec.model, p) for p in matrices)
