@@ -106,5 +106,5 @@ def test_flops_of_frozen_parameters_are_those_of_the_forward() -> None:
     assert flops_per_token(plain) == model.flops_per_token(length)
     assert flops_per_token(head) == model.forward_flops(length) + 2 * model.head_flops
     matrices = spec_of({"frozen": ["blocks.*.attn.?.weight", "blocks.*.mlp.*", "head.weight"]})
-    weights = sum(map(model.block_weight_flops, range(model.layers))) + model.head_flops
+    weights = sum(map(model.block_weight_flops, model.layer_kinds)) + model.head_flops
     assert flops_per_token(matrices) == model.flops_per_token(length) - weights

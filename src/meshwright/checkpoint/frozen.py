@@ -96,7 +96,8 @@ class FrozenTensors:
                 manifest = parse_manifest(path, read_manifest_text(path, self._writer.disk))
             except BadCheckpointError:
                 return {path.name for path in directory.glob(f"{FROZEN}*")}
-            used |= {manifest.frozen} - {None}
+            if manifest.frozen is not None:
+                used.add(manifest.frozen)
         return used
 
 
