@@ -38,7 +38,7 @@ class Model:
             lambda kind, fields: self.told.append((kind, fields["island"])),
         )  # fmt: skip
 
-    def agreed(self) -> list[Tensor]:
+    def agreed_tensors(self) -> list[Tensor]:
         return [self.anchor]
 
     def take_anchors(self, step: int) -> None:

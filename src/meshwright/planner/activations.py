@@ -134,7 +134,7 @@ class Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
-        self.kinds = {kind: layer for layer, kind in enumerate(model.layer_kinds)}
+        self.kinds = model.last_layers
         """Kind -> the last such block: blocks of one kind are alike."""
 
     def channels(self, layer: int) -> int:
@@ -157,7 +157,9 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
     of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
     kinds = model.layer_kinds
-    whole = [of_kind[kind] * training_of(spec, layer).feed_forward for layer, kind in enumerate(kinds)]
+    whole = [of_kind[kind] for kind in kinds]
+    if spec.train.frozen:
+        whole = [bytes * training_of(spec, layer).feed_forward for layer, bytes in enumerate(whole)]
     moved = _moved(s)
     length = spec.data.seq_len
     windows = {kind.window for kind in s.kinds}

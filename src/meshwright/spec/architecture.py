@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -125,7 +126,17 @@ class Architecture(FrozenModel):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of its layers: those without experts first, then in order of appearance."""
-        return tuple(sorted(dict.fromkeys(self.layer_kinds), key=lambda kind: kind.has_experts))
+        return tuple(sorted(self.last_layers, key=lambda kind: kind.has_experts))
+
+    @property
+    def last_layers(self) -> Mapping[LayerKind, int]:
+        """The number of the last layer of each kind, in order of each kind's first layer."""
+        return _last_layers(self)
+
+
+@lru_cache(maxsize=64)
+def _last_layers(model: Architecture) -> Mapping[LayerKind, int]:
+    return {kind: layer for layer, kind in enumerate(model.layer_kinds)}
 
 
 @lru_cache(maxsize=64)

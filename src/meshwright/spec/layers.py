@@ -82,6 +82,10 @@ class LayerKind:
     """None where positions are learned."""
     mlp: Literal["dense", "experts"]
 
+    def __hash__(self) -> int:
+        """A hash of some fields: the planner looks up kinds by the million; few differ in `rope` alone."""
+        return hash((self.window, self.mlp))
+
     @property
     def has_experts(self) -> bool:
         """True if the layer's feed-forward network is a mixture of experts."""
