@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
+from meshwright.checkpoint.manifest import Manifest, ManifestPart, PartFile, join, report
 from meshwright.checkpoint.save_plan import cut_rows, global_indices, rectangles
 from meshwright.checkpoint.writer import PARTS
 from meshwright.spec.records import read
@@ -109,10 +109,10 @@ class Faked:
                         start += size
         return found
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> ManifestPart:
         """The part that lists the ranks from `number` times `part_ranks` on."""
         first = number * self.part_ranks
-        return Part.of((self.rows(rank) for rank in range(first, first + self.part_ranks)), first)
+        return ManifestPart.of((self.rows(rank) for rank in range(first, first + self.part_ranks)), first)
 
     def reports(self) -> list[dict[str, Any]]:
         """Messages of all parts, for rank 0."""
@@ -152,7 +152,7 @@ def measured(world: Faked) -> dict[str, Any]:
     """One row of figures."""
     own, rows = seconds(lambda: world.rows(0))
     lines = [json.dumps(world.rows(rank)) for rank in range(world.part_ranks)]
-    listed, part = seconds(lambda: Part.of(map(json.loads, lines), 0))
+    listed, part = seconds(lambda: ManifestPart.of(map(json.loads, lines), 0))
     text_seconds, text = seconds(part.render)
     part_seconds, _ = seconds(lambda: report(part, PartFile("part-00000.json", 1, DIGEST)))
     reports = world.reports()
@@ -161,7 +161,7 @@ def measured(world: Faked) -> dict[str, Any]:
     joined, root = seconds(lambda: world.root(found))
     sealed, content = seconds(root.render)
     opened, _ = seconds(lambda: Manifest.parse(content))
-    checked, _ = seconds(lambda: read(Part, json.loads(text)).check(root.tensors))
+    checked, _ = seconds(lambda: read(ManifestPart, json.loads(text)).check(root.tensors))
     return {
         "ranks": world.ranks,
         "pieces": len(rows) * world.ranks,

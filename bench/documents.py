@@ -26,8 +26,8 @@ from meshwright.data.manifest import (
     MANIFEST,
     VERSION,
     FileEntry,
-    Manifest,
     ShardEntry,
+    TokenManifest,
     documents_file,
     tokens_file,
 )
@@ -64,7 +64,7 @@ def make(folder: Path, documents: int) -> None:
     hashes = {name: _hashed(folder / name) for name in different}
     hashes |= {tokens_file(number): hashes[tokens_file(0)] for number in range(shards)}
     hashes |= {documents_file(number): hashes[documents_file(number % TABLES)] for number in range(shards)}
-    manifest = Manifest(
+    manifest = TokenManifest(
         version=VERSION,
         dtype="uint16",
         vocab_size=tokenizer.vocab_size,

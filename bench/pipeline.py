@@ -52,7 +52,7 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.stage import DecoderStage
-from meshwright.schedule import Link, StageCost, make, simulate
+from meshwright.schedule import StageCost, StageLink, make, simulate
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.stages import stages
 from meshwright.train.matmul_peak import matmul_flops_per_second
@@ -234,9 +234,9 @@ def measure_step(options: argparse.Namespace) -> None:
 # A slow link ----------------------------------------------------------------------------------------
 
 
-def slow_link(delay: float, source: int, target: int) -> Link:
+def slow_link(delay: float, source: int, target: int) -> StageLink:
     """Ranks 0 and 1 are one node, 2 and 3 another."""
-    return Link(latency=delay if {source, target} == {1, 2} else 0.0)
+    return StageLink(latency=delay if {source, target} == {1, 2} else 0.0)
 
 
 def delay_row(name: str, delay: float, measured: float) -> str:

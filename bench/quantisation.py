@@ -20,7 +20,7 @@ from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.exchange.hf import load_hf
 from meshwright.infer import generate
-from meshwright.infer.quantisation_table import HeldOut
+from meshwright.infer.quantisation_table import HeldOutBatches
 from meshwright.spec import load
 from meshwright.spec.quantisation import RECIPES
 
@@ -62,7 +62,7 @@ def main() -> None:
     for row in found["sensitivity"]:
         print(f"| {row['layer']} | {row['change_percent']:+.3f}% |")
     spec = load(options.run)
-    held_out = HeldOut.read(open_corpus(spec), spec, None).batches[0].tokens
+    held_out = HeldOutBatches.read(open_corpus(spec), spec, None).batches[0].tokens
     prompts = held_out[: options.prompts, :PROMPT]
     print("\n| recipe | tokens | the same in transformers |\n| --- | --- | --- |")
     with TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ import argparse
 import time
 from itertools import pairwise
 
-from meshwright.schedule import NAMES, Link, StageCost, check, make, simulate
+from meshwright.schedule import NAMES, StageCost, StageLink, check, make, simulate
 
 # (model, p, m): milliseconds of F, I (there named B), W, and of a message between neighbours; then the
 # published bubble rates of 1F1B, interleaved, ZB-H1 and ZB-H2. The figures were not set beside the paper's
@@ -48,7 +48,7 @@ def simulated(model: str, ranks: int, microbatches: int) -> list[float]:
     for name in COMPARED:
         virtual = INTERLEAVED[model] if name == "interleaved" else 1
         cost = StageCost(f / virtual, i / virtual, w / virtual)
-        timed = simulate(make(name, ranks, virtual, microbatches), cost, Link(latency=message))
+        timed = simulate(make(name, ranks, virtual, microbatches), cost, StageLink(latency=message))
         rates.append(timed.bubble_without_sync)
     return rates
 
@@ -87,7 +87,7 @@ def print_seconds(ranks: int = 64, microbatches: int = 512) -> None:
         clock.append(time.perf_counter())
         check(schedule)
         clock.append(time.perf_counter())
-        simulate(schedule, StageCost(1e-2, 1e-2, 1e-2, output=1e6), Link(1e-5, 1e10))
+        simulate(schedule, StageCost(1e-2, 1e-2, 1e-2, output=1e6), StageLink(1e-5, 1e10))
         clock.append(time.perf_counter())
         taken = " | ".join(f"{b - a:.2f}" for a, b in pairwise(clock))
         print(f"| {name} | {sum(map(len, schedule.actions))} | {taken} |")

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.pipeline_parallel import Pipeline
-from meshwright.schedule import Action, Kind, Link, Schedule, StageCost, make
+from meshwright.schedule import Action, Kind, Schedule, StageCost, StageLink, make
 
-Links = Callable[[int, int], Link]
+Links = Callable[[int, int], StageLink]
 """A function of (from rank, to rank), as `simulate` takes it; only the latencies count here."""
 
 
-def no_delay(_source: int, _target: int) -> Link:
+def no_delay(_source: int, _target: int) -> StageLink:
     """Links that take no time."""
-    return Link()
+    return StageLink()
 
 
 class _Waits(torch.autograd.Function):

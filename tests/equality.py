@@ -14,7 +14,7 @@ from meshwright.data.loader import Batch
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import run_parameters
-from meshwright.train.step import Step, Sums, Trainer
+from meshwright.train.step import StepResult, Sums, Trainer
 from meshwright.verify import verify as subject
 from meshwright.verify.sweep import KnownReferences
 from ranks import Ranks
@@ -88,7 +88,7 @@ def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:
             self.mesh.wire.clear()
             return super().gradients(batch)
 
-        def apply(self, sums: Sums, number: int) -> Step:
+        def apply(self, sums: Sums, number: int) -> StepResult:
             done = super().apply(sums, number)
             moved = dict(self.mesh.wire.bytes)
             moved.pop(("world", "send"), None)  # gradients, gathered for the comparison

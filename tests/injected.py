@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.chaos.faults import Fault, Plan
+from meshwright.chaos.faults import Fault, FaultPlan
 from meshwright.chaos.inject import Injection
 from meshwright.comm.heartbeat import Heartbeat
 from meshwright.rank.env import Supervision, Worker
@@ -16,7 +16,7 @@ STEP = ("data", "forward", "forward", "backward", "reduce", "optimiser")
 class Rank:
     """A rank that goes through phases and trains nothing."""
 
-    plan: Plan
+    plan: FaultPlan
     rank: int = 0
     generation: int = 0
     done: int = 0
@@ -41,7 +41,7 @@ class Rank:
         self.heartbeat.phase("end", self.done)
 
 
-def arm(plan: Plan) -> None:
+def arm(plan: FaultPlan) -> None:
     for number in range(len(plan.hits.faults)):
         plan.hits.write(number, armed=1)
 

@@ -13,7 +13,7 @@ import pytest
 from meshwright import api
 from meshwright.api import chaos_runs
 from meshwright.chaos.chaos import Chaos
-from meshwright.chaos.faults import Fault, Plan
+from meshwright.chaos.faults import Fault, FaultPlan
 from meshwright.chaos.verdict import ORACLES, report
 from meshwright.cli.chaos import chaos as chaos_verb
 from meshwright.cli.main import main
@@ -162,7 +162,7 @@ def verdict_on(
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": 1.0}) + "\n" for s in steps))
     twin = {"wall_seconds": 1.0, "step_seconds": 0.1, "parameters_sha256": "p", "samples_sha256": "s"}
     digests = {"parameters_sha256": "p", "samples_sha256": "s"}
-    with Plan(faults) as plan:
+    with FaultPlan(faults) as plan:
         chaos = Chaos(plan, [], tmp_path / "chaos.jsonl", run, run / "checkpoints")
         for number in range(len(faults)):
             at = int((chaos.began + 1 + number) * 1e9)

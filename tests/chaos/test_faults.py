@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from injected import STEP, ActedError, Rank, arm, raising
 from meshwright.chaos import inject
 from meshwright.chaos.chaos import Course
-from meshwright.chaos.faults import DEFAULT_KINDS, KINDS, Fault, Plan, read_log, schedule
+from meshwright.chaos.faults import DEFAULT_KINDS, KINDS, Fault, FaultPlan, read_log, schedule
 from meshwright.spec import UserError
 
 
@@ -40,7 +40,7 @@ def test_a_schedule_has_the_mean_and_all_kinds_ranks_and_phases() -> None:
     assert found != schedule(2, 4000, 30.0, DEFAULT_KINDS, 4)
 
 
-def run_of_two(plan: Plan, steps: int, every: int, arm_next: Callable[[int], None]) -> list[Course]:
+def run_of_two(plan: FaultPlan, steps: int, every: int, arm_next: Callable[[int], None]) -> list[Course]:
     """Play a run of two ranks in turns, which start again from the last checkpoint after each kill."""
     generation = saved = 0
     while True:
@@ -73,11 +73,11 @@ def test_a_replay_hits_the_same_generations_steps_and_phases(seed: int, every: i
             plan.hits.write(number, armed=1)
 
     with patch.dict(inject._ACTS, kill=raising):
-        with Plan(drawn) as plan:
+        with FaultPlan(drawn) as plan:
             first = [course.placed for course in run_of_two(plan, 120, every, arm_next)]
         hit = [fault for fault in first if fault.step]
         assert len(hit) > 6
-        with Plan(hit) as plan:
+        with FaultPlan(hit) as plan:
             arm(plan)
             again = run_of_two(plan, 120, every, lambda _: None)
     assert [course.placed for course in again] == hit

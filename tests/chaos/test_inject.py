@@ -19,17 +19,17 @@ import torch
 from injected import STEP, ActedError, Rank, arm, raising
 from meshwright.chaos import inject
 from meshwright.chaos.chaos import damage
-from meshwright.chaos.faults import Fault, Plan
+from meshwright.chaos.faults import Fault, FaultPlan
 from meshwright.chaos.inject import Injection
 from meshwright.rank.env import Supervision
 
 
 @pytest.fixture
-def plan_of() -> Iterator[Callable[..., Plan]]:
-    plans: list[Plan] = []
+def plan_of() -> Iterator[Callable[..., FaultPlan]]:
+    plans: list[FaultPlan] = []
 
-    def made(*faults: Fault) -> Plan:
-        plans.append(Plan(faults))
+    def made(*faults: Fault) -> FaultPlan:
+        plans.append(FaultPlan(faults))
         return plans[-1]
 
     yield made
@@ -42,7 +42,7 @@ def plan_of() -> Iterator[Callable[..., Plan]]:
 
 @pytest.mark.parametrize("phase", sorted({*STEP, "end"}))
 def test_a_fault_hits_once_at_its_step_and_phase_of_its_rank(
-    plan_of: Callable[..., Plan], phase: str
+    plan_of: Callable[..., FaultPlan], phase: str
 ) -> None:
     fault = Fault("slow", 1, phase, step=2 if phase != "end" else 4, seconds=0.0)
     plan = plan_of(fault)
@@ -64,7 +64,7 @@ def test_a_fault_hits_once_at_its_step_and_phase_of_its_rank(
 
 
 def test_nothing_hits_that_is_not_armed_and_nothing_before_the_fault_ahead_of_it(
-    plan_of: Callable[..., Plan],
+    plan_of: Callable[..., FaultPlan],
 ) -> None:
     plan = plan_of(Fault("slow", 0, "reduce"), Fault("slow", 0, "data"))
     rank = Rank(plan)
@@ -77,7 +77,7 @@ def test_nothing_hits_that_is_not_armed_and_nothing_before_the_fault_ahead_of_it
     assert [plan.hits[number].step for number in (0, 1)] == [2, 3]
 
 
-def test_a_fault_that_has_hit_does_not_hit_the_next_generation(plan_of: Callable[..., Plan]) -> None:
+def test_a_fault_that_has_hit_does_not_hit_the_next_generation(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("kill", 0, "forward", step=1))
     arm(plan)
     with patch.dict(inject._ACTS, kill=raising):
@@ -96,7 +96,7 @@ def test_without_faults_a_rank_is_given_no_injection(monkeypatch: pytest.MonkeyP
     assert _injection(Supervision(0, 0.0, 3)) is None
 
 
-def test_progress_after_a_fault_is_noted(plan_of: Callable[..., Plan]) -> None:
+def test_progress_after_a_fault_is_noted(plan_of: Callable[..., FaultPlan]) -> None:
     """A rank dies in the fourth step, the ranks go on from step 1, and are back once the fourth is done."""
     plan = plan_of(Fault("kill", 0, "backward", step=3))
     arm(plan)
@@ -113,7 +113,7 @@ def test_progress_after_a_fault_is_noted(plan_of: Callable[..., Plan]) -> None:
     assert plan.hits[0].back > plan.hits[0].resumed
 
 
-def test_ranks_that_start_again_after_the_last_step_are_back(plan_of: Callable[..., Plan]) -> None:
+def test_ranks_that_start_again_after_the_last_step_are_back(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("kill", 0, "data", step=1))
     arm(plan)
     with patch.dict(inject._ACTS, kill=raising), pytest.raises(ActedError):
@@ -122,7 +122,7 @@ def test_ranks_that_start_again_after_the_last_step_are_back(plan_of: Callable[.
     assert plan.hits[0].resumed_step == 5 and plan.hits[0].back
 
 
-def test_ranks_are_back_at_the_end_though_no_step_is_left(plan_of: Callable[..., Plan]) -> None:
+def test_ranks_are_back_at_the_end_though_no_step_is_left(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("kill", 0, "data", step=1))
     arm(plan)
     with patch.dict(inject._ACTS, kill=raising), pytest.raises(ActedError):
@@ -132,7 +132,7 @@ def test_ranks_are_back_at_the_end_though_no_step_is_left(plan_of: Callable[...,
     assert plan.hits[0].back
 
 
-def test_a_slow_rank_is_over_when_its_steps_are(plan_of: Callable[..., Plan]) -> None:
+def test_a_slow_rank_is_over_when_its_steps_are(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("slow", 0, "data", step=1, seconds=0.01, steps=2))
     arm(plan)
     rank, slept = Rank(plan), []
@@ -145,7 +145,7 @@ def test_a_slow_rank_is_over_when_its_steps_are(plan_of: Callable[..., Plan]) ->
     assert plan.hits[0].back
 
 
-def test_saves_are_measured(plan_of: Callable[..., Plan]) -> None:
+def test_saves_are_measured(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("kill", 0))
     rank = Rank(plan)
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_saves_are_measured(plan_of: Callable[..., Plan]) -> None:
 # Acts -------------------------------------------------------------------------------------------------
 
 
-def ending(plan: Plan) -> int:
+def ending(plan: FaultPlan) -> int:
     """Wait status of a process that runs as rank 0 under a plan, and is killed if that does not end it."""
     pid = os.fork()
     if pid == 0:
@@ -178,7 +178,7 @@ def ending(plan: Plan) -> int:
     return status
 
 
-def test_kinds_that_end_or_stop_a_process(plan_of: Callable[..., Plan]) -> None:
+def test_kinds_that_end_or_stop_a_process(plan_of: Callable[..., FaultPlan]) -> None:
     for kind, seconds in (("kill", 0.0), ("kill-anytime", 0.05), ("flip-checkpoint", 0.0)):
         plan = plan_of(Fault(kind, 0, "reduce", step=2, seconds=seconds))
         arm(plan)
@@ -190,7 +190,7 @@ def test_kinds_that_end_or_stop_a_process(plan_of: Callable[..., Plan]) -> None:
     assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
 
 
-def test_a_stuck_rank_goes_no_further(plan_of: Callable[..., Plan]) -> None:
+def test_a_stuck_rank_goes_no_further(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("stuck", 0, "data", step=1))
     arm(plan)
     rank = Rank(plan)
@@ -201,7 +201,9 @@ def test_a_stuck_rank_goes_no_further(plan_of: Callable[..., Plan]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("error", RuntimeError), ("out-of-memory", MemoryError)])
-def test_an_error_is_raised_once(plan_of: Callable[..., Plan], kind: str, error: type[Exception]) -> None:
+def test_an_error_is_raised_once(
+    plan_of: Callable[..., FaultPlan], kind: str, error: type[Exception]
+) -> None:
     plan = plan_of(Fault(kind, 0, "forward", step=1))
     arm(plan)
     rank = Rank(plan)
@@ -211,7 +213,7 @@ def test_an_error_is_raised_once(plan_of: Callable[..., Plan], kind: str, error:
     rank.steps(3)
 
 
-def test_the_clock_jumps(plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_jumps(plan_of: Callable[..., FaultPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", time.time)  # undone after the test
     plan = plan_of(Fault("clock-jump", 0, "data", step=1, seconds=-3600.0))
     arm(plan)
@@ -222,7 +224,7 @@ def test_the_clock_jumps(plan_of: Callable[..., Plan], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("kind", "code"), [("io-error", errno.EIO), ("disk-full", errno.ENOSPC)])
 def test_the_next_write_of_a_save_fails_once(
-    plan_of: Callable[..., Plan], tmp_path: Path, kind: str, code: int
+    plan_of: Callable[..., FaultPlan], tmp_path: Path, kind: str, code: int
 ) -> None:
     plan = plan_of(Fault(kind, 0, "backward", step=1))
     arm(plan)
@@ -240,7 +242,7 @@ def test_the_next_write_of_a_save_fails_once(
     assert plan.hits[0].back
 
 
-def test_an_activation_becomes_nan_once(plan_of: Callable[..., Plan]) -> None:
+def test_an_activation_becomes_nan_once(plan_of: Callable[..., FaultPlan]) -> None:
     plan = plan_of(Fault("nan", 0, "forward", step=1, number=10))  # the third output, its element 10 % 3
     arm(plan)
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
@@ -255,7 +257,7 @@ def test_an_activation_becomes_nan_once(plan_of: Callable[..., Plan]) -> None:
     assert model(torch.ones(3)).isfinite().all()
 
 
-def test_one_bit_of_one_parameter_flips(plan_of: Callable[..., Plan]) -> None:
+def test_one_bit_of_one_parameter_flips(plan_of: Callable[..., FaultPlan]) -> None:
     tensors = {"a": torch.ones(4), "b": torch.ones(2, 3)}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     held = [
@@ -313,7 +315,9 @@ def test_the_newest_checkpoint_is_damaged_if_another_is_good(tmp_path: Path, kin
     assert damage(fault, tmp_path, {target}) == "step-00000030"
 
 
-def test_after_damage_a_rank_drops_its_snapshots_once(plan_of: Callable[..., Plan], tmp_path: Path) -> None:
+def test_after_damage_a_rank_drops_its_snapshots_once(
+    plan_of: Callable[..., FaultPlan], tmp_path: Path
+) -> None:
     plan = plan_of(Fault("flip-checkpoint", 0, "data", step=1))
     arm(plan)
     file = (tmp_path / "slot").open("w+b", buffering=0)

@@ -19,7 +19,7 @@ from checkpoint_scale import Faked
 from faults import same, tensors, zeros_like
 from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.disk import Disk
-from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
+from meshwright.checkpoint.manifest import Manifest, ManifestPart, PartFile, join, report
 from meshwright.checkpoint.replicas import deal
 from meshwright.comm.mesh import Mesh, TrafficCounter
 from meshwright.spec import Layout
@@ -189,7 +189,7 @@ def test_stages_that_disagree_about_a_tensor_are_refused(ranks: Ranks, tmp_path:
 def test_a_hole_is_seen_before_anything_is_published() -> None:
     rows = [["x", [0, 0], [2, 3], 0, 24, "0" * 64], ["x", [2, 0], [1, 3], 24, 12, "0" * 64]]
     told = [
-        report(Part.of([[row]], rank), PartFile(f"part-{rank:05d}.json", 1, "0" * 64))
+        report(ManifestPart.of([[row]], rank), PartFile(f"part-{rank:05d}.json", 1, "0" * 64))
         for rank, row in enumerate(rows)
     ]
     root = Manifest(1, "", 2, 1, {}, *join({"x": ("float32", (3, 3))}, told))

@@ -22,7 +22,7 @@ from meshwright.checkpoint import BadCheckpointError, CheckpointError, Checkpoin
 from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.inspect import verify_checkpoint
-from meshwright.checkpoint.manifest import Part, PartFile
+from meshwright.checkpoint.manifest import ManifestPart, PartFile
 from meshwright.checkpoint.save_plan import local_chunks
 from meshwright.comm.control import Connections, Control, new_scope
 from meshwright.comm.mesh import Mesh
@@ -229,18 +229,18 @@ def what_changes_on_its_way_is_not_published(control: Control, directory: Path) 
     tensors = placed(full_tensors(), init_device_mesh("cpu", (4,)), (Shard(0),))
     store = CheckpointStore(directory, 3, control)
     store.save(1, tensors, {"step": 1})
-    kept, reported = Part.of, writer_module.report
+    kept, reported = ManifestPart.of, writer_module.report
 
-    def other_row(gathered: list[list[list[object]]], first: int) -> Part:
+    def other_row(gathered: list[list[list[object]]], first: int) -> ManifestPart:
         if gathered:
             gathered[2][0][-1] = "0" * 64
         return kept(gathered, first)
 
-    def other_digest(part: Part, file: PartFile) -> dict[str, object]:
+    def other_digest(part: ManifestPart, file: PartFile) -> dict[str, object]:
         return reported(part, file._replace(sha256="0" * 64))
 
     for patched in (
-        patch.object(Part, "of", other_row),
+        patch.object(ManifestPart, "of", other_row),
         patch.object(writer_module, "report", other_digest),
     ):
         with patched, pytest.raises(SaveError, match=r"part-00000\.json .* does not list what rank"):

@@ -12,7 +12,7 @@ import pytest
 from meshwright import api
 from meshwright.cli import output as show
 from meshwright.cli.main import main
-from meshwright.hardware.cluster import Collective, Matmul, Measured
+from meshwright.hardware.cluster import Collective, Matmul, ProfiledTimes
 from meshwright.hardware.find import cluster
 from meshwright.hardware.hardware_file import write
 from meshwright.rank import auto_layout as choose
@@ -82,7 +82,7 @@ def test_what_goodput_prints(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_profile_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-    measured = Measured(
+    measured = ProfiledTimes(
         matmul=(Matmul("fp32", 8192, 8192, 28672, 123.4),),
         collectives=tuple(Collective(name, 1024, "host", 2**33, 12.345) for name in operations),
         collective_compute=dict.fromkeys(operations, 0.555),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import document_index, packing
-from meshwright.data.document_index import DocumentIndex, Rows, TokenSource, index_in_memory
+from meshwright.data.document_index import DocumentIndex, Documents, TokenSource, index_in_memory
 from meshwright.data.packing import IGNORE, Samples, Windows
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import TokenShards
@@ -34,8 +34,8 @@ class Memory:
     def take(self, place: np.ndarray) -> np.ndarray:
         return self.stream[place]
 
-    def rows(self, first: int, last: int) -> Rows:
-        return Rows(self.starts[first : last + 1], self.bytes[first:last], self.hashes[first:last])
+    def rows(self, first: int, last: int) -> Documents:
+        return Documents(self.starts[first : last + 1], self.bytes[first:last], self.hashes[first:last])
 
     def index(self, val_fraction: float, window: int) -> DocumentIndex:
         return index_in_memory(self, val_fraction, window)

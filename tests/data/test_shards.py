@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.data import shard_writer
-from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, Manifest
+from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, TokenManifest
 from meshwright.data.publish import sha256_file
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import TokenShards
@@ -117,7 +117,7 @@ def forge(folder: Path, **changes: object) -> None:
     """Rewrite the manifest with its own hash right: what only a hand, not an accident, can do."""
     fields = json.loads((folder / MANIFEST).read_bytes())
     fields.pop("sha256")
-    manifest = Manifest.model_validate({**fields, **changes})
+    manifest = TokenManifest.model_validate({**fields, **changes})
     (folder / MANIFEST).write_bytes(manifest.render())
 
 

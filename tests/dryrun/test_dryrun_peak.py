@@ -29,7 +29,7 @@ from meshwright.planner.memory.generic import Memory
 from meshwright.planner.memory.in_flight import host_activations
 from meshwright.spec import RunSpec, load
 from meshwright.spec.tiling import Tiling, tiled
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 
 CPU = torch.device("cpu")
 LARGER = {"layout__pp": 1, "model__hidden": 128, "model__ffn": 384}
@@ -55,7 +55,9 @@ class SecondStep(Trainer):
         assert isinstance(observer, dryrun._BufferAccount)
         self._memory: FakeMemory = observer._memory
 
-    def step(self, batch: Batch, number: int, following: Batch | None = None, *_: Any, **__: Any) -> Step:
+    def step(
+        self, batch: Batch, number: int, following: Batch | None = None, *_: Any, **__: Any
+    ) -> StepResult:
         super().step(batch, number, following)
         self._memory.restart()
         return super().step(following or batch, number + 1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES, DATA, cluster_of_gpu, read_catalogue
-from meshwright.hardware.cluster import Attention, Cluster, Collective, Level, Link, Matmul, Measured
+from meshwright.hardware.cluster import AttentionTime, Cluster, Collective, Level, Link, Matmul, ProfiledTimes
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.hardware.hardware_file import from_json, to_json, write
 from meshwright.hardware.network import with_network
@@ -97,9 +97,9 @@ def test_a_network_is_changed() -> None:
     assert four.level_of((0, 4)).link.bandwidth == 100e9 and four.levels[0].devices == 4
 
 
-MEASURED = Measured(
+MEASURED = ProfiledTimes(
     matmul=(Matmul("bf16", 8, 8, 8, 1e-6),),
-    attention=(Attention("bf16", 1, 8, 2, 64, 128, 1e-4, 3e-4),),
+    attention=(AttentionTime("bf16", 1, 8, 2, 64, 128, 1e-4, 3e-4),),
     collectives=(Collective("all_reduce", 2, "host", 1024, 1e-4),),
     overlap_compute=1.5,
     taken={"date": "2026-11-22"},

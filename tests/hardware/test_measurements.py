@@ -8,7 +8,7 @@ from math import inf, log
 
 import pytest
 
-from meshwright.hardware.cluster import Attention, Collective, Matmul, Measured
+from meshwright.hardware.cluster import AttentionTime, Collective, Matmul, ProfiledTimes
 from meshwright.hardware.measurements import attention_seconds, collective_seconds, matmul_seconds
 
 
@@ -26,9 +26,9 @@ def attends(b: int, h: int, kv: int, d: int, t: int) -> tuple[float, float]:
 SIDES = (64, 256, 1024, 4096)
 SHAPES = [(b, h, kv, d, t) for b, t in ((1, 128), (8, 128), (1, 512), (4, 512), (1, 1024), (1, 2048))
           for h, kv, d in ((4, 4, 32), (8, 8, 64), (8, 2, 64), (8, 8, 128))]  # fmt: skip
-MEASURED = Measured(
+MEASURED = ProfiledTimes(
     matmul=tuple(Matmul("fp32", *each, machine(*each)) for each in product(SIDES, repeat=3)),
-    attention=tuple(Attention("fp32", *each, *attends(*each)) for each in SHAPES),
+    attention=tuple(AttentionTime("fp32", *each, *attends(*each)) for each in SHAPES),
     collectives=tuple(
         Collective(
             "all_reduce", ranks, "host", size, 20e-6 * (ranks - 1) + 2 * size * (ranks - 1) / ranks / 2e9

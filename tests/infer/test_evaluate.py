@@ -20,7 +20,7 @@ from meshwright.data.corpus import open_sources
 from meshwright.data.loader import SplitReader
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.infer.forward import no_token_dropped
-from meshwright.infer.scores import Row, Score, scores
+from meshwright.infer.scores import Score, ScoredText, scores
 from meshwright.infer.sharded import ShardedDecoder, spec_to_evaluate
 from meshwright.runs.record import read_metrics
 from meshwright.spec import RunSpec, UserError, load
@@ -46,10 +46,10 @@ QUICK = {
 FAMILIES = ("llama", "gpt2", "mistral window", "qwen3_moe", "deepseek_v3")
 
 
-def rows() -> list[Row]:
+def rows() -> list[ScoredText]:
     """Texts of unlike lengths, of which the last tokens are predicted."""
     ids = [byte_tokenizer().encode(text) for text in TEXTS]
-    return [Row([256, *tokens][:40], min(count, len(tokens))) for count, tokens in enumerate(ids, 1)]
+    return [ScoredText([256, *tokens][:40], min(count, len(tokens))) for count, tokens in enumerate(ids, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +160,13 @@ def test_a_greedy_continuation_is_told(families: Any, ranks: Ranks, corpus: RunS
         tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
     trained = load(run)
     spec = spec_to_evaluate(trained.model, trained.precision, [], corpus.data)
-    (found,) = ranks.run(spec.layout, score_of, spec, run, [Row(tokens, 3), Row([*tokens[:-1], 7], 3)])
+    (found,) = ranks.run(
+        spec.layout, score_of, spec, run, [ScoredText(tokens, 3), ScoredText([*tokens[:-1], 7], 3)]
+    )
     assert [bool(score.greedy) for score in found] == [True, False]
 
 
-def score_of(mesh: Mesh, spec: RunSpec, run: Path, given: list[Row]) -> list[Score]:
+def score_of(mesh: Mesh, spec: RunSpec, run: Path, given: list[ScoredText]) -> list[Score]:
     model = ShardedDecoder(spec, mesh)
     model.load(run, load(run))
     return scores(model, given)

@@ -16,7 +16,7 @@ import pytest
 from meshwright.launch import elastic
 from meshwright.launch import start as generation
 from meshwright.launch.elastic import ElasticJob, HostSupervisor
-from meshwright.launch.membership import LOST_S, Host, Membership, World
+from meshwright.launch.membership import LOST_S, Host, HostWorld, Membership
 from meshwright.launch.start import Job
 from meshwright.rank.env import LOOPBACK
 from meshwright.rank.failure import Outcome
@@ -63,7 +63,7 @@ def test_of_a_lost_host_and_the_connections_that_broke_with_it_the_host_is_told(
     echo = Outcome(1, "rank 0 of 2 failed with RuntimeError: Connection closed by peer")
     failed = replace(alone.host, state="failed", generation=0, steps=7, outcome=echo)
     other = replace(alone.host, name="b", state="running", generation=0, steps=7)
-    world = alone.members.world = World(0, ("a", "b"), 1, "127.0.0.1", 1)
+    world = alone.members.world = HostWorld(0, ("a", "b"), 1, "127.0.0.1", 1)
     alone.members.hosts = {"a": failed, "b": other}
     for now in (10.0, 12.5, 10.0 + LOST_S):
         alone._lead(world, 1, now)

@@ -11,7 +11,7 @@ import pytest
 from meshwright.comm.heartbeat import BYTES, Heartbeat
 from meshwright.launch import hang
 from meshwright.launch.hang import Hang, HangWatch
-from meshwright.launch.start import Job, Place, Start
+from meshwright.launch.start import HostPlace, Job, Start
 from meshwright.launch.supervisor import Restarts, Supervisor
 from meshwright.rank.processes import ProcessState
 from meshwright.rank.shared_memory import SharedMemory
@@ -295,7 +295,7 @@ def test_the_step_of_a_hang_is_that_of_its_sentence(host: Host, tmp_path: Path) 
     found = host.look_for(20)
     assert found is not None and "after 5 steps" in found.sentence and found.step == 5
     with SharedMemory(2) as memory:
-        made = Start(0, Job([], 2), Place("127.0.0.1", 1), memory, 0.0, tmp_path)
+        made = Start(0, Job([], 2), HostPlace("127.0.0.1", 1), memory, 0.0, tmp_path)
         made._hang = found
         Heartbeat(memory.beats[BYTES:]).phase("data", 8)
         events: list[dict[str, Any]] = []

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.digests import sum64
-from meshwright.checkpoint.slots import Head, Slot
-from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, Membership, World, decide
+from meshwright.checkpoint.slots import Slot, SlotHeader
+from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, HostWorld, Membership, decide
 from meshwright.rank.failure import Outcome
 from meshwright.rank.shared_memory import SharedMemory
 
 A, B, C = (Host(name, f"10.0.0.{number}", "eth0", 2) for number, name in enumerate("abc", start=1))
-WORLD = World(4, ("a", "b"), 2, "10.0.0.1", 99)
+WORLD = HostWorld(4, ("a", "b"), 2, "10.0.0.1", 99)
 CRASH, ECHO = (
     Outcome(137, "rank 2 of 4 was ended by SIGKILL"),
     Outcome(1, "RuntimeError: Connection reset by peer"),
@@ -89,14 +89,14 @@ def test_the_loss_of_a_host_explains_the_echo_of_it() -> None:
 
 def test_of_two_proposals_one_is_taken_by_all(tmp_path: Path) -> None:
     one, two = Membership(tmp_path, "a"), Membership(tmp_path, "b")
-    one.propose(World(0, ("a",), 2))
-    two.propose(World(0, ("b",), 2))
+    one.propose(HostWorld(0, ("a",), 2))
+    two.propose(HostWorld(0, ("b",), 2))
     for members in (one, two):
         members.look(0.0)
-        assert members.world == World(0, ("a",), 2)
-    two.propose(World(1, ("b",), 2))
+        assert members.world == HostWorld(0, ("a",), 2)
+    two.propose(HostWorld(1, ("b",), 2))
     one.look(0.0)
-    assert one.world == World(1, ("b",), 2)
+    assert one.world == HostWorld(1, ("b",), 2)
     assert one.missed == 1
     assert two.missed == 0
     late = Membership(tmp_path, "c")
@@ -129,7 +129,7 @@ def test_the_members_of_the_newest_generation_lead_before_those_that_wait(tmp_pa
     members = {host.name: Membership(tmp_path, host.name) for host in (A, B, C)}
     for host in (A, B, C):
         members[host.name].write(host)
-    members["c"].propose(World(0, ("c", "b"), 2))
+    members["c"].propose(HostWorld(0, ("c", "b"), 2))
     leads = {}
     for name, member in members.items():
         member.look(0.0)
@@ -143,7 +143,7 @@ def test_a_host_drops_its_snapshots_and_those_of_its_peer() -> None:
         assert len(slots) == 2 * 4
         for slot in slots:
             text = b"{}"
-            slot.close(Head(3, 0, len(text), 1, 1, 1, sum64(text)), text)
+            slot.close(SlotHeader(3, 0, len(text), 1, 1, 1, sum64(text)), text)
             assert slot.head().step == 3
         memory.drop_snapshots()
         assert all(slot.head().step < 0 for slot in slots)

@@ -8,7 +8,7 @@ import pytest
 
 import waiting
 from meshwright.comm.mesh import Mesh
-from meshwright.schedule import NAMES, Kind, Link, StageCost, check, make, simulate
+from meshwright.schedule import NAMES, Kind, StageCost, StageLink, check, make, simulate
 from meshwright.spec import Layout
 from ranks import Ranks
 
@@ -32,9 +32,9 @@ class VirtualClock:
     perf_counter = monotonic
 
 
-def link(_source: int, _target: int) -> Link:
+def link(_source: int, _target: int) -> StageLink:
     """With a latency, a stage begins no earlier than the time that a message brings along."""
-    return Link(latency=1e-9)
+    return StageLink(latency=1e-9)
 
 
 def run(mesh: Mesh, name: str) -> waiting.Waited:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.hardware.cluster import Attention, Measured
+from meshwright.hardware.cluster import AttentionTime, ProfiledTimes
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
@@ -147,10 +147,10 @@ def test_seconds_by_themselves_do_not_depend_on_compute(seconds: float) -> None:
     spec = spec_of(BASE, layout__cp=2, data__seq_len=128, layout__micro_batch=1)
     model = spec.model
     measured = tuple(
-        Attention("bf16", batch, model.heads, model.kv_heads, model.head_dim, length, seconds, seconds)
+        AttentionTime("bf16", batch, model.heads, model.kv_heads, model.head_dim, length, seconds, seconds)
         for batch, length in product((1, 2), (32, 64, 128))
     )
-    known = Measured(attention=measured, collective_compute={"shift": 0.0})
+    known = ProfiledTimes(attention=measured, collective_compute={"shift": 0.0})
     on = CostModel(replace(cluster("cpu", 2), measured=known))
     (ring,) = (load for load in communication(spec, on, step_time(spec, on)) if load.axis == "context")
     calls = layer_messages(layer_shape(spec, on_cpu=True), False)

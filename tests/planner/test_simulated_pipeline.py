@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.planner.activations import activations
 from meshwright.planner.simulated_pipeline import Machine, PipelineStep, message_bytes, step
-from meshwright.schedule import NAMES, Link, ScheduleError, StageCost, make, simulate
+from meshwright.schedule import NAMES, ScheduleError, StageCost, StageLink, make, simulate
 from meshwright.spec import RunSpec
 from meshwright.spec.load import from_tree
 from meshwright.spec.stages import stages
@@ -92,7 +92,7 @@ def test_given_durations_are_those_of_every_stage(name: str) -> None:
     timed = step(spec, Machine(latency=1e-3, bandwidth=1e9), StageCost(0.02, 0.03, 0.01)).simulation
     cost = StageCost(0.02, 0.03, 0.01, output=message_bytes(spec))
     made = make(name, 2, spec.layout.chunks, spec.microbatches)
-    assert timed.start == simulate(made, cost, Link(1e-3, 1e9)).start
+    assert timed.start == simulate(made, cost, StageLink(1e-3, 1e9)).start
 
 
 def test_a_message_is_the_residual_stream_of_a_device() -> None:

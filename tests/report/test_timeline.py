@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from meshwright.report.timeline import TICKS, write_timeline, write_trace
-from meshwright.schedule import Link, Simulation, StageCost, make, simulate
+from meshwright.schedule import Simulation, StageCost, StageLink, make, simulate
 from meshwright.spec import UserError
 from meshwright.units import seconds
 
@@ -23,7 +23,7 @@ COST = StageCost(0.011, 0.012, 0.007, activations=1e6, output=1e6)
 
 
 def step(name: str = "zb-v", virtual: int = 2, final: float = 0.02) -> Simulation:
-    return simulate(make(name, 4, virtual, 9), COST, Link(1e-4, 1e10), final)
+    return simulate(make(name, 4, virtual, 9), COST, StageLink(1e-4, 1e10), final)
 
 
 def page(simulated: Simulation, folder: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 import small
 from covering import covered
 from injected import arm
-from meshwright.chaos.faults import Fault, Plan
+from meshwright.chaos.faults import Fault, FaultPlan
 from meshwright.chaos.inject import Injection
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.comm.mesh import Mesh
@@ -34,7 +34,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.guard import guard
 from meshwright.train.loop import TrainingRun
 from meshwright.train.open_run import open_run
-from meshwright.train.step import Step
+from meshwright.train.step import StepResult
 from ranks import Ranks
 
 KINDS = ("nan-batch", "inf-batch")
@@ -129,7 +129,7 @@ def nothing(_run: TrainingRun, _mesh: Mesh) -> Iterator[None]:
 def spoiled(kind: str, run: TrainingRun, mesh: Mesh) -> Iterator[None]:
     """Spoil a batch of the last rank by the program that `chaos` does it with."""
     last = mesh.world.size - 1
-    with Plan([Fault(kind, last, "data", step=BAD, number=7)]) as plan:
+    with FaultPlan([Fault(kind, last, "data", step=BAD, number=7)]) as plan:
         arm(plan)
         Injection(
             Supervision(0, 0.0, -1, (), **plan.given),
@@ -146,13 +146,13 @@ def left_out(run: TrainingRun, mesh: Mesh) -> Iterator[None]:
     trainer, step = run.trainer, run.trainer.step
     elsewhere = run.spec.step_groups > 1 and mesh.replicate.rank < mesh.replicate.size - 1
 
-    def stepped(batch: Batch, number: int, *more: Any) -> Step:
+    def stepped(batch: Batch, number: int, *more: Any) -> StepResult:
         if number != BAD + 1 or elsewhere:
             return step(batch, number, *more)
         scale = trainer.loss_scale.value
         trainer.loss_scale.update(False)
         trainer.part(NoIslands).after_step(StepEnd(number, False, False, False, 0))
-        return Step(math.nan, math.nan, 0.0, False, False, 0, 0, scale)
+        return StepResult(math.nan, math.nan, 0.0, False, False, 0, 0, scale)
 
     with patch.object(trainer, "step", stepped), patch.object(guard, "locate", lambda *_: None):
         yield

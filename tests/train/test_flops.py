@@ -21,7 +21,7 @@ from meshwright.spec.architecture import Architecture
 from meshwright.spec.other_models import teacher_of
 from meshwright.train.metrics import Metrics
 from meshwright.train.parts import Sources
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from ranks import Ranks
 
 LENGTH = 32
@@ -60,7 +60,7 @@ def counted(spec: RunSpec) -> int:
     """FLOPs of the matrix products and attention of one rank's step."""
     found, step = [], Trainer.step
 
-    def stepped(trainer: Trainer, *arguments: Any, **more: Any) -> Step:
+    def stepped(trainer: Trainer, *arguments: Any, **more: Any) -> StepResult:
         with FlopCounterMode(display=False) as counter:
             result = step(trainer, *arguments, **more)
         found.append(counter.get_total_flops())

@@ -24,7 +24,7 @@ from meshwright.train.guard.guard import Guard
 from meshwright.train.guard.nonfinite import bad_state
 from meshwright.train.loop import TrainingRun
 from meshwright.train.open_run import open_run
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from ranks import Ranks
 from small import first_batches
 from training_runs import EXPERTS, Notes, spec_of, start
@@ -149,7 +149,7 @@ def with_bad_state(mesh: Mesh, spec: RunSpec, out: Path, moment: bool, resume: s
     run = open_run(spec, mesh, out, Observers([]))
     step = run.trainer.step
 
-    def spoil(*arguments: Any) -> Step:
+    def spoil(*arguments: Any) -> StepResult:
         result = step(*arguments)
         if run.done + 1 == 3 and mesh.rank == mesh.world.size - 1:
             flats = (
@@ -232,7 +232,7 @@ def unfit_for_a_resume(mesh: Mesh, spec: RunSpec, out: Path, place: str) -> str:
     trainer, step = run.trainer, run.trainer.step
     assert trainer.clipping.zclip is not None
 
-    def spoil(*arguments: Any) -> Step:
+    def spoil(*arguments: Any) -> StepResult:
         result = step(*arguments)
         if place == "zclip":
             trainer.clipping.zclip._variance = math.inf  # type: ignore[union-attr]

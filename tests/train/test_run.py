@@ -20,7 +20,7 @@ from meshwright.spec.errors import UserError
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from ranks import Ranks, RanksFailedError
 from training_runs import (
     EXPERTS,
@@ -55,7 +55,7 @@ def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
     calls: list[object] = []
     step = Trainer.step
 
-    def noted(trainer: Trainer, batch: Batch, number: int, *more: Any) -> Step:
+    def noted(trainer: Trainer, batch: Batch, number: int, *more: Any) -> StepResult:
         calls.append(number)
         return step(trainer, batch, number, *more)
 

@@ -11,7 +11,7 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from ranks import Ranks
 from small import first_batches
 from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, poisoned, spec_of, start
@@ -19,7 +19,9 @@ from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, poisoned, spec_of, 
 LATE = {"layout__replicate": 2, "outer__staleness": 2}
 
 
-def steps_of(mesh: Mesh, spec: RunSpec) -> list[tuple[Step, int, dict[str, torch.Tensor], dict[str, float]]]:
+def steps_of(
+    mesh: Mesh, spec: RunSpec
+) -> list[tuple[StepResult, int, dict[str, torch.Tensor], dict[str, float]]]:
     """Each step, the updates after it, the parameters, and the bytes over replicate."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()

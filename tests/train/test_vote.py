@@ -24,7 +24,7 @@ from meshwright.train.guard.nonfinite import bad_state, buffers, locate
 from meshwright.train.guard.replay import replay, replicas
 from meshwright.train.guard.vote import Divergence, Vote
 from meshwright.train.open_run import open_run
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from ranks import Ranks
 from training_runs import EXPERTS, Notes, spec_of
 
@@ -63,7 +63,7 @@ def flipped(
     run = open_run(spec, mesh, out, Observers([notes]))
     step = run.trainer.step
 
-    def spoil(*arguments: Any) -> Step:
+    def spoil(*arguments: Any) -> StepResult:
         result = step(*arguments)
         if run.done + 1 == flip_step and mesh.rank == rank:
             for prefix, buffer in buffers(run.trainer):
@@ -209,7 +209,7 @@ def miscomputed(
     def off(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output + 1e-3 * (1 if steady else next(errors))
 
-    def spoil(*arguments: Any) -> Step:
+    def spoil(*arguments: Any) -> StepResult:
         result = step(*arguments)
         if run.done == 1 and mesh.rank == rank:
             flip(run.trainer.states.units[1].stored, 0, 20)
@@ -256,7 +256,7 @@ def flipped_anchor(
     run = open_run(spec, mesh, out, Observers([notes]))
     step, outer = run.trainer.step, run.trainer.part(Outer)
 
-    def spoil(*arguments: Any) -> Step:
+    def spoil(*arguments: Any) -> StepResult:
         result = step(*arguments)
         if run.done + 1 == 4 and mesh.rank == rank:
             flip(next(flat for found, _, flat in outer.agreed() if found == prefix), 5, 20)

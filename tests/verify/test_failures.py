@@ -22,7 +22,7 @@ from meshwright import atomic
 from meshwright.api.verify_runs import verify_worker
 from meshwright.checkpoint import gather_full
 from meshwright.comm import call_check, collectives
-from meshwright.comm.call_check import Call, SameCalls
+from meshwright.comm.call_check import CollectiveCall, SameCalls
 from meshwright.comm.heartbeat import Heartbeat
 from meshwright.parallel import data_parallel, expert_parallel, pipeline_parallel, ring_attention
 from meshwright.spec import RunSpec
@@ -299,7 +299,7 @@ def test_no_limit_while_one_rank_computes_the_reference(tmp_path: Path) -> None:
     assert not any("Error" in name for name in found)
 
 
-def check_of(rank: int, step: int, awaited: list[Call], store: dist.Store) -> SameCalls:
+def check_of(rank: int, step: int, awaited: list[CollectiveCall], store: dist.Store) -> SameCalls:
     """Return rank `rank`'s check, whose rank waits for these calls."""
     control = SimpleNamespace(rounds=1, store=lambda: store)
     heartbeat = Heartbeat()
@@ -321,7 +321,9 @@ def test_ranks_that_wait_for_each_other_are_followed_to_the_one_that_does_not(
     monkeypatch.setattr(call_check, "GATHER_S", 0.01)
     store = dist.HashStore()
     received = [
-        Call(f"receive from rank {rank - 1}", f"pair {rank - 1}>{rank}", 1, [rank - 1], "did not send")
+        CollectiveCall(
+            f"receive from rank {rank - 1}", f"pair {rank - 1}>{rank}", 1, [rank - 1], "did not send"
+        )
         for rank in range(1, 4)
     ]
     ranks = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
-from meshwright.train.step import Step, Sums
+from meshwright.train.step import StepResult, Sums
 from meshwright.verify import verify as subject
 from meshwright.verify.compare import Comparison, Difference, factor_of
 from ranks import Ranks
@@ -127,7 +127,7 @@ def a_replica(trainer: subject.Trainer) -> None:
     """On rank 1 alone, after the last step: nothing is computed from it."""
     apply = trainer.apply
 
-    def drifting(sums: Sums, number: int) -> Step:
+    def drifting(sums: Sums, number: int) -> StepResult:
         done = apply(sums, number)
         if trainer.mesh.rank == 1 and number == 2:
             trainer.states.units[0].stored[0] += 1e-9

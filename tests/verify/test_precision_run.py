@@ -19,7 +19,7 @@ from meshwright.kernels.gradient_accumulation_fusion import no_sum
 from meshwright.model.chunked_cross_entropy import _LinearCrossEntropy
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import step as train_step
-from meshwright.train.step import Step, Sums
+from meshwright.train.step import StepResult, Sums
 from meshwright.verify import precision as subject
 from meshwright.verify.reference import decoder as reference_decoder
 from meshwright.verify.reference.data import batches
@@ -313,7 +313,7 @@ def scale_stays_in_gradients(trainer: train_step.Trainer) -> None:
 def skip_changes_a_moment(trainer: train_step.Trainer) -> None:
     apply = trainer.apply
 
-    def changing(sums: Sums, number: int) -> Step:
+    def changing(sums: Sums, number: int) -> StepResult:
         done = apply(sums, number)
         if not done.applied and trainer.mesh.rank == 1:
             trainer.optimiser.moments["exp_avg_sq"][2].mul_(0.999)

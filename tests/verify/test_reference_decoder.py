@@ -22,7 +22,7 @@ from meshwright.model.router import Router
 from meshwright.optim import lr_schedule
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.train import TrainSpec
-from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
 from meshwright.verify.reference.optimisers import update
 from meshwright.verify.reference.router import router_losses
 from meshwright.verify.reference.schedule import rate_of_step
@@ -257,7 +257,7 @@ def test_router_losses_are_those_of_python_floats() -> None:
             balance += 5 * copies / (3 * 7) * sum(shares) / 7 / 2
         for row in logits[sequence].tolist():
             z += math.log(sum(map(math.exp, row))) ** 2 / 7 / 2
-    found = router_losses(moe, Routing(logits, scores, experts, experts >= 0))
+    found = router_losses(moe, ReferenceRouting(logits, scores, experts, experts >= 0))
     assert [value.item() for value in found] == pytest.approx([balance, z], rel=1e-14)
 
 

@@ -12,7 +12,7 @@ import torch
 from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
-from meshwright.optim.stochastic_rounding import Rows, chunks_of, draws, round_
+from meshwright.optim.stochastic_rounding import StoredRows, chunks_of, draws, round_
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
@@ -77,7 +77,7 @@ def test_draws_do_not_depend_on_how_a_parameter_is_cut(shape: tuple[int, ...]) -
 
 def test_draws_are_uniform_and_each_elements_own() -> None:
     shape, cpu = (512, 512), torch.device("cpu")
-    rows = [Rows(slot(shape, (0, 0), shape), 0, shape[0])]
+    rows = [StoredRows(slot(shape, (0, 0), shape), 0, shape[0])]
     tables = [draws(rows, 3, update, cpu).view(shape).double() / 2**16 for update in (1, 2)]
     count = tables[0].numel()
     for table in tables:
@@ -98,7 +98,7 @@ def test_rounding_is_unbiased_and_to_neighbours() -> None:
     shape, cpu = (64, 1024), torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=generator)
-    rows, sums, times = [Rows(slot(shape, (0, 0), shape), 0, shape[0])], torch.zeros(shape).double(), 64
+    rows, sums, times = [StoredRows(slot(shape, (0, 0), shape), 0, shape[0])], torch.zeros(shape).double(), 64
     for update in range(times):
         rounded = round_(start.clone().view(-1), draws(rows, 0, update, cpu)).view(shape)
         assert torch.equal(rounded, rounded.bfloat16().float())
@@ -118,7 +118,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 @pytest.mark.parametrize("shape", [(37,), (9, 10), (3, 7, 13)])
 def test_both_formats_round_as_the_reference_does(shape: tuple[int, ...]) -> None:
-    rows = [Rows(slot(shape, (0,) * len(shape), shape), 0, int(np.prod(shape[:-1])))]
+    rows = [StoredRows(slot(shape, (0,) * len(shape), shape), 0, int(np.prod(shape[:-1])))]
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     wanted = stochastic(values, 4, 9, "w")
     for dtype in (torch.float32, torch.float64):

@@ -88,7 +88,7 @@ def _chaos_in(
 ) -> Result:
     """Train in `out` under the planned faults, and compare; see `chaos`. `seed` is None for a replay."""
     from meshwright.chaos.chaos import Chaos
-    from meshwright.chaos.faults import KINDS, Plan
+    from meshwright.chaos.faults import KINDS, FaultPlan
     from meshwright.chaos.verdict import ORACLES, report
     from meshwright.rank.processes import adopted_orphans, children
     from meshwright.report.chaos_page import write_chaos_page
@@ -101,7 +101,11 @@ def _chaos_in(
     twin = _twin(spec, ranks, out)
     before, begun = children(), time.monotonic()
     checkpoints, result, end = spec.checkpoint.folder(run), None, ""
-    with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, run, checkpoints) as injected:
+    with (
+        adopted_orphans(),
+        FaultPlan(planned) as plan,
+        Chaos(plan, due, out / LOG, run, checkpoints) as injected,
+    ):
         try:
             result = train_on_ranks(spec, run, faults=plan, tell=injected.tell)
         except (UserError, RanksFailed) as error:
@@ -197,12 +201,12 @@ def _twin_that_skips(spec: RunSpec, out: Path, bad: Sequence[Fault]) -> Result:
 
     It does so for a loss that is not a number, though all that it was computed from is as it must be.
     """
-    from meshwright.chaos.faults import Plan
+    from meshwright.chaos.faults import FaultPlan
 
     folder = out / "twin-skipping"
     shutil.rmtree(folder, ignore_errors=True)
     by_step = {fault.step: replace(fault, kind="nan-loss", generation=0) for fault in bad}
-    with Plan([by_step[step] for step in sorted(by_step)]) as plan:
+    with FaultPlan([by_step[step] for step in sorted(by_step)]) as plan:
         for number in range(len(by_step)):
             plan.hits.write(number, armed=1)
         result = train_on_ranks(spec, folder, faults=plan)

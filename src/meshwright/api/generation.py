@@ -23,7 +23,7 @@ from meshwright.spec.precision import PrecisionSpec
 if TYPE_CHECKING:
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.batching import Request
-    from meshwright.infer.forward import Part
+    from meshwright.infer.forward import DecoderPart
     from meshwright.model.decoder import Decoder
 
 Axes = Mapping[str, object] | Sequence[tuple[str, object]]
@@ -210,7 +210,7 @@ def generate_worker(
 
 
 @contextmanager
-def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[Decoder, Part | None]]:
+def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[Decoder, DecoderPart | None]]:
     """This rank's decoder and what part it is, which is None on one device."""
     from meshwright.infer.packed_linears import pack_linears
     from meshwright.infer.sharded import load_sharded, spec_to_generate

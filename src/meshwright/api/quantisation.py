@@ -139,7 +139,7 @@ def compare_quantisation(
     if spec is None:
         raise UserError(f"--compare: {run} is an HF folder, which has no held-out text; give a run")
     from meshwright.data.corpus import open_corpus
-    from meshwright.infer.quantisation_table import HeldOut, Model, compare
+    from meshwright.infer.quantisation_table import HeldOutBatches, Model, compare
     from meshwright.infer.quantisation_table import sensitivity as measure
 
     plans, refused = source.plans(group_size, keep)
@@ -151,7 +151,7 @@ def compare_quantisation(
         raise UserError(f"--compare: {run} has no held-out text; train it on text with data.val_fraction")
     dense = spec.model.moe is None and "int4" in plans
     batches = source.calibration(calibration, calibration_tokens) if dense else []
-    measure_by = Model(source.decoder(), HeldOut.read(corpus, spec, eval_tokens), batches)
+    measure_by = Model(source.decoder(), HeldOutBatches.read(corpus, spec, eval_tokens), batches)
     wanted = [(None, False), *((how, False) for how in plans.values())]
     wanted += [(plans["int4"], True)] if dense else []
     table = []

@@ -13,7 +13,7 @@ from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec
 
 if TYPE_CHECKING:
-    from meshwright.chaos.faults import Plan
+    from meshwright.chaos.faults import FaultPlan
     from meshwright.launch.start import Tell
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def run_on_ranks(
     modules: Sequence[str] = (),
     again: Callable[[], T] | None = None,
     tell: Tell | None = None,
-    faults: Plan | None = None,
+    faults: FaultPlan | None = None,
 ) -> T:
     """Make a call, such as a `partial` of a module's function, on all ranks; return the first one's result.
 

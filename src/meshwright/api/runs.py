@@ -22,7 +22,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
-    from meshwright.chaos.faults import Plan
+    from meshwright.chaos.faults import FaultPlan
     from meshwright.launch.start import Tell
 
 MODULES = (
@@ -103,7 +103,7 @@ def train_on_ranks(
     quiet: bool = True,
     supervise: bool = True,
     address: str | None = None,
-    faults: Plan | None = None,
+    faults: FaultPlan | None = None,
     tell: Tell | None = None,
 ) -> Result:
     """Train in the folder `out` on the run's ranks, whose failures its record gets, and `tell` first."""

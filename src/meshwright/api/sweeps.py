@@ -22,7 +22,7 @@ from meshwright.spec.differences import differences
 from meshwright.spec.load import Overrides
 from meshwright.spec.rules import check_verification
 from meshwright.spec.schema import known_keys
-from meshwright.spec.verification import Verification
+from meshwright.spec.verification import VerifyOptions
 
 FOUND = "found.json"
 """File of a sweep's temporary folder: what its ranks have found so far."""
@@ -61,7 +61,7 @@ def sweep(
 
     if worker() is not None:
         raise UserError("--sweep: starts the ranks itself; start it without torchrun")
-    check_verification(Verification(spec, sweep=True))
+    check_verification(VerifyOptions(spec, sweep=True))
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
     if out is not None:

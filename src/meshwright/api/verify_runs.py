@@ -19,7 +19,7 @@ from meshwright.runs.record import write_atomically
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.other_models import other_models
 from meshwright.spec.rules import check_verification, ranks_match
-from meshwright.spec.verification import Verification
+from meshwright.spec.verification import VerifyOptions
 
 MODULES = ("meshwright.verify.verify",)
 """Modules that ranks need."""
@@ -91,7 +91,7 @@ def check_way(spec: RunSpec, through: str | None, onto: RunSpec | None, precisio
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
     if through is not None and worker() is not None:
         raise UserError("--through: starts the ranks itself, twice; give --save DIR, and then --load DIR")
-    check_verification(Verification(spec, precision, through, onto))
+    check_verification(VerifyOptions(spec, precision, through, onto))
     other_models(spec)  # refuses one that is not known
     if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
         raise UserError(
@@ -161,7 +161,7 @@ def verify_worker(
     if precision == "run" and (save is not None or load is not None):
         raise UserError("--precision run: compares no checkpoints; remove --save and --load")
     way = through or "checkpoint" if save or load else None
-    check_verification(Verification(spec, precision, way))
+    check_verification(VerifyOptions(spec, precision, way))
     with mesh_of(spec, longest_wait(spec, precision)) as mesh:
         for made in (out, save):
             if made is not None:

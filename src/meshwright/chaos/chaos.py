@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.chaos.faults import KINDS, Fault, Hit, Plan
+from meshwright.chaos.faults import KINDS, Fault, FaultPlan, Hit
 from meshwright.checkpoint.directory import history
 from meshwright.checkpoint.disk import LATEST
 from meshwright.runs.record import Row, read_run
@@ -55,7 +55,7 @@ class Chaos:
     run's folder, and `checkpoints` the directory of its checkpoints.
     """
 
-    plan: Plan
+    plan: FaultPlan
     due: Sequence[float] | None
     log: Path
     run: Path

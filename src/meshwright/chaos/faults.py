@@ -20,7 +20,7 @@ from meshwright.spec.files import parse_json, shortened
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """A kind of fault, and what a run must make of it.
 
     `failure` is the kind of the supervisor's event with which the ranks must be started again, with words of
@@ -47,46 +47,46 @@ class Kind:
 
 _KILLED, _LOST = ("failure", "SIGKILL"), ("failure", "process that forks ranks")
 _DAMAGED = ("warning", "{target}")
-KINDS: Mapping[str, Kind] = {
-    "kill": Kind("the rank is killed as it enters a phase", _KILLED),
-    "kill-anytime": Kind("the rank is killed up to a second later, wherever it is", _KILLED),
-    "kill-zygote": Kind("the process that forks ranks is killed", _LOST, ranked=False),
-    "stop": Kind("the rank is stopped (SIGSTOP)", ("hang", "stopped")),
-    "stuck": Kind("the rank waits for ever, and takes no part in the next collective", ("hang", "")),
-    "slow": Kind("the rank sleeps in each phase of some steps"),
-    "error": Kind("the rank raises an error that nobody expects", ("failure", "RuntimeError")),
-    "out-of-memory": Kind("an allocation of the rank fails", ("failure", "MemoryError"), drawn=False),
-    "clock-jump": Kind("the rank's clock is set an hour on or back"),
-    "io-error": Kind("a write of a save fails", event=("warning", "Input/output error"), saves=True),
-    "disk-full": Kind("a write of a save finds no space", event=("warning", "no space"), saves=True),
-    "flip-checkpoint": Kind(
+KINDS: Mapping[str, FaultKind] = {
+    "kill": FaultKind("the rank is killed as it enters a phase", _KILLED),
+    "kill-anytime": FaultKind("the rank is killed up to a second later, wherever it is", _KILLED),
+    "kill-zygote": FaultKind("the process that forks ranks is killed", _LOST, ranked=False),
+    "stop": FaultKind("the rank is stopped (SIGSTOP)", ("hang", "stopped")),
+    "stuck": FaultKind("the rank waits for ever, and takes no part in the next collective", ("hang", "")),
+    "slow": FaultKind("the rank sleeps in each phase of some steps"),
+    "error": FaultKind("the rank raises an error that nobody expects", ("failure", "RuntimeError")),
+    "out-of-memory": FaultKind("an allocation of the rank fails", ("failure", "MemoryError"), drawn=False),
+    "clock-jump": FaultKind("the rank's clock is set an hour on or back"),
+    "io-error": FaultKind("a write of a save fails", event=("warning", "Input/output error"), saves=True),
+    "disk-full": FaultKind("a write of a save finds no space", event=("warning", "no space"), saves=True),
+    "flip-checkpoint": FaultKind(
         "the rank is killed, and a bit of the newest checkpoint is flipped",
         _KILLED, event=_DAMAGED, damages=True, saves=True,
     ),
-    "cut-checkpoint": Kind(
+    "cut-checkpoint": FaultKind(
         "the rank is killed, and a file of the newest checkpoint is cut to half",
         _KILLED, event=_DAMAGED, damages=True, saves=True,
     ),
-    "cut-latest": Kind(
+    "cut-latest": FaultKind(
         "the rank is killed, and LATEST is emptied", _KILLED, event=_DAMAGED, damages=True, saves=True
     ),
-    "nan": Kind(
+    "nan": FaultKind(
         "an activation of the rank is not a number in one step",
         event=("skipped_step", ""), alters=True, drawn=False,
     ),
-    "nan-batch": Kind(
+    "nan-batch": FaultKind(
         "an activation of the rank is not a number each time that the batch is computed",
         event=("skipped_step", ""), skips=True, drawn=False,
     ),
-    "inf-batch": Kind(
+    "inf-batch": FaultKind(
         "an activation of the rank is infinite each time that the batch is computed",
         event=("skipped_step", ""), skips=True, drawn=False,
     ),
-    "nan-loss": Kind(
+    "nan-loss": FaultKind(
         "the loss of the rank is not a number each time that the batch is computed",
         event=("skipped_step", ""), skips=True, drawn=False,
     ),
-    "flip": Kind(
+    "flip": FaultKind(
         "a bit of a parameter of the rank flips",
         failure=("failure", "differs between"), ranked=False, alters=True, drawn=False,
     ),
@@ -298,7 +298,7 @@ class HitTable:
         _COUNTS.pack_into(self._memory, 0, number + 1, before + stopped)
 
 
-class Plan(ExitStack):
+class FaultPlan(ExitStack):
     """Faults for a supervised run, with their memory; `given` is what a supervisor passes to ranks."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:

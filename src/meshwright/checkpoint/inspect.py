@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, reading, retried
-from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, Piece
+from meshwright.checkpoint.manifest import DTYPES, Manifest, ManifestPart, StoredPiece
 from meshwright.checkpoint.reader import (
     opened,
     parse_manifest,
@@ -138,9 +138,9 @@ def verify_checkpoint(
     return VerifyReport(manifest.step, path, len(manifest.tensors), count, manifest.bytes, tuple(problems))
 
 
-def _verify_part(path: Path, manifest: Manifest, part: Part, disk: Disk, problems: list[str]) -> None:
+def _verify_part(path: Path, manifest: Manifest, part: ManifestPart, disk: Disk, problems: list[str]) -> None:
     """Append to `problems` a sentence about each damaged piece or file of a part."""
-    by_file: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[str, StoredPiece]]] = defaultdict(list)
     for name, pieces in part.tensors.items():
         for piece in pieces:
             by_file[piece.file].append((name, piece))
@@ -154,7 +154,7 @@ def _verify_part(path: Path, manifest: Manifest, part: Part, disk: Disk, problem
 
 
 def _verify_piece(
-    descriptor: int, name: str, piece: Piece, dtype: torch.dtype, path: Path, disk: Disk
+    descriptor: int, name: str, piece: StoredPiece, dtype: torch.dtype, path: Path, disk: Disk
 ) -> None:
     """Raise BadCheckpointError for a piece whose hash differs, or with numbers that no run loads."""
     finite = True

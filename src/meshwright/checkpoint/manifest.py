@@ -60,7 +60,7 @@ RankFile = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.bin$")]
 """Name of a piece file: without a separator, so that it stays within the directory."""
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A rectangle of a tensor, contiguous in row-major order from byte `start` of `file` on."""
 
     offsets: Dims
@@ -91,14 +91,14 @@ class TensorEntry(Record):
 
 
 @dataclass(frozen=True)
-class Part(Record):
+class ManifestPart(Record):
     """The pieces that some ranks wrote, by tensor, and the bytes of their files."""
 
-    tensors: dict[str, list[Piece]]
+    tensors: dict[str, list[StoredPiece]]
     files: dict[RankFile, Count]
 
     @classmethod
-    def of(cls, gathered: Iterable[Sequence[Sequence[Any]]], first: int) -> Part:
+    def of(cls, gathered: Iterable[Sequence[Sequence[Any]]], first: int) -> ManifestPart:
         """Return the part of the ranks from `first` on, of which `gathered` has the rows of their files:
         (tensor, offsets, sizes, start, bytes, sha256) for each piece."""
         tensors: dict[str, list[list[Any]]] = {}
@@ -116,7 +116,7 @@ class Part(Record):
 
     def check(self, tensors: Mapping[str, TensorEntry]) -> None:
         """Raise ValueError unless all pieces lie within `tensors` and tile their files."""
-        by_file: dict[str, list[Piece]] = {name: [] for name in self.files}
+        by_file: dict[str, list[StoredPiece]] = {name: [] for name in self.files}
         for name, pieces in self.tensors.items():
             if name not in tensors:
                 raise ValueError(f"it has pieces of {name}, but the checkpoint has no such tensor")
@@ -174,7 +174,7 @@ class Manifest(_Head):
     tensors: dict[str, TensorEntry]
     spreads: list[list[Hull]]
     parts: list[PartFile]
-    inside: Part | None = None
+    inside: ManifestPart | None = None
 
     @property
     def bytes(self) -> int:
@@ -265,7 +265,7 @@ class Manifest(_Head):
 class _TensorOfVersion1(Record):
     dtype: str
     shape: Dims
-    pieces: list[Piece]
+    pieces: list[StoredPiece]
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _from_version_1(old: _Version1) -> Manifest:
         [Hull(0, (0,) * len(tensor.shape), tensor.shape)] if tensor.pieces else []
         for tensor in old.tensors.values()
     ]
-    part = Part({name: tensor.pieces for name, tensor in old.tensors.items()}, old.files)
+    part = ManifestPart({name: tensor.pieces for name, tensor in old.tensors.items()}, old.files)
     manifest = Manifest(
         old.step, old.saved_at, old.ranks, old.generation, old.state, tensors, spreads, [], part
     )
@@ -306,7 +306,7 @@ def lists(content: bytes, rank: int, rows: Sequence[Sequence[Any]]) -> bool:
     return sorted(found) == sorted(json.loads(json.dumps(rows)))
 
 
-def report(part: Part, file: PartFile) -> dict[str, Any]:
+def report(part: ManifestPart, file: PartFile) -> dict[str, Any]:
     """Return a part's summary for the root, as JSON: its file, and each tensor's bytes and its hull."""
     hulls: dict[Rectangle, int] = {}
     tensors = {}

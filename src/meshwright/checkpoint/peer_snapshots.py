@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.slots import PACKED_BYTES, Head, Image, Slot
+from meshwright.checkpoint.slots import PACKED_BYTES, Image, Slot, SlotHeader
 from meshwright.comm.collectives import start_all_to_all, start_shift
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import Axis
@@ -38,7 +38,7 @@ def copy_to_peer(own: Slot, text: bytes, kept: Slot, world: Axis, distance: int)
     kept.open()
     head = torch.empty(PACKED_BYTES, dtype=torch.uint8)
     _shift(head, _bytes(own.head().pack()), world, distance)
-    coming = Head.unpack(head.numpy().tobytes())
+    coming = SlotHeader.unpack(head.numpy().tobytes())
     described = torch.empty(coming.text, dtype=torch.uint8)
     _shift(described, _bytes(text), world, distance)
     failure: OSError | None = None

@@ -31,7 +31,7 @@ from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.directory import candidates, latest_step
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, reading, retried
-from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest, Part, Piece
+from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest, ManifestPart, StoredPiece
 from meshwright.checkpoint.rectangles import check_cover, common
 from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, narrow
@@ -78,7 +78,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
     return manifest
 
 
-def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
+def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> ManifestPart:
     """Return a part of the manifest, checked against its hash in the root. Raises BadCheckpointError."""
     if manifest.inside is not None:
         return manifest.inside
@@ -88,7 +88,7 @@ def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
         content = retried(lambda: _read_file(path / file, size, most, disk))
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError("its SHA-256 is not that of the manifest")
-        part = read(Part, json.loads(content))
+        part = read(ManifestPart, json.loads(content))
         part.check(manifest.tensors)
         return part
 
@@ -105,7 +105,7 @@ def opened(path: Path, expected: int, disk: Disk) -> Iterator[int]:
 def verify_piece(
     descriptor: int,
     name: str,
-    piece: Piece,
+    piece: StoredPiece,
     path: Path,
     disk: Disk,
     look: Callable[[memoryview], None] = lambda _block: None,
@@ -174,7 +174,7 @@ class Fetch:
     """A piece that this rank reads, and its overlap with each staged rectangle that needs it."""
 
     name: str
-    piece: Piece
+    piece: StoredPiece
     dtype: torch.dtype
     overlaps: list[tuple[StagedTensor, Rectangle]]
 
@@ -251,7 +251,7 @@ class Reading:
                     assert isinstance(local, DTensor)
                     replicas.broadcast(local.to_local(), reader, wire)
 
-    def _fetches(self, part: Part) -> Iterator[Fetch]:
+    def _fetches(self, part: ManifestPart) -> Iterator[Fetch]:
         """Yield the pieces of a part that overlap with staged rectangles."""
         for name in part.tensors.keys() & self._staged.keys():
             for piece in part.tensors[name]:
@@ -306,7 +306,7 @@ def _read_into(target: memoryview, descriptor: int, start: int, path: Path, disk
         done += count
 
 
-def _check_digest(digest: str, name: str, piece: Piece, path: Path) -> None:
+def _check_digest(digest: str, name: str, piece: StoredPiece, path: Path) -> None:
     if digest != piece.sha256:
         raise BadCheckpointError(
             f"{path} is damaged: the {piece.bytes} bytes of tensor '{name}' at byte {piece.start} "

@@ -30,7 +30,7 @@ HEAD_BYTES = 4096
 _HEAD = struct.Struct("<6q16s")
 
 
-class Head(NamedTuple):
+class SlotHeader(NamedTuple):
     """The head of a slot: what it holds, and bytes and sums of what follows."""
 
     step: int
@@ -55,13 +55,13 @@ class Head(NamedTuple):
         return _HEAD.pack(self.step + 1, *self[1:-1], self.digest.encode())
 
     @classmethod
-    def unpack(cls, content: bytes) -> Head:
+    def unpack(cls, content: bytes) -> SlotHeader:
         """Return the head with these bytes."""
         mark, image, text, run, part, parts, digest = _HEAD.unpack(content)
         return cls(mark - 1, image, text, run, part, parts, digest.decode("ascii", "replace"))
 
 
-EMPTY = Head(-1, 0, 0, 0, 0, 0, "")
+EMPTY = SlotHeader(-1, 0, 0, 0, 0, 0, "")
 PACKED_BYTES = _HEAD.size
 """Bytes of `Head.pack`."""
 
@@ -79,16 +79,16 @@ class Slot:
         room = os.fstatvfs(self._descriptor)
         return room.f_bavail * room.f_frsize if room.f_blocks else None  # the kernel's own memory has none
 
-    def head(self) -> Head:
+    def head(self) -> SlotHeader:
         """Return what it holds."""
         content = os.pread(self._descriptor, PACKED_BYTES, 0)
-        return Head.unpack(content) if len(content) == PACKED_BYTES else EMPTY
+        return SlotHeader.unpack(content) if len(content) == PACKED_BYTES else EMPTY
 
     def open(self) -> None:
         """Begin to write: what the slot held is no snapshot from here on."""
         os.pwrite(self._descriptor, EMPTY.pack(), 0)
 
-    def close(self, head: Head, text: bytes) -> None:
+    def close(self, head: SlotHeader, text: bytes) -> None:
         """End with the text, after the image: the slot now holds what `head` says."""
         self.write(memoryview(text), head.image)
         os.pwrite(self._descriptor, head.pack(), 0)

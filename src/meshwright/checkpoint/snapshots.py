@@ -27,12 +27,12 @@ from typing import Any, Literal, NamedTuple
 from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.disk import rank_file
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.manifest import Hull, Manifest, Part, TensorEntry
+from meshwright.checkpoint.manifest import Hull, Manifest, ManifestPart, TensorEntry
 from meshwright.checkpoint.peer_snapshots import Landing, Wanted, copy_to_peer
 from meshwright.checkpoint.peer_snapshots import fetch as fetch_pieces
 from meshwright.checkpoint.reader import Reading, match_tensors
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
-from meshwright.checkpoint.slots import Head, Image, Images, Slot, SlotImage
+from meshwright.checkpoint.slots import Image, Images, Slot, SlotHeader, SlotImage
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import Axis, Mesh, TrafficCounter
 from meshwright.units import gigabytes
@@ -149,7 +149,7 @@ class Snapshots(NoSnapshots):
             rows = image.keep(agreed.plan.own_share(tensors), sum64)
             text = json.dumps({"rows": rows, "forms": agreed.description, "state": dict(state())}).encode()
             size = sum(row[4] for row in rows)
-            head = Head(step, size, len(text), agreed.run, agreed.part, agreed.parts, sum64(text))
+            head = SlotHeader(step, size, len(text), agreed.run, agreed.part, agreed.parts, sum64(text))
             slot.close(head, text)
         except OSError as error:
             self._note_failed(step, error)
@@ -351,7 +351,7 @@ def _manifest(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:
         for number, (name, (dtype, shape, _)) in enumerate(forms.items())
     }
     spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
-    inside = Part.of([text["rows"] for text in texts], 0)
+    inside = ManifestPart.of([text["rows"] for text in texts], 0)
     for pieces in inside.tensors.values():
         pieces[:] = {piece.rectangle: piece for piece in reversed(pieces)}.values()
     return Manifest(step, "", len(texts), 0, dict(texts[0]["state"]), tensors, spreads, [], inside)

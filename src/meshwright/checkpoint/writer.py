@@ -20,7 +20,7 @@ from typing import Any
 from meshwright.checkpoint.disk import LATEST, TEMPORARY, Disk, part_file, rank_file
 from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, lists, report
+from meshwright.checkpoint.manifest import Manifest, ManifestPart, PartFile, join, lists, report
 from meshwright.checkpoint.save_plan import SavePlan, Tensors
 from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
 from meshwright.comm.control import Control
@@ -109,7 +109,7 @@ class Writer:
 
     def _write_part(self, temporary: Path, step: int, listed: list[list[Any]]) -> dict[str, Any] | None:
         """Write the part of the manifest with the pieces of this rank and the next ones, and report it."""
-        part = Part.of(listed, self.ranks.rank)
+        part = ManifestPart.of(listed, self.ranks.rank)
         if not part.files:
             return None
         content = part.render().encode()

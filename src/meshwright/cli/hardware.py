@@ -11,7 +11,7 @@ from meshwright.api.options import whole
 from meshwright.api.planning import profile_worker
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
-from meshwright.hardware.cluster import Cluster, Measured
+from meshwright.hardware.cluster import Cluster, ProfiledTimes
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.hardware.hardware_file import check_writable, to_json
 from meshwright.rank.env import nproc_of, worker
@@ -119,7 +119,7 @@ def _rate(bandwidth: float | None) -> str:
     return f"{(bandwidth or 0.0) / 1e9:,.4g} GB/s"
 
 
-def _show_measured(measured: Measured) -> None:
+def _show_measured(measured: ProfiledTimes) -> None:
     computing = [f"{name} {share:.0%}" for name, share in measured.collective_compute.items()]
     facts = {
         "ranks": f"{measured.ranks} at once on each host",
@@ -143,7 +143,7 @@ def _show_measured(measured: Measured) -> None:
         show.table(_collective_rows(measured))
 
 
-def _product_rows(measured: Measured) -> list[dict[str, Any]]:
+def _product_rows(measured: ProfiledTimes) -> list[dict[str, Any]]:
     """Return rows with the slowest, the median and the fastest product of each format."""
     rows = []
     for name in sorted({point.format for point in measured.matmul}):
@@ -156,7 +156,7 @@ def _product_rows(measured: Measured) -> list[dict[str, Any]]:
     return rows
 
 
-def _collective_rows(measured: Measured) -> list[dict[str, Any]]:
+def _collective_rows(measured: ProfiledTimes) -> list[dict[str, Any]]:
     """Return a row for each operation, number of ranks and level: its smallest and largest message."""
     groups = defaultdict(list)
     for point in measured.collectives:

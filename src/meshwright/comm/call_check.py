@@ -78,7 +78,7 @@ def same_calls(mesh: Mesh, limit: timedelta) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One rank's call, and its place in a sequence, where the ranks `others` must get to as well."""
 
     text: str
@@ -110,7 +110,7 @@ class SameCalls:
         what: str,
         pair: tuple[int, int, int] | None = None,
         rows: tuple[list[int], list[int]] | None = None,
-    ) -> Call:
+    ) -> CollectiveCall:
         """Raise `CollectiveError` where the call that is about to start differs from an earlier rank's.
 
         `what` says its size and format. Of a message the `pair` is the sender, the receiver and the tag; of
@@ -128,7 +128,7 @@ class SameCalls:
             lacks = "did not receive" if sends else "did not send"
             text = f"{operation} of {what} {'to' if sends else 'from'} rank {peer} over the axis {axis.name}"
         self._numbers[sequence] += 1
-        call = Call(f"{text} in step {self._step}", sequence, self._numbers[sequence], ranks, lacks)
+        call = CollectiveCall(f"{text} in step {self._step}", sequence, self._numbers[sequence], ranks, lacks)
         self._store.set(f"last/{self._rank}", json.dumps([call.text, self._numbers]))
         self._compare(f"{sequence}/{call.number}", compared, text)
         if rows is not None:
@@ -194,7 +194,7 @@ class SameCalls:
 
     def _awaited(self) -> tuple[str, Sequence[int]]:
         """The call that this rank waits for, and the ranks that have not made it."""
-        calls: Sequence[Call] = self._wire.awaited
+        calls: Sequence[CollectiveCall] = self._wire.awaited
         for call in calls:
             ranks = [each for each in call.others if self._last(each)[1].get(call.sequence, 0) < call.number]
             if ranks:

@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.manifest import Manifest
-from meshwright.data.verified import BLOCK_BYTES, Record
+from meshwright.data.manifest import TokenManifest
+from meshwright.data.verified import BLOCK_BYTES, OpenRecord
 from meshwright.spec.errors import DataError, StorageError
 
 MOST_OPEN = 64
 """Files that are kept open; a corpus may have more of them than a process may open."""
 
 
-class _State(NamedTuple):
+class _FileStatus(NamedTuple):
     """Facts that change when a file changes."""
 
     size: int
@@ -34,9 +34,9 @@ class _State(NamedTuple):
     inode: int
 
     @staticmethod
-    def of(descriptor: int) -> _State:
+    def of(descriptor: int) -> _FileStatus:
         status = os.fstat(descriptor)
-        return _State(status.st_size, status.st_mtime_ns, status.st_ino)
+        return _FileStatus(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Blocks:
     """Which blocks of a file were compared with their hashes, and the file's state since then."""
 
     compared: np.ndarray
-    state: _State
+    state: _FileStatus
 
 
 class BlockReader:
@@ -56,7 +56,7 @@ class BlockReader:
     where the file cannot be read.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, record: Record, remedy: str) -> None:
+    def __init__(self, folder: Path, manifest: TokenManifest, record: OpenRecord, remedy: str) -> None:
         self._folder, self._manifest, self._record, self._remedy = folder, manifest, record, remedy
         self._blocks: dict[str, _Blocks] = {}
         self._open: OrderedDict[str, int] = OrderedDict()
@@ -76,7 +76,7 @@ class BlockReader:
     def _read(self, name: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         while True:
             descriptor = self._descriptor(name)
-            state = _State.of(descriptor)
+            state = _FileStatus.of(descriptor)
             if state.size != self._manifest.files[name].bytes:
                 wanted = self._manifest.files[name].bytes
                 raise self._error(name, f"has {state.size} bytes, its manifest says {wanted}: it was changed")
@@ -87,7 +87,7 @@ class BlockReader:
             if state != blocks.state:
                 blocks.compared[:], blocks.state = False, state
             found = [self._span(name, descriptor, blocks, start, stop) for start, stop in spans]
-            if _State.of(descriptor) == state:
+            if _FileStatus.of(descriptor) == state:
                 return found
 
     def _span(self, name: str, descriptor: int, blocks: _Blocks, start: int, stop: int) -> memoryview:

@@ -103,13 +103,13 @@ class Split:
         shares = zip(self._windows, self.shares(max_tokens), strict=True)
         return [(part, targets) for part, targets in shares if targets]
 
-    def head(self, max_tokens: int | None = None, source: int | None = None) -> Head:
+    def head(self, max_tokens: int | None = None, source: int | None = None) -> FirstSamples:
         """Return the samples that hold the first `max_tokens` targets (default all), or a source's part of
         them."""
         shares = self.shares(max_tokens)
         if source is not None:
             shares = [share if number == source else 0 for number, share in enumerate(shares)]
-        return Head(self._windows, self._bounds, shares)
+        return FirstSamples(self._windows, self._bounds, shares)
 
     def sample_text(self, max_tokens: int | None, max_bytes: int) -> bytes:
         """Return whole documents of that text, the first ones of each source, at most `max_bytes` together.
@@ -130,7 +130,7 @@ class Split:
         return b"".join(texts)
 
 
-class Head:
+class FirstSamples:
     """The first samples of each source of a split, numbered one source after the other.
 
     `samples` is their number. Only the first `shares[i]` targets of source i count.

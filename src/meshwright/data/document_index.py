@@ -33,7 +33,7 @@ _CHUNK = 2**12 * BLOCK  # documents that are read at once when an index is built
 _TABLE, _FACTS = "sums.npy", "index.json"
 
 
-class Rows(NamedTuple):
+class Documents(NamedTuple):
     """Some consecutive documents of a source."""
 
     starts: I64
@@ -55,7 +55,7 @@ class TokenSource(Protocol):
         """Return the token ids at these places of the stream, in the shape of `place`."""
         ...
 
-    def rows(self, first: int, last: int) -> Rows:
+    def rows(self, first: int, last: int) -> Documents:
         """Return the documents from number `first` up to `last`."""
         ...
 
@@ -167,13 +167,13 @@ def _fill(sums: I64, source: TokenSource, val_fraction: float, window: int) -> H
     return rule
 
 
-def _chunks(source: TokenSource) -> Iterator[tuple[int, Rows]]:
+def _chunks(source: TokenSource) -> Iterator[tuple[int, Documents]]:
     """Yield (first block, rows) of runs of whole blocks."""
     for first in range(0, source.documents, _CHUNK):
         yield first // BLOCK, source.rows(first, min(first + _CHUNK, source.documents))
 
 
-def _sum_up(sums: I64, block: int, rows: Rows, rule: HeldOut, window: int) -> None:
+def _sum_up(sums: I64, block: int, rows: Documents, rule: HeldOut, window: int) -> None:
     """Write the sums behind each block of `rows`; those before `block` are known."""
     held = rule.mask(rows.hashes, block * BLOCK)
     lengths = np.diff(rows.starts)

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from meshwright.data.corpus import Corpus, Head, Split
+from meshwright.data.corpus import Corpus, FirstSamples, Split
 from meshwright.data.packing import IGNORE, Samples
 from meshwright.data.permutation import I64
 from meshwright.spec import RunSpec
@@ -92,7 +92,7 @@ class SplitReader:
         self._failure = None
         return self._batches(self.split.head(max_tokens, source))
 
-    def _batches(self, head: Head) -> Iterator[Batch]:
+    def _batches(self, head: FirstSamples) -> Iterator[Batch]:
         micro, first = self._micro_batch, 0
         while first < head.samples:
             needed = -(-(head.samples - first) // (self._ranks * micro)) * micro

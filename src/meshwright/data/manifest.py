@@ -46,7 +46,7 @@ class ShardEntry(FrozenModel):
     documents: int = Field(ge=0)
 
 
-class Manifest(FrozenModel):
+class TokenManifest(FrozenModel):
     """The manifest's content, without its own hash."""
 
     version: int

@@ -11,8 +11,8 @@ from meshwright.data.manifest import (
     MANIFEST,
     VERSION,
     FileEntry,
-    Manifest,
     ShardEntry,
+    TokenManifest,
     documents_file,
     tokens_file,
 )
@@ -72,7 +72,7 @@ class ShardWriter:
         if self._pending_length >= _WRITE_BUFFER:
             self._flush()
 
-    def finish(self) -> Manifest:
+    def finish(self) -> TokenManifest:
         """Write the rest, the tokenizer, the manifest, and the record of the blocks' hashes.
 
         The files need not be hashed again, as their content was hashed when it was written.
@@ -83,7 +83,7 @@ class ShardWriter:
             hashes = BlockHashes()
             hashes.update((self._folder / name).read_bytes())
             self._note(name, hashes)
-        manifest = Manifest(
+        manifest = TokenManifest(
             version=VERSION,
             dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
             vocab_size=self._tokenizer.vocab_size,

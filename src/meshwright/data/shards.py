@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.block_reader import BlockReader
-from meshwright.data.document_index import FORMAT, DocumentIndex, Rows, index_on_disk
-from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, Manifest, documents_file, tokens_file
+from meshwright.data.document_index import FORMAT, DocumentIndex, Documents, index_on_disk
+from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, TokenManifest, documents_file, tokens_file
 from meshwright.data.permutation import I64
 from meshwright.data.publish import readable
 from meshwright.data.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -80,7 +80,7 @@ class TokenShards:
             ids[of_shard[0][0] : of_shard[-1][1]] = np.frombuffer(data, kind)
         return ids.reshape(place.shape)
 
-    def rows(self, first: int, last: int) -> Rows:
+    def rows(self, first: int, last: int) -> Documents:
         """Return the documents from number `first` up to `last`."""
         number = int(np.searchsorted(self._first, first, side="right")) - 1
         tables, starts = [np.empty(0, DOCUMENT)], []
@@ -97,7 +97,7 @@ class TokenShards:
             end = places[count:] if len(places) > count else self._bounds[number + 1 : number + 2]
             first, number = int(begin + stop), number + 1
         table = np.concatenate(tables)
-        return Rows(
+        return Documents(
             np.concatenate([*starts, end]),
             table["bytes"].astype(np.int64),
             table["hash"].astype(np.uint64),
@@ -125,13 +125,13 @@ class TokenShards:
                 )
 
 
-def tokenizer_of(folder: Path, manifest: Manifest) -> Tokenizer:
+def tokenizer_of(folder: Path, manifest: TokenManifest) -> Tokenizer:
     """Return the tokenizer of a folder of tokens. Raises `UserError`."""
     reads_special = manifest.special_tokens == "read"
     return Tokenizer.open(folder / TOKENIZER_FILES[0], manifest.text_tokens, reads_special)
 
 
-def read_manifest(folder: Path, remedy: str) -> Manifest:
+def read_manifest(folder: Path, remedy: str) -> TokenManifest:
     """Return the manifest of a folder of tokens. Raises `UserError` for one that was altered."""
     path = folder / MANIFEST
     with readable(f"{path}:", remedy):
@@ -142,7 +142,7 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
         if fields.get("version") != VERSION:
             raise UserError(f"{path}: has version {fields.get('version')!r}, and {VERSION} is read; {remedy}")
         fields.pop("sha256", None)
-        manifest = Manifest.model_validate(fields)
+        manifest = TokenManifest.model_validate(fields)
     if manifest is None or manifest.render() != content:
         raise UserError(f"{path}: does not match its own SHA-256, so it was altered; {remedy}")
     return manifest

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
+from meshwright.data.document_index import DocumentIndex, Documents, index_in_memory
 from meshwright.data.manifest import digest_of
 from meshwright.data.permutation import I64, U64, hash64
 
@@ -42,9 +42,9 @@ class SyntheticTokens:
         ids = ((self._vocab_size - 1) * uniform**3).astype(np.int64)
         return np.where(position == 0, self._vocab_size - 1, ids)
 
-    def rows(self, first: int, last: int) -> Rows:
+    def rows(self, first: int, last: int) -> Documents:
         """Return the documents from number `first` up to `last`."""
-        return Rows(self._starts[first : last + 1], self._bytes[first:last], self._hashes[first:last])
+        return Documents(self._starts[first : last + 1], self._bytes[first:last], self._hashes[first:last])
 
     def index(self, val_fraction: float, window: int) -> DocumentIndex:
         """Return its documents split in two."""

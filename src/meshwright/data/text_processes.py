@@ -22,7 +22,7 @@ BATCH = 2**20
 T = TypeVar("T")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document that is encoded by itself."""
 
     document: int
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 class _Kept(NamedTuple):
     """Pieces, without their texts, the process that has their words, and its number for them."""
 
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     process: int
     number: int
 
@@ -57,14 +57,14 @@ class TextProcesses:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def keep(self, sources: Iterable[Iterable[Piece]]) -> None:
+    def keep(self, sources: Iterable[Iterable[TextPiece]]) -> None:
         """Remember the words of the pieces of all sources, by GPT-2's rule.
 
         `encode` makes use of them where it comes upon the same pieces in the same order.
         """
         if self._processes is None:
             self._processes = self._stack.enter_context(Processes(Words(GPT2)))
-        sent: deque[list[Piece]] = deque()
+        sent: deque[list[TextPiece]] = deque()
 
         def requests() -> Iterator[tuple[None, tuple[object, ...]]]:
             for pieces in sources:
@@ -83,7 +83,7 @@ class TextProcesses:
         if self._processes:
             self._processes.everyone(("drop",))
 
-    def word_counts(self, learnt: Callable[[Piece], bool]) -> Counter[str]:
+    def word_counts(self, learnt: Callable[[TextPiece], bool]) -> Counter[str]:
         """Return how often each word is in the kept pieces of which `learnt`, without their text, is true."""
         left_out: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
         for pieces, process, number in self._kept.values():
@@ -99,7 +99,7 @@ class TextProcesses:
                 total.update(counts)
         return total
 
-    def encode(self, pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[IDs]:
+    def encode(self, pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> Iterator[IDs]:
         """Yield the ids of each piece, by a tokenizer with a rule. Raises `UserError` for unknown text."""
         dtype = f"<u{tokenizer.id_bytes}"
         if self._processes is None:
@@ -143,9 +143,9 @@ def batches(items: Iterable[T], size: Callable[[T], int], least: int = BATCH) ->
         yield batch
 
 
-def _length(piece: Piece) -> int:
+def _length(piece: TextPiece) -> int:
     return len(piece.text)
 
 
-def _key(batch: Sequence[Piece]) -> int:
+def _key(batch: Sequence[TextPiece]) -> int:
     return hash(tuple(piece.text for piece in batch))

@@ -20,7 +20,7 @@ from meshwright.data.publish import publishing, write_atomically
 from meshwright.data.readers import TextSource, open_source
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.split import SplitSurvey
-from meshwright.data.text_processes import Piece, TextProcesses, batches
+from meshwright.data.text_processes import TextPiece, TextProcesses, batches
 from meshwright.data.tokenizer import (
     SMALLEST_BPE,
     ByteTokenizer,
@@ -183,7 +183,7 @@ def _count(sources: Sequence[TextSource], val_fraction: float, processes: TextPr
     surveys = [SplitSurvey(val_fraction) for _ in sources]
     total = 0
 
-    def pieces(place: int, share: float) -> Iterator[Piece]:
+    def pieces(place: int, share: float) -> Iterator[TextPiece]:
         nonlocal total
         for number, text in enumerate(sources[place].documents()):
             utf8 = text.encode()
@@ -200,7 +200,7 @@ def _count(sources: Sequence[TextSource], val_fraction: float, processes: TextPr
         processes.keep(pieces(place, BPE_BYTES / total) for place in range(len(sources)))
     splits = [survey.rule() for survey in surveys]
 
-    def learnt(piece: Piece) -> bool:
+    def learnt(piece: TextPiece) -> bool:
         source, number = piece.number
         return not splits[source].mask(np.array([piece.document], np.uint64), number)[0]
 
@@ -210,7 +210,7 @@ def _count(sources: Sequence[TextSource], val_fraction: float, processes: TextPr
     return counts
 
 
-def _learnt(text: str, document: int, number: tuple[int, int]) -> Iterator[Piece]:
+def _learnt(text: str, document: int, number: tuple[int, int]) -> Iterator[TextPiece]:
     """Yield the pieces of a document, as they are encoded, with what a BPE learns from each.
 
     It learns from the words of the document cut into shorter pieces; most of these cuts are where a word ends
@@ -223,7 +223,7 @@ def _learnt(text: str, document: int, number: tuple[int, int]) -> Iterator[Piece
         stop = start + len(piece)
         own = [0, *(cut - start for cut in inside if start < cut < stop), len(piece)]
         parts = [piece[first:last] for first, last in pairwise(own)]
-        yield Piece(document, piece, number, parts if len(parts) > 1 else None)
+        yield TextPiece(document, piece, number, parts if len(parts) > 1 else None)
         start = stop
 
 
@@ -273,7 +273,7 @@ def _encode(
     facts: deque[tuple[int, int]] = deque()
     documents: deque[int] = deque()  # of each piece
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TextPiece]:
         for document, text in enumerate(texts):
             utf8 = text.encode()
             facts.append((len(utf8), hashed := int(content_hash(utf8)[0])))
@@ -281,7 +281,7 @@ def _encode(
                 split.update(tokenizer.literals.of(text))
             for piece in _long_pieces(text, tokenizer):
                 documents.append(document)
-                yield Piece(hashed, piece)
+                yield TextPiece(hashed, piece)
 
     def by_library() -> Iterator[IDs]:
         for chunk in batches(pieces(), lambda piece: len(piece.text), CHUNK):

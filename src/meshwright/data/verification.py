@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.data.manifest import DOCUMENT, Manifest, ShardEntry, documents_file, tokens_file
+from meshwright.data.manifest import DOCUMENT, ShardEntry, TokenManifest, documents_file, tokens_file
 from meshwright.data.publish import hashed_chunks, locked, readable
-from meshwright.data.verified import RECORD, BlockHashes, Record, open_record, write_record
+from meshwright.data.verified import RECORD, BlockHashes, OpenRecord, open_record, write_record
 from meshwright.spec.errors import UserError
 
 Check = Literal["lazy", "files", "content"]
@@ -38,11 +38,11 @@ class Verification:
     """
 
     folder: Path
-    manifest: Manifest
+    manifest: TokenManifest
     homes: list[Path]
     remedy: str
 
-    def run(self, check: Check) -> Record:
+    def run(self, check: Check) -> OpenRecord:
         """Return the record of the blocks' hashes, made by hashing all files where there is none.
 
         Of many processes that ask at once, one hashes and the others wait. Raises `UserError` that names the
@@ -61,7 +61,7 @@ class Verification:
         assert made is not None  # it was written just now
         return made
 
-    def _recorded(self, check: Check) -> Record | None:
+    def _recorded(self, check: Check) -> OpenRecord | None:
         """Return a record of these files, unless all must be read."""
         if check == "content":
             return None
@@ -110,7 +110,7 @@ class Verification:
         return UserError(f"{self.folder / name}: {fault}; {self.remedy}")
 
 
-def _token_fault(manifest: Manifest, chunks: Iterable[bytes]) -> str | None:
+def _token_fault(manifest: TokenManifest, chunks: Iterable[bytes]) -> str | None:
     highest = max((int(np.frombuffer(chunk, manifest.token_dtype).max()) for chunk in chunks), default=-1)
     if highest < manifest.vocab_size:
         return None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 
-from meshwright.data.manifest import Manifest
+from meshwright.data.manifest import TokenManifest
 from meshwright.data.publish import write_atomically
 from meshwright.spec.files import user_path
 
@@ -66,10 +66,10 @@ class BlockHashes:
         return b"".join([*self._blocks, *([self._block.digest()] if self._filled else [])])
 
 
-class Record:
+class OpenRecord:
     """An opened record, which can be read on when its file is removed or replaced. Raises `ValueError`."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -108,17 +108,17 @@ def record_folders(folder: Path, cache: Path) -> list[Path]:
     return [inside, cached] if os.access(folder, os.W_OK | os.X_OK) else [cached, inside]
 
 
-def write_record(folder: Path, manifest: Manifest, hashes: Mapping[str, bytes]) -> None:
+def write_record(folder: Path, manifest: TokenManifest, hashes: Mapping[str, bytes]) -> None:
     """Record in `folder` the hashes of the blocks of a manifest's files. Raises `UserError`."""
     digests = {name: hashlib.sha256(found).hexdigest() for name, found in hashes.items()}
     body = b"".join(found for _, found in sorted(hashes.items()))
     write_atomically(folder / RECORD, _header(manifest, digests) + body)
 
 
-def open_record(folder: Path, manifest: Manifest, *, whole: bool) -> Record | None:
+def open_record(folder: Path, manifest: TokenManifest, *, whole: bool) -> OpenRecord | None:
     """Return the record in `folder`; None without a valid one. With `whole` all of it is checked at once."""
     try:
-        record = Record(folder / RECORD, manifest)
+        record = OpenRecord(folder / RECORD, manifest)
         if whole:
             record.check(manifest.files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -126,7 +126,7 @@ def open_record(folder: Path, manifest: Manifest, *, whole: bool) -> Record | No
     return record
 
 
-def _header(manifest: Manifest, digests: Mapping[str, str]) -> bytes:
+def _header(manifest: TokenManifest, digests: Mapping[str, str]) -> bytes:
     """Return the line of JSON, which ends with a newline."""
     files = {name: digests[name] for name in manifest.files}
     body = {"version": _VERSION, "block_bytes": BLOCK_BYTES, "manifest": manifest.digest, "files": files}

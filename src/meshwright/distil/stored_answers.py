@@ -48,7 +48,7 @@ class TeacherState(TypedDict):
     tokenizer_sha256: Text | None
 
 
-class Record(TypedDict):
+class AnswersRecord(TypedDict):
     """The record of a folder of answers."""
 
     teacher: TeacherState
@@ -173,11 +173,13 @@ class StoredAnswers:
         return rows
 
 
-def check_answers(folder: Path, spec: RunSpec) -> Record:
+def check_answers(folder: Path, spec: RunSpec) -> AnswersRecord:
     """Return the record of a folder. Raises `UserError` unless it answers as `spec` asks."""
     assert spec.distil is not None
     try:
-        record: Record = read(Record, parse_json(read_text(folder / RECORD, MAX_JSON)), str(folder / RECORD))
+        record: AnswersRecord = read(
+            AnswersRecord, parse_json(read_text(folder / RECORD, MAX_JSON)), str(folder / RECORD)
+        )
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -196,7 +198,7 @@ def check_answers(folder: Path, spec: RunSpec) -> Record:
     return record
 
 
-def _check_files(folder: Path, record: Record) -> None:
+def _check_files(folder: Path, record: AnswersRecord) -> None:
     for name in FILES:
         try:
             whole = _sha256(folder / name) == record["files"].get(name)

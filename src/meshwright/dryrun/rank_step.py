@@ -258,7 +258,7 @@ def _unit_of(slots: list[ParamSlot]) -> str:
     return ".".join(first.split(".")[: 2 if first.startswith("blocks.") else 1])
 
 
-class _Watch(ActionHook):
+class _ActivationWatch(ActionHook):
     """Distinguishes activations, which an action leaves for another, from temporaries."""
 
     def __init__(self, memory: FakeMemory) -> None:
@@ -296,7 +296,7 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
             memory.elsewhere(buffer.flat)
     _mark_parts(memory, trainer)
     memory.settle(0, OPTIMISER)  # Adam's step counts
-    trainer.pipeline.watch = _Watch(memory)
+    trainer.pipeline.watch = _ActivationWatch(memory)
     names = {module: name for name, module in decoder.named_modules()}
     for group in trainer.states.modules:
         for module in group:

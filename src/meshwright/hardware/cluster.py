@@ -3,7 +3,7 @@
 A cluster is `count` equal devices in nested groups: a node of 8 behind one switch, a leaf switch's nodes, the
 whole cluster. Each level has the link by which a device reaches the devices outside its group of the level
 below. Peaks are dense (no structured sparsity), as on datasheets; `Rates` holds the attained shares of them,
-and `Measured` the timings of a machine that `meshwright profile` has run on.
+and `ProfiledTimes` the timings of a machine that `meshwright profile` has run on.
 
 On a machine without accelerators a `Device` is the whole host, which `Cluster.sharing` ranks share.
 """
@@ -190,7 +190,7 @@ class Matmul(NamedTuple):
         return 2 * self.m * self.n * self.k
 
 
-class Attention(NamedTuple):
+class AttentionTime(NamedTuple):
     """Seconds of causal attention over `sequences` sequences: its forward, and its backward alone."""
 
     format: str
@@ -223,12 +223,12 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured(Record):
+class ProfiledTimes(Record):
     """Times that `meshwright profile` took, by the host's clock or by CUDA events."""
 
     matmul: tuple[Matmul, ...] = ()
     """Matrix products while all `ranks` of a host compute, as in training."""
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[AttentionTime, ...] = ()
     """The model's own attention while all `ranks` of a host compute."""
     collectives: tuple[Collective, ...] = ()
     """Where ranks share cores, the seconds that a collective adds to the matrix products before it."""
@@ -276,7 +276,7 @@ class Cluster(Record):
     price: NotNegative | None
     """USD per device and hour."""
     source: str
-    measured: Measured | None = None
+    measured: ProfiledTimes | None = None
     sharing: Count = 1
     """Ranks that share one host's cores and memory on machines without accelerators."""
     network: Network | None = None

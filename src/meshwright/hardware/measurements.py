@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import exp, log
 
-from meshwright.hardware.cluster import Attention, Collective, Matmul, Measured
+from meshwright.hardware.cluster import AttentionTime, Collective, Matmul, ProfiledTimes
 
 _NEAREST = 12
 """Points of a fit. Source: assumed."""
@@ -24,7 +24,7 @@ Points = tuple[tuple[tuple[float, ...], float], ...]
 
 
 def matmul_seconds(
-    measured: Measured, format: str, m: int, n: int, k: int, alone: bool = False
+    measured: ProfiledTimes, format: str, m: int, n: int, k: int, alone: bool = False
 ) -> float | None:
     """Seconds of (m, k) x (k, n) on one of `measured.ranks` computing ranks, or `alone` on its host.
 
@@ -35,16 +35,22 @@ def matmul_seconds(
 
 
 def attention_seconds(
-    measured: Measured, format: str, sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
+    measured: ProfiledTimes,
+    format: str,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    length: int,
 ) -> tuple[float, float] | None:
     """(forward, backward) seconds of causal attention; None if the format was not measured."""
     forward, backward = (_rates(measured.attention, format, half) for half in (False, True))
-    query = Attention(format, sequences, heads, kv_heads, head_dim, length, 0.0, 0.0)
+    query = AttentionTime(format, sequences, heads, kv_heads, head_dim, length, 0.0, 0.0)
     return (_seconds(forward, query), _seconds(backward, query)) if forward else None
 
 
 def collective_seconds(
-    measured: Measured | None, operation: str, ranks: int, level: str, bytes: float
+    measured: ProfiledTimes | None, operation: str, ranks: int, level: str, bytes: float
 ) -> float | None:
     """Seconds of a collective; None if the operation was not measured at that level, or nothing was.
 
@@ -91,7 +97,9 @@ def _on_line(points: Sequence[tuple[int, float]], bytes: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _rates(points: tuple[Matmul, ...] | tuple[Attention, ...], format: str, backward: bool = False) -> Points:
+def _rates(
+    points: tuple[Matmul, ...] | tuple[AttentionTime, ...], format: str, backward: bool = False
+) -> Points:
     """The rates of the points of a format; of attention, of its forward or its backward."""
     rates = []
     for p in points:
@@ -101,7 +109,7 @@ def _rates(points: tuple[Matmul, ...] | tuple[Attention, ...], format: str, back
     return tuple(rates)
 
 
-def _logs(shape: Matmul | Attention) -> tuple[float, ...]:
+def _logs(shape: Matmul | AttentionTime) -> tuple[float, ...]:
     """Logarithms of the sizes that the rate depends on."""
     if isinstance(shape, Matmul):
         return log(shape.m), log(shape.n), log(shape.k)
@@ -109,7 +117,7 @@ def _logs(shape: Matmul | Attention) -> tuple[float, ...]:
     return log(batch), log(group), log(shape.head_dim), log(shape.length)
 
 
-def _seconds(rates: Points, query: Matmul | Attention) -> float:
+def _seconds(rates: Points, query: Matmul | AttentionTime) -> float:
     return query.flops / exp(_fitted(rates, _logs(query)))
 
 

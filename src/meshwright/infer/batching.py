@@ -59,7 +59,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ForwardBatch:
     """One forward of the decoder over B rows of T tokens each.
 
     `pages` and `first` are the pages of each row's sequence, and the position of its first token.
@@ -80,10 +80,10 @@ class Turn:
         return [end - before for end in ends for before in reversed(range(self.chosen))]
 
 
-IDLE = Turn([[0]], [[SCRATCH]], [0], [])
+IDLE = ForwardBatch([[0]], [[SCRATCH]], [0], [])
 """The turn of a rank without requests, while others of its experts have some."""
 
-Forward = Callable[[Turn], list[list[int]]]
+Forward = Callable[[ForwardBatch], list[list[int]]]
 """Runs a turn, and returns the tokens that are chosen for each row, if any are to be."""
 
 
@@ -125,7 +125,7 @@ class Batching:
                 self.table.release(request.pages)
                 self._pressed = False
 
-    def _next(self) -> tuple[Turn, list[Request]]:
+    def _next(self) -> tuple[ForwardBatch, list[Request]]:
         """The next turn, and the requests that it gives a token.
 
         All that have begun lack the keys and values of one token, the last, once their prompts are read.
@@ -177,13 +177,13 @@ class Batching:
         request.cached, self._pressed = 0, True
         self.waiting.appendleft(request)
 
-    def _turn(self, rows: Sequence[Request], ahead: Sequence[list[int]] = ()) -> Turn:
+    def _turn(self, rows: Sequence[Request], ahead: Sequence[list[int]] = ()) -> ForwardBatch:
         """The forward of each row's tokens that are not read yet and of those `ahead`: all count as read from
         here on."""
         tokens = [request.unread(MOST_PROMPT_TOKENS) for request in rows]
         if ahead:
             tokens = [[*own, *guessed] for own, guessed in zip(tokens, ahead, strict=True)]
-        turn = Turn(
+        turn = ForwardBatch(
             tokens,
             [list(request.pages) for request in rows],
             [request.cached for request in rows],

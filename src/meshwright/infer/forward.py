@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.comm.collectives import start_broadcast, start_receive, start_send
 from meshwright.comm.mesh import Mesh
-from meshwright.infer.batching import Turn
+from meshwright.infer.batching import ForwardBatch
 from meshwright.infer.paged_cache import PAGE_TOKENS, PagedCache, Places, places
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
@@ -25,7 +25,7 @@ _LEAST_POSITIONS = 512
 """Positions that the first rotary tables have."""
 
 
-class Part(NamedTuple):
+class DecoderPart(NamedTuple):
     """The part of a decoder that a rank computes: its stage, in a format, on a mesh."""
 
     stage: Stage
@@ -46,7 +46,7 @@ class StageForward:
         sampling: Sampling,
         pages: int,
         limit: int | None = None,
-        part: Part | None = None,
+        part: DecoderPart | None = None,
     ) -> None:
         self.decoder, self.sampling, self.limit = decoder, sampling, limit
         self.pipeline = part.mesh.pipeline if part is not None and part.mesh.pipeline.size > 1 else None
@@ -76,12 +76,12 @@ class StageForward:
                 f"max_new_tokens, or fewer cache_tokens"
             ) from error
 
-    def __call__(self, turn: Turn) -> list[list[int]]:
+    def __call__(self, turn: ForwardBatch) -> list[list[int]]:
         """The tokens that a turn chooses for each row, if it is to; collective in a pipeline."""
         with self._mode():
             return self._run(turn)
 
-    def _run(self, turn: Turn) -> list[list[int]]:
+    def _run(self, turn: ForwardBatch) -> list[list[int]]:
         device, stage, decoder = self._like.device, self.stage, self.decoder
         tokens_BT = torch.tensor(turn.tokens, device=device)
         count = tokens_BT.shape[1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.comm.collectives import sum_scalars
 from meshwright.comm.waiting import while_others_wait
 from meshwright.infer.batching import Batching, Request
-from meshwright.infer.forward import Part, StageForward, no_token_dropped
+from meshwright.infer.forward import DecoderPart, StageForward, no_token_dropped
 from meshwright.infer.paged_cache import PAGE_TOKENS, PageTable, pages_of
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
@@ -60,7 +60,7 @@ def continue_requests(
     cache_tokens: int | None = None,
     lookup: int = 0,
     show: Show | None = None,
-    part: Part | None = None,
+    part: DecoderPart | None = None,
 ) -> None:
     """Continue requests until all have ended, at most `most_rows` of them at a time.
 

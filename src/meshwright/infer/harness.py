@@ -34,7 +34,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.infer.batching import Request
 from meshwright.infer.generate import check_request, continue_requests
 from meshwright.infer.sampling import Sampling
-from meshwright.infer.scores import Row, scores
+from meshwright.infer.scores import ScoredText, scores
 from meshwright.infer.sharded import ShardedDecoder
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
@@ -99,7 +99,7 @@ class DecoderLM(TemplateLM):
                     f"predicts 1 to {self.max_length}; change the task"
                 )
         rows = [
-            Row([*context, *continuation][-(self.max_length + 1) :], len(continuation))
+            ScoredText([*context, *continuation][-(self.max_length + 1) :], len(continuation))
             for _, context, continuation in requests
         ]
         self._agree([list(row) for row in rows])
@@ -119,7 +119,7 @@ class DecoderLM(TemplateLM):
             ]
             for request in requests
         ]
-        rows = [Row([*context, *new], len(new)) for each in windows for context, new in each]
+        rows = [ScoredText([*context, *new], len(new)) for each in windows for context, new in each]
         self._agree([list(row) for row in rows])
         found = iter(scores(self._model, rows))
         return [sum(next(found).nats for _ in each) for each in windows]

@@ -38,7 +38,7 @@ one piece and in fp32 its kernel reads them up to a third sooner, copy included,
 in half formats."""
 
 
-class Product:
+class JointLinear:
     """Layers of one input, as one product: (..., inputs) -> (..., sum of outputs).
 
     `reorder` makes it one of oneDNN. The layers then keep the shapes of their weights, and no memory, unless
@@ -74,7 +74,7 @@ class PackedAttention:
 
     def __init__(self, attention: Attention, reorder: bool) -> None:
         q, k, v, self.head_dim = attention.q, attention.k, attention.v, attention.head_dim
-        self._qkv, self._out = Product([q, k, v], reorder), Product([attention.o], reorder)
+        self._qkv, self._out = JointLinear([q, k, v], reorder), JointLinear([attention.o], reorder)
         queries, keys, _ = self._qkv.sizes
         self._heads, self._kv_heads = queries // self.head_dim, keys // self.head_dim
         self._q_norm, self._k_norm = attention.q_norm, attention.k_norm
@@ -119,8 +119,8 @@ def _pack_norm(norm: RmsNorm) -> None:
 
 def _pack_mlp(mlp: Mlp, reorder: bool) -> Callable[[Tensor], Tensor]:
     """Let a feed-forward layer compute by joint products, and return it as a function of x (B, T, D)."""
-    up = Product([mlp.up] if mlp.gate is None else [mlp.gate, mlp.up], reorder)
-    down = Product([mlp.down], reorder)
+    up = JointLinear([mlp.up] if mlp.gate is None else [mlp.gate, mlp.up], reorder)
+    down = JointLinear([mlp.down], reorder)
 
     def split(x: Tensor, _: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         return up(x).split_with_sizes(up.sizes, -1)
@@ -134,7 +134,7 @@ def _pack_block(block: Block, reorder: bool) -> None:
     if isinstance(block.attn, Attention):
         block.attn.forward = PackedAttention(block.attn, reorder)  # type: ignore[method-assign, assignment]
     else:
-        out = Product([block.attn.o], reorder)
+        out = JointLinear([block.attn.o], reorder)
         block.attn.hooks = replace(block.attn.hooks, output=lambda x, _: out(x))
     if isinstance(block.mlp, Mlp):
         block.mlp.forward = _pack_mlp(block.mlp, reorder)  # type: ignore[method-assign, assignment]
@@ -169,7 +169,7 @@ def pack_linears(decoder: Decoder) -> Decoder:
         _pack_block(block, reorder)
     head = decoder.head
     if not decoder.spec.tied:
-        logits = Product([head], reorder)
+        logits = JointLinear([head], reorder)
         head.hooks = replace(head.hooks, predict=lambda x_BTD, *_: logits(x_BTD))
     decoder.requires_grad_(False)
     return decoder

@@ -32,7 +32,7 @@ PROMPT, NEW, ROUNDS = 32, 64, 3
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutBatches:
     """Held-out tokens in batches, and the UTF-8 bytes that they spell."""
 
     batches: Sequence[Batch]
@@ -40,7 +40,7 @@ class HeldOut:
     micro_batch: int
 
     @classmethod
-    def read(cls, corpus: Corpus, spec: RunSpec, max_tokens: int | None) -> HeldOut:
+    def read(cls, corpus: Corpus, spec: RunSpec, max_tokens: int | None) -> HeldOutBatches:
         """The first `max_tokens` held-out tokens of a run's data, by default all."""
         reader = SplitReader(corpus.validation, spec, 0, 1)
         batches = list(reader.batches(max_tokens))
@@ -64,7 +64,7 @@ class Model:
     """The trained model that is quantised, in fp32; `write` writes a folder of it, quantised if so asked."""
 
     decoder: Decoder
-    held_out: HeldOut
+    held_out: HeldOutBatches
     calibration: Sequence[Tensor]
 
     def quantised(self, folder: Path, how: Quantisation | None, by_gptq: bool = False) -> None:
@@ -108,7 +108,7 @@ def compare(
         }
 
 
-def _rate(decoder: Decoder, held_out: HeldOut) -> float:
+def _rate(decoder: Decoder, held_out: HeldOutBatches) -> float:
     """Tokens a second of greedy generation of one text, as `generate` would compute it."""
     prompt = held_out.batches[0].tokens[0, :PROMPT].tolist()
     packed, took = pack_linears(decoder), []

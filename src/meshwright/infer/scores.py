@@ -22,7 +22,7 @@ MOST_LOGITS = 2**26
 """Logits that are held at a time."""
 
 
-class Row(NamedTuple):
+class ScoredText(NamedTuple):
     """A text, of which the last `predicted` tokens are to be predicted, each from those before it."""
 
     tokens: Sequence[int]
@@ -36,7 +36,7 @@ class Score(NamedTuple):
     greedy: bool
 
 
-def scores(model: ShardedDecoder, rows: Sequence[Row]) -> list[Score]:
+def scores(model: ShardedDecoder, rows: Sequence[ScoredText]) -> list[Score]:
     """Return the score of each row, on every rank; all ranks of the mesh call this with the same rows.
 
     Rows of like lengths are computed together, padded at their ends, at most `MOST_TOKENS` tokens at a time
@@ -67,7 +67,7 @@ def scores(model: ShardedDecoder, rows: Sequence[Row]) -> list[Score]:
     return [Score(*score) for score in every]
 
 
-def _groups(order: Sequence[int], rows: Sequence[Row], ranks: int) -> Iterator[Sequence[int]]:
+def _groups(order: Sequence[int], rows: Sequence[ScoredText], ranks: int) -> Iterator[Sequence[int]]:
     """Yield the numbers of rows that all data ranks compute at a time, longest first."""
     first = 0
     while first < len(order):
@@ -76,7 +76,7 @@ def _groups(order: Sequence[int], rows: Sequence[Row], ranks: int) -> Iterator[S
         first += count
 
 
-def _batch(rows: Sequence[Row], length: int, group: int, ranks: int) -> Batch:
+def _batch(rows: Sequence[ScoredText], length: int, group: int, ranks: int) -> Batch:
     """Return rows as a batch of one length on all data ranks; experts of several take part in each."""
     count = -(-group // ranks)
     tokens, targets = torch.zeros(count, length - 1).long(), torch.full((count, length - 1), IGNORE)

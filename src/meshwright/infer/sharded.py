@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.comm.collectives import gather_rows
 from meshwright.comm.mesh import Axis, Mesh
-from meshwright.infer.forward import Part
+from meshwright.infer.forward import DecoderPart
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import MoeHooks
 from meshwright.parallel.parallelize import parallelize
@@ -86,7 +86,7 @@ class ShardedDecoder:
         self._states, self._balance = built.states, built.balance
         _route_any_number(self.decoder.eval(), mesh.tensor)
         every = stages(spec.model, spec.layout, spec.data.seq_len)
-        self.part = Part(every[mesh.pipeline.rank], mesh, self._states.formats.compute)
+        self.part = DecoderPart(every[mesh.pipeline.rank], mesh, self._states.formats.compute)
 
     def load(
         self, run: Path, trained: RunSpec, average: bool = False, step: int | None = None
@@ -109,7 +109,7 @@ def load_sharded(
     mesh: Mesh,
     average: bool = False,
     step: int | None = None,
-) -> tuple[Decoder, Part]:
+) -> tuple[Decoder, DecoderPart]:
     """This rank's part of the decoder of a run's checkpoint, by default the newest.
 
     All ranks call this. Raises `UserError` as `load_run` does.

@@ -67,7 +67,7 @@ class ExactSum:
         return self.buffer
 
 
-class _Run(NamedTuple):
+class _BlocksOfOneSize(NamedTuple):
     """A part of a unit's buffers, of matrices whose blocks are of one size."""
 
     place: slice
@@ -105,14 +105,14 @@ class Compression:
         if outer.kept_error:
             self.error = torch.zeros_like(unit.stored, dtype=exact)
         matrices = [slot for slot in unit.slots if slot.decay]
-        self._runs: list[_Run] = []
+        self._runs: list[_BlocksOfOneSize] = []
         for block, slots in groupby(matrices, lambda slot: blocks[slot.key] if outer.has_blocks else 1):
             listed = list(slots)
             assert all(slot.part[-1] % block == 0 for slot in listed), "a layout cuts blocks"
             start, end = listed[0].start, listed[-1].start + listed[-1].padded
             most = max(1, _CHUNK[unit.stored.device.type] // block) * block
             cuts = [*range(start, end, most), end]
-            self._runs += [_Run(slice(*cut), block) for cut in pairwise(cuts)]
+            self._runs += [_BlocksOfOneSize(slice(*cut), block) for cut in pairwise(cuts)]
 
     def start(self, delta: Tensor, axis: Axis) -> CompressedSum:
         """Send how far the unit moved, (P/n,), to all islands."""

@@ -18,9 +18,9 @@ from typing import Any
 from meshwright.comm.authentication import shared_secret
 from meshwright.comm.store_endpoint import endpoint_of
 from meshwright.comm.store_server import StoreServer
-from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, Membership, State, World, decide
+from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, HostWorld, Membership, State, decide
 from meshwright.launch.restarts import RestartPolicy
-from meshwright.launch.start import End, Job, Place, Start, Tell, stopped_by
+from meshwright.launch.start import End, HostPlace, Job, Start, Tell, stopped_by
 from meshwright.launch.supervisor import stop_requests
 from meshwright.launch.zygote import Zygote, ZygoteLostError
 from meshwright.rank.failure import Outcome
@@ -105,7 +105,7 @@ class HostSupervisor:
 
     # Generations ------------------------------------------------------------------------------------
 
-    def _next_world(self, asked: Sequence[int]) -> World | Outcome:
+    def _next_world(self, asked: Sequence[int]) -> HostWorld | Outcome:
         """Wait for a generation that this host is part of, or for the run's outcome."""
         since, said = time.monotonic(), ""
         while not asked:
@@ -138,7 +138,7 @@ class HostSupervisor:
 
     def _run_once(
         self,
-        world: World,
+        world: HostWorld,
         memory: SharedMemory,
         began: float,
         folder: Path,
@@ -154,7 +154,7 @@ class HostSupervisor:
         self._say("running", generation=world.number, steps=0, port=self._store.port, outcome=Outcome())
         ranks, store = self.host.ranks, endpoint_of(world.address, world.port)
         size = len(world.hosts) * ranks
-        place = Place(store, self._secret, index * ranks, size, self.host.interface, LEASE_S)
+        place = HostPlace(store, self._secret, index * ranks, size, self.host.interface, LEASE_S)
         job = self.job.of(number == 0, len(world.hosts))
         start = Start(number, job, place, memory, began, folder / f"generation-{number}", self.job.tell)
         handed: list[int] = []
@@ -229,7 +229,7 @@ class HostSupervisor:
         if world.end is None and self.members.leads:
             self._lead(world, number, now)
 
-    def _lead(self, world: World, number: int, now: float) -> None:
+    def _lead(self, world: HostWorld, number: int, now: float) -> None:
         """Propose the next generation, if one is due."""
         hosts = self.members.hosts
         first = world is NOBODY
@@ -244,10 +244,12 @@ class HostSupervisor:
         if decision is None or decision.stop or now < self._not_before:
             return
         if decision.end is not None:
-            self.members.propose(World(number, end=decision.end))
+            self.members.propose(HostWorld(number, end=decision.end))
             return
         store, origin = hosts[decision.hosts[0]], number if first else world.origin
-        self.members.propose(World(number, decision.hosts, store.ranks, store.address, store.port, origin))
+        self.members.propose(
+            HostWorld(number, decision.hosts, store.ranks, store.address, store.port, origin)
+        )
         for name in sorted(set(world.hosts) - set(decision.hosts)):
             lost = name not in hosts
             why = f"gave no sign of life for {LOST_S:g} s" if lost else "is left out of the next start"

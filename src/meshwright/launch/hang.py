@@ -46,7 +46,7 @@ class Hang:
 
 
 @dataclass
-class _Rank:
+class _WatchedRank:
     pid: int
     beat: Beat
     moved_at: float = 0.0
@@ -93,7 +93,7 @@ class HangWatch:
     ) -> None:
         self._heartbeats, self._last, self._clock, self._first = heartbeats, now, 0.0, first
         self._stuck_seconds, self._known_seconds = stuck_seconds, step_seconds
-        self._ranks = {number: _Rank(pid, Beat.of(heartbeats, number)) for number, pid in pids.items()}
+        self._ranks = {number: _WatchedRank(pid, Beat.of(heartbeats, number)) for number, pid in pids.items()}
         self._step, self._step_at = -1, 0.0
         self._step_seconds: deque[float] = deque(maxlen=50)
 

@@ -53,7 +53,7 @@ class Host(Record):
 
 
 @dataclass(frozen=True)
-class World(Record):
+class HostWorld(Record):
     """Generation `number`: `hosts` in order of ranks, with `ranks` each and a store on the first.
 
     An `end` is that of the run, and there are no hosts. `origin` is the number of the run's first generation,
@@ -69,7 +69,7 @@ class World(Record):
     end: Outcome | None = None
 
 
-NOBODY = World(0)
+NOBODY = HostWorld(0)
 """Stands for the world before the first generation."""
 
 
@@ -79,7 +79,7 @@ class Membership:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.hosts: dict[str, Host] = {}
-        self.world: World | None = None
+        self.world: HostWorld | None = None
         self.missed = -1
         """The newest generation that this host was not part of."""
         self._moved: dict[str, tuple[int, float]] = {}
@@ -92,7 +92,7 @@ class Membership:
         """Remove what is said of a host that leaves, or is lost."""
         (self.folder / f"host-{name}.json").unlink(missing_ok=True)
 
-    def propose(self, world: World) -> None:
+    def propose(self, world: HostWorld) -> None:
         """Make `world` the newest generation, unless another host has proposed that number before."""
         with suppress(FileExistsError):
             atomic.create(self.folder / f"generation-{world.number}.json", json.dumps(asdict(world)))
@@ -101,7 +101,7 @@ class Membership:
         """Read the newest generation and what the hosts say; `now` is this process's clock."""
         number = self.world.number + 1 if self.world is not None else self._oldest()
         while (file := self.folder / f"generation-{number}.json").exists():
-            self.world = read(World, json.loads(file.read_text(encoding="utf-8")), str(file))
+            self.world = read(HostWorld, json.loads(file.read_text(encoding="utf-8")), str(file))
             if self.name not in self.world.hosts:
                 self.missed = number
             number += 1
@@ -137,7 +137,7 @@ class Decision:
 
 
 def decide(
-    world: World,
+    world: HostWorld,
     hosts: Mapping[str, Host],
     sizes: Collection[int],
     final: Callable[[Host], Outcome | None],

@@ -45,7 +45,7 @@ class Slow:
 
 
 @dataclass
-class _Rank:
+class _Timed:
     beat: Beat
     first_step: int
     computed: float = 0.0
@@ -72,7 +72,7 @@ class SlowWatch:
         self._heartbeats, self._last, self._began, self._first = heartbeats, now, now, first
         self._peers = peers or first + ranks
         beats = [Beat.of(heartbeats, number) for number in range(ranks)]
-        self._ranks = [_Rank(beat, beat.step) for beat in beats]
+        self._ranks = [_Timed(beat, beat.step) for beat in beats]
         self._pids, self._queued = pids, [queued_seconds(pid) for pid in pids]
 
     def look(self, now: float) -> list[Slow]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.chaos.faults import Plan
+from meshwright.chaos.faults import FaultPlan
 from meshwright.comm.heartbeat import Beat
 from meshwright.launch.hang import Hang, HangWatch
 from meshwright.launch.slow import SlowWatch
@@ -54,12 +54,12 @@ class Job:
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     stages: int = 1
     """Ranks are so many equal parts, each of which does its own work, as the stages of a pipeline."""
-    faults: Plan | None = None
+    faults: FaultPlan | None = None
     """Faults that shall hit the ranks."""
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """This host's ranks in their world: the number of the first, and the world's store with its secret.
 
     `store` is the endpoint of a `StoreServer`; None in a world of one rank, which has its store to itself.
@@ -97,7 +97,7 @@ class End:
 
 
 @dataclass
-class _Rank:
+class _Started:
     folder: Path
     pid: int | None = None
     end: RankEnd | None = None
@@ -120,7 +120,7 @@ class Start:
         self,
         number: int,
         job: Job,
-        place: Place,
+        place: HostPlace,
         memory: SharedMemory,
         began: float,
         folder: Path,
@@ -131,7 +131,7 @@ class Start:
         faults = job.faults.given if job.faults is not None else {}
         shared = memory.heartbeats, memory.snapshots
         self._supervision = Supervision(number, began, *shared, place.lease_seconds, **faults)
-        self._ranks = [_Rank(folder / f"rank-{rank}") for rank in range(job.nproc)]
+        self._ranks = [_Started(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
         self._slow: SlowWatch | None = None
         self._step_seconds = step_seconds

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.chaos.faults import Plan
+from meshwright.chaos.faults import FaultPlan
 from meshwright.comm.store_server import StoreServer
 from meshwright.launch.restarts import RestartPolicy
-from meshwright.launch.start import End, Job, Place, Start, Tell, stopped_by
+from meshwright.launch.start import End, HostPlace, Job, Start, Tell, stopped_by
 from meshwright.launch.zygote import Zygote, ZygoteLostError
 from meshwright.rank.failure import Outcome
 from meshwright.rank.scratch import scratch_folder
@@ -57,7 +57,7 @@ def run_ranks(
     restarts: Restarts | None = None,
     recovery: RecoverySpec | None = None,
     stages: int = 1,
-    faults: Plan | None = None,
+    faults: FaultPlan | None = None,
 ) -> Outcome:
     """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
@@ -109,10 +109,10 @@ class Supervisor:
         faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
         self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
         folder.mkdir()
-        known, place, store = self._step_seconds, Place(None), None
+        known, place, store = self._step_seconds, HostPlace(None), None
         if self.job.nproc > 1:
             store = StoreServer(folder)
-            place = Place(store.endpoint, store.secret)
+            place = HostPlace(store.endpoint, store.secret)
         start = Start(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
             return start.run(self._zygote, asked)

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.kernels import elementwise_cpu
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
-from meshwright.model.soft_targets import Place, SoftTargetLoss, SoftTargets
+from meshwright.model.soft_targets import SoftTargetLoss, SoftTargets, VocabularyRows
 from meshwright.spec.tiling import loss_rows
 
 IGNORE = -100
@@ -165,7 +165,7 @@ def _soft_loss(
 ) -> tuple[Tensor, SoftTargetLoss]:
     """`_loss` with of_piece targets; the second result knows the gradient by x."""
     rows = logits.shape[1] if part is None else part.rows
-    place = Place(0, 0, 1) if part is None else Place(part.first, part.rank, part.ranks)
+    place = VocabularyRows(0, 0, 1) if part is None else VocabularyRows(part.first, part.rank, part.ranks)
     valid = targets != IGNORE
     here = valid & (targets >= place.first) & (targets < place.first + rows)
     index = (targets - place.first).masked_fill(~here, 0).unsqueeze(1)

@@ -65,7 +65,7 @@ class SoftTargetSource(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class VocabularyRows(NamedTuple):
     """Where rows of the vocabulary are: the first of them, and this rank among those that have the others."""
 
     first: int
@@ -81,7 +81,7 @@ class SoftTargetLoss:
     """
 
     def __init__(
-        self, logits: Tensor, x: Tensor, index: Tensor, here: Tensor, soft: SoftTargets, place: Place
+        self, logits: Tensor, x: Tensor, index: Tensor, here: Tensor, soft: SoftTargets, place: VocabularyRows
     ):
         self.how, self.here, self.index = soft.how, here, index
         self.exact = torch.promote_types(logits.dtype, torch.float32)

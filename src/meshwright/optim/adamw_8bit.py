@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.optim.eight_bit import SIGNED, UNSIGNED, DynamicMap, dequantised
 from meshwright.optim.offload import MomentMemory
-from meshwright.optim.optimiser import AdamW, Part, StateBuffer
+from meshwright.optim.optimiser import AdamW, FlatPart, StateBuffer
 from meshwright.optim.stochastic_rounding import chunks_of, draws, round_
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import ParamSlot
@@ -32,7 +32,7 @@ _CHUNK = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are updated at a time, so that temporaries stay small: on a CPU in its cache."""
 
 
-class _Run(NamedTuple):
+class _Matrices(NamedTuple):
     """Adjacent matrices of a unit whose blocks are of one size, and where their scales begin."""
 
     slots: Sequence[ParamSlot]
@@ -73,7 +73,7 @@ class AdamW8bit(AdamW):
             for name, values in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED))
         }
         index = {id(unit): number for number, unit in enumerate(states.trained)}
-        self._matrices: list[tuple[int, Part, list[_Run]]] = []
+        self._matrices: list[tuple[int, FlatPart, list[_Matrices]]] = []
         for part in self.parts:
             if not part.moments:
                 number = index[id(part.unit)]
@@ -92,7 +92,7 @@ class AdamW8bit(AdamW):
                 self._update(unit, part, run, rate, factor)
         super().step(rate, factor)
 
-    def _update(self, unit: int, part: Part, run: _Run, rate: float, factor: float) -> None:
+    def _update(self, unit: int, part: FlatPart, run: _Matrices, rate: float, factor: float) -> None:
         formats, start = self.states.formats, run.slots[0].start
         scale = run.scales
         for chunk in chunks_of(run.slots, _CHUNK[part.flat.device.type]):  # of whole rows, so of whole blocks
@@ -109,7 +109,7 @@ class AdamW8bit(AdamW):
             start, scale = place.stop, scales.stop
 
     def _update_blocks(
-        self, unit: int, part: Part, place: slice, scales: slice, parameters: Tensor, rate: float
+        self, unit: int, part: FlatPart, place: slice, scales: slice, parameters: Tensor, rate: float
     ) -> None:
         """Update some blocks of `parameters` (n, block) and their moments in place."""
         train, number = self.train, self.updates + 1
@@ -173,12 +173,12 @@ def _blocks_in(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // block)
 
 
-def _runs(part: Part, scale_slots: list[ParamSlot], blocks: Mapping[str, int]) -> list[_Run]:
+def _runs(part: FlatPart, scale_slots: list[ParamSlot], blocks: Mapping[str, int]) -> list[_Matrices]:
     """The runs of the matrices of a part, of which neighbours with equal blocks are one."""
     own = range(part.place.start, part.place.stop)
     every = zip([slot for slot in part.unit.slots if slot.decay], scale_slots, strict=True)
     pairs, runs = [pair for pair in every if pair[0].start in own], []
     for block, same in groupby(pairs, lambda pair: blocks[pair[0].key]):
         listed = list(same)
-        runs.append(_Run([slot for slot, _ in listed], listed[0][1].start, block))
+        runs.append(_Matrices([slot for slot, _ in listed], listed[0][1].start, block))
     return runs

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.comm.collectives import start_all_gather, start_all_to_all
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.optim.offload import MomentMemory
-from meshwright.optim.optimiser import AdamW, Part, cuts_of
+from meshwright.optim.optimiser import AdamW, FlatPart, cuts_of
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
@@ -171,7 +171,7 @@ class Muon(AdamW):
 
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
         super().__init__(states, spec, memory)
-        self.exchanges: list[tuple[list[Part], _Exchange]] = []
+        self.exchanges: list[tuple[list[FlatPart], _Exchange]] = []
         for unit in states.trained:
             if matrices := matrices_of(unit):
                 parts = [part for part in self.parts if part.unit is unit and len(part.moments) == 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from meshwright.optim.offload import MomentMemory, Span, Staging
-from meshwright.optim.stochastic_rounding import Rows, chunks_of, draws, round_
+from meshwright.optim.stochastic_rounding import StoredRows, chunks_of, draws, round_
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.fsdp_unit import Unit
@@ -23,7 +23,7 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements that are updated at a time where that takes temporaries, so that these stay small."""
 
 
-class Part(NamedTuple):
+class FlatPart(NamedTuple):
     """Adjacent parameters of a unit that are updated alike, as one flat tensor of what this rank stores."""
 
     unit: Unit
@@ -58,11 +58,11 @@ class StateBuffer(NamedTuple):
         return self.part(slot).view(slot.part).narrow(slot.dim, 0, slot.rows)
 
 
-Cut = tuple[Part, int, int]
+Cut = tuple[FlatPart, int, int]
 """A part, and the elements from one to another of it."""
 
 
-def cuts_of(part: Part, most: int) -> list[Cut]:
+def cuts_of(part: FlatPart, most: int) -> list[Cut]:
     """A part in chunks of `most` elements at most."""
     size = len(part.flat)
     return [(part, start, min(start + most, size)) for start in range(0, size, most)]
@@ -87,7 +87,7 @@ class Optimiser:
             rows = [slot.part[-1] for unit in states.trained for slot in unit.slots]
             least = max(rows, default=0) if states.formats.rounded else 0  # chunks end at whole rows
             self.staging = Staging([*self.moments.values()], memory, states.mesh.device, least)
-        self.parts: list[Part] = []
+        self.parts: list[FlatPart] = []
         for index, unit in enumerate(states.trained):
             begins = {name: self.begins(name, unit) for name in self.moments}
 
@@ -103,9 +103,11 @@ class Optimiser:
                     if begin <= start
                 )
                 place = slice(start, end)
-                self.parts.append(Part(unit, place, unit.stored[place], moments, group))
+                self.parts.append(FlatPart(unit, place, unit.stored[place], moments, group))
 
-    def pieces(self, parts: Sequence[Part], *more: Tensor, factor: float = 1.0) -> Iterator[tuple[Any, ...]]:
+    def pieces(
+        self, parts: Sequence[FlatPart], *more: Tensor, factor: float = 1.0
+    ) -> Iterator[tuple[Any, ...]]:
         """(part, parameters, gradient, each moment, each of `more`) of a chunk at a time, to be updated.
 
         Gradients are multiplied by `factor`, in place, while a chunk is in a processor's cache.
@@ -114,7 +116,7 @@ class Optimiser:
         most, rounded = _CHUNK[self.states.mesh.device.type], self.states.formats.rounded
         most = min(most, self.staging.length) if self.staging else most
         cuts: list[Cut] = []
-        chunks: list[list[Rows]] = []
+        chunks: list[list[StoredRows]] = []
         for part in parts:
             if not rounded:
                 cuts += (found := cuts_of(part, most))
@@ -212,7 +214,7 @@ class AdamW(Optimiser):
         super().__init__(states, spec, memory)
         self._in_chunks = states.formats.rounded or memory.staged
         self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
-        self._groups: dict[Group, list[tuple[Part, Tensor]]] = {}
+        self._groups: dict[Group, list[tuple[FlatPart, Tensor]]] = {}
         """Where nothing is in chunks, the parts that are updated alike, each with its count of updates on the
         device."""
         if not self._in_chunks:

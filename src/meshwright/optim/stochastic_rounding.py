@@ -34,7 +34,7 @@ _BITS = {torch.float32: (torch.int32, 16), torch.float64: (torch.int64, 45)}
 """Format -> integers of its width, and how many bits it has below those of bf16."""
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows of a parameter that a rank stores, padding included; a row is along the last dim."""
 
     slot: ParamSlot
@@ -52,12 +52,12 @@ class Rows(NamedTuple):
         return self.height * self.columns
 
 
-def chunks_of(slots: Sequence[ParamSlot], most: int) -> Iterator[list[Rows]]:
+def chunks_of(slots: Sequence[ParamSlot], most: int) -> Iterator[list[StoredRows]]:
     """Adjacent parameters of a flat buffer, in lists of at most `most` elements, or of one row.
 
     They end at whole rows.
     """
-    chunk: list[Rows] = []
+    chunk: list[StoredRows] = []
     room = most
     for slot in slots:
         columns = slot.part[-1]
@@ -67,7 +67,7 @@ def chunks_of(slots: Sequence[ParamSlot], most: int) -> Iterator[list[Rows]]:
                 yield chunk
                 chunk, room = [], most
             count = min(rows - first, max(1, room // columns))
-            chunk.append(Rows(slot, first, count))
+            chunk.append(StoredRows(slot, first, count))
             first, room = first + count, room - count * columns
     if chunk:
         yield chunk
@@ -79,7 +79,7 @@ def key_of(seed: int, name: str, update: int) -> int:
     return signed(int.from_bytes(digest[:8], "little"))
 
 
-def draws(chunk: Sequence[Rows], seed: int, update: int, device: torch.device) -> Tensor:
+def draws(chunk: Sequence[StoredRows], seed: int, update: int, device: torch.device) -> Tensor:
     """The draws of the elements of a chunk in its order: int32 from 0 to 2^16 - 1, flat."""
     places = [_quads(rows, device) for rows in chunk]
     states = torch.empty(sum(len(r) * len(q) for r, q in places), dtype=torch.int64, device=device)
@@ -104,7 +104,7 @@ def draws(chunk: Sequence[Rows], seed: int, update: int, device: torch.device) -
     return found.bitwise_and_(0xFFFF)
 
 
-def _quads(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+def _quads(rows: StoredRows, device: torch.device) -> tuple[Tensor, Tensor]:
     """The shares that each row, and each four columns of a row, have of the states before they are mixed."""
     slot = rows.slot
     *dims, columns = slot.global_shape

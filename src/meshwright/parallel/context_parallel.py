@@ -43,7 +43,7 @@ from meshwright.model.hooks import Mask
 from meshwright.parallel.fused_comm_ops import Tensors
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ring_attention import GatherAttention, KeyParts, RingAttention
-from meshwright.parallel.ulysses import Exchange, ExchangeOp, Run, runs_of
+from meshwright.parallel.ulysses import ExchangeOp, HeadExchange, Run, runs_of
 from meshwright.spec import ModelSpec
 from meshwright.spec.layout import ContextMode
 
@@ -87,10 +87,10 @@ class _Groups:
         """Positions (T,) of each context rank in sequences of `length` tokens."""
         return [zigzag(length, self.axis.size, rank) for rank in range(self.axis.size)]
 
-    def _exchange(self, local: int) -> Exchange:
+    def _exchange(self, local: int) -> HeadExchange:
         """The exchange of heads in this rank's group, for `local` tokens a rank."""
         u, places = self.heads.size, self._places(local * self.axis.size)
-        return Exchange(self.heads, places[self._own * u : (self._own + 1) * u])
+        return HeadExchange(self.heads, places[self._own * u : (self._own + 1) * u])
 
     def _runs(self, length: int) -> list[Run]:
         """The context ranks' rows in the order of positions."""

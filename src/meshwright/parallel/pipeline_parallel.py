@@ -35,9 +35,9 @@ from meshwright.schedule import (
     Action,
     Kind,
     Operation,
+    PostedKind,
     Posting,
     Schedule,
-    Verb,
     check,
     forward_only,
     lane_rule,
@@ -180,15 +180,15 @@ class _Run:
         for operation in posting:
             action = operation.action
             match operation.verb:
-                case Verb.RECEIVE:
+                case PostedKind.RECEIVE:
                     self._receive(operation)
-                case Verb.RECEIVED:
+                case PostedKind.RECEIVED:
                     self.received[action][0].wait()
-                case Verb.COMPUTE:
+                case PostedKind.COMPUTE:
                     self._compute(action)
-                case Verb.SEND:
+                case PostedKind.SEND:
                     self._send(operation)
-                case Verb.SENT:
+                case PostedKind.SENT:
                     self.sent.pop(action)[0].wait()
 
     # Messages ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ Run = tuple[int, slice]
 """(rank, slice of its rows) of consecutive positions."""
 
 
-class Exchange:
+class HeadExchange:
     """The two exchanges over `axis`, whose rank r holds the positions `places[r]` (T,), ascending.
 
     Each is the other's inverse and transpose. `heads` are in the order of positions.
@@ -61,7 +61,11 @@ class ExchangeOp(FusedCommOp):
     kind = "exchange"
 
     def __init__(
-        self, axis: Axis, exchange: Callable[[int], Exchange], to_heads: bool, cache: RecomputeCache | None
+        self,
+        axis: Axis,
+        exchange: Callable[[int], HeadExchange],
+        to_heads: bool,
+        cache: RecomputeCache | None,
     ) -> None:
         """`exchange` maps the number of this rank's tokens to the exchange of their sequences."""
         super().__init__(cache)

@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright.planner.activations import activations
 from meshwright.planner.rank_view import recomputed, training_of, widths
-from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
+from meshwright.schedule import ScheduleError, Simulation, StageCost, StageLink, schedule_of, simulate
 from meshwright.schedule.bubble_formulas import idle
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage, stages
@@ -131,5 +131,5 @@ def step(spec: RunSpec, machine: Machine, durations: StageCost | None = None) ->
     for stage in cut:
         cost = durations or _counted(spec, stage, machine.flops)
         costs.append(replace(cost, activations=float(kept.of(stage)), output=output))
-    timed = simulate(schedule, costs, Link(machine.latency, machine.bandwidth))
+    timed = simulate(schedule, costs, StageLink(machine.latency, machine.bandwidth))
     return PipelineStep(timed, cut, tuple(costs))

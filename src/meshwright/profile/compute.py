@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.hardware.cluster import Attention, Matmul
+from meshwright.hardware.cluster import AttentionTime, Matmul
 from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.model.attention import attend
 from meshwright.parallel.precision import DTYPES
@@ -98,7 +98,7 @@ def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int,
 
 def attentions(
     clock: Clock, name: str, shapes: list[tuple[int, int, int, int, int]], seconds: float, meet: Meet
-) -> Iterator[Attention]:
+) -> Iterator[AttentionTime]:
     """Times of the model's own causal attention, forward and backward."""
     for shape, share in zip(shapes, time_shares(seconds, len(shapes)), strict=True):
         batch, heads, kv_heads, dim, length = shape
@@ -110,7 +110,7 @@ def attentions(
         forward = clock.during(partial(attend, q, k, v, None), share / 3)
         out = attend(q, k, v, None)
         backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
-        yield Attention(name, *shape, forward, clock.during(backward, share * 2 / 3))
+        yield AttentionTime(name, *shape, forward, clock.during(backward, share * 2 / 3))
 
 
 def memory_rates(clock: Clock, seconds: float, meet: Meet) -> list[float]:

@@ -13,7 +13,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from meshwright.hardware.catalogue import cluster_of_gpu
-from meshwright.hardware.cluster import Device, DeviceKind, Measured, Rates
+from meshwright.hardware.cluster import Device, DeviceKind, ProfiledTimes, Rates
 from meshwright.host import cores, cpu_info
 from meshwright.profile import cgroup
 
@@ -66,7 +66,7 @@ def taken(device: torch.device) -> dict[str, str]:
     return words
 
 
-def device_of(device: torch.device, measured: Measured) -> Device:
+def device_of(device: torch.device, measured: ProfiledTimes) -> Device:
     """The device: of the catalogue where its name is known, else with the best that was measured as peaks.
 
     `Rates` are those of the measurement: products and attention by the geometric mean of the larger half of

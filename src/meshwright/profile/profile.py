@@ -19,7 +19,16 @@ from meshwright.comm.collectives import sum_scalars
 from meshwright.comm.control import Connections, Control, new_scope
 from meshwright.comm.mesh import Axis
 from meshwright.comm.process_groups import TIMEOUT
-from meshwright.hardware.cluster import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
+from meshwright.hardware.cluster import (
+    AttentionTime,
+    Cluster,
+    Collective,
+    Kind,
+    Level,
+    Link,
+    Matmul,
+    ProfiledTimes,
+)
 from meshwright.host import cores, host_id
 from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import DTYPES
@@ -37,7 +46,7 @@ _PCIE = 64e9
 """Bytes per second of PCIe 5.0: faster links between GPUs of a host are taken for NVLink."""
 
 Average = Callable[[Iterable[float]], float]
-Point = TypeVar("Point", Matmul, Attention, Collective)
+Point = TypeVar("Point", Matmul, AttentionTime, Collective)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     by_place = groupby(collectives, key=lambda point: (point.operation, point.ranks, point.level))
     collectives = tuple(point for _, points in by_place for point in links.never_less(list(points)))
     ranks, taken = world.local, machine.taken(device)
-    measured = Measured(
+    measured = ProfiledTimes(
         matmul, attention, collectives, alone, elementwise, copy, optimiser, launch, ranks=ranks, taken=taken
     )
     if world.places:
@@ -108,14 +117,14 @@ def _world(device: torch.device) -> _World:
 
 def _computed(
     world: _World, seconds: float
-) -> tuple[tuple[Matmul, ...], tuple[Attention, ...], tuple[Matmul, ...]]:
+) -> tuple[tuple[Matmul, ...], tuple[AttentionTime, ...], tuple[Matmul, ...]]:
     """Products with all ranks at work, attention likewise, and products of one rank of each host."""
     clock, cuda, formats = world.clock, world.clock.cuda, compute.FORMATS
     with torch.no_grad():
         rates = links.mean([compute.probe(clock, name) for name in formats], world.axis)
     share = seconds / len(formats) / PASSES
     matmul: list[list[Matmul]] = [[] for _ in range(PASSES)]
-    attention: list[list[Attention]] = [[] for _ in range(PASSES)]
+    attention: list[list[AttentionTime]] = [[] for _ in range(PASSES)]
     alone: list[list[Matmul]] = [[] for _ in range(PASSES)]
     for turn in range(PASSES):
         for name, rate in zip(formats, rates, strict=True):
@@ -156,13 +165,13 @@ def _combine(rows: list[list[Point]], by: Average) -> list[Point]:
     combined: list[Point] = []
     for points in zip(*rows, strict=True):
         kind = type(points[0])
-        times = 2 if kind is Attention else 1
+        times = 2 if kind is AttentionTime else 1
         seconds = zip(*(point[-times:] for point in points), strict=True)
         combined.append(kind(*points[0][:-times], *map(by, seconds)))
     return combined
 
 
-def _cluster(world: _World, measured: Measured) -> Cluster:
+def _cluster(world: _World, measured: ProfiledTimes) -> Cluster:
     cuda, total = world.clock.cuda, world.hosts * world.local
     inside = _link(measured, "host")
     kind: Kind = "nvlink" if inside.bandwidth > _PCIE else "pcie"
@@ -183,7 +192,7 @@ def _cluster(world: _World, measured: Measured) -> Cluster:
     )
 
 
-def _link(measured: Measured, level: str) -> Link:
+def _link(measured: ProfiledTimes, level: str) -> Link:
     """By messages from a rank to a neighbour; within a lone process, by its memory."""
     sends = [point for point in measured.collectives if (point.operation, point.level) == ("send", level)]
     if not sends:

@@ -8,10 +8,10 @@ way.
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, steps
 from meshwright.schedule.lanes import Lane, lane_rule, lanes_of
-from meshwright.schedule.posting import Operation, Posting, Verb, forward_only, posting, postings
+from meshwright.schedule.posting import Operation, PostedKind, Posting, forward_only, posting, postings
 from meshwright.schedule.registry import NAMES, make, schedule_of
 from meshwright.schedule.replay import replay
-from meshwright.schedule.simulate import Link, Path, Simulation, StageCost, ends, simulate
+from meshwright.schedule.simulate import Path, Simulation, StageCost, StageLink, ends, simulate
 from meshwright.schedule.v_half_min import MOST_HELD
 from meshwright.schedule.validate import check
 
@@ -21,15 +21,15 @@ __all__ = [
     "Action",
     "Kind",
     "Lane",
-    "Link",
     "Operation",
     "Path",
+    "PostedKind",
     "Posting",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "StageCost",
-    "Verb",
+    "StageLink",
     "check",
     "ends",
     "forward_only",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from meshwright.schedule.actions import Action, DependencyGraph, Kind, Schedule, Step, steps
 
 
-class Verb(IntEnum):
+class PostedKind(IntEnum):
     """Kind of operation in a rank's posting."""
 
     RECEIVE = 0
@@ -34,7 +34,7 @@ class Verb(IntEnum):
 class Operation(NamedTuple):
     """One operation of a rank; `peer` is the rank at the other end of a RECEIVE or SEND, else -1."""
 
-    verb: Verb
+    verb: PostedKind
     action: Action
     peer: int = -1
 
@@ -76,20 +76,20 @@ def forward_only(schedule: Schedule) -> Schedule:
 def _operations(row: Sequence[Step], proven: dict[int, list[int]]) -> Iterator[Operation]:
     unproven = {at for at, step in enumerate(row) if step.target is not None}
     receives = [
-        [] if source is None else [Operation(Verb.RECEIVE, action, source)] for action, source, _ in row
+        [] if source is None else [Operation(PostedKind.RECEIVE, action, source)] for action, source, _ in row
     ]
     yield from receives[0]
     for at, (action, source, target) in enumerate(row):
         if source is not None:
-            yield Operation(Verb.RECEIVED, action)
+            yield Operation(PostedKind.RECEIVED, action)
         yield from receives[at + 1] if at + 1 < len(row) else ()
         for sent in proven.get(at, ()):
             unproven.remove(sent)
-            yield Operation(Verb.SENT, row[sent].action)
-        yield Operation(Verb.COMPUTE, action)
+            yield Operation(PostedKind.SENT, row[sent].action)
+        yield Operation(PostedKind.COMPUTE, action)
         if target is not None:
-            yield Operation(Verb.SEND, action, target)
-    yield from (Operation(Verb.SENT, row[sent].action) for sent in sorted(unproven))
+            yield Operation(PostedKind.SEND, action, target)
+    yield from (Operation(PostedKind.SENT, row[sent].action) for sent in sorted(unproven))
 
 
 def proofs(flow: DependencyGraph, rank: int) -> dict[int, list[int]]:

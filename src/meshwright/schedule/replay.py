@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, target_of
 from meshwright.schedule.lanes import LaneOf, lane_rule
-from meshwright.schedule.posting import Operation, Verb, postings
+from meshwright.schedule.posting import Operation, PostedKind, postings
 
 
 def replay(
@@ -29,7 +29,7 @@ def replay(
     rank, by default `postings(schedule)`.
     """
     posted = postings(schedule) if posted is None else posted
-    ranks = [_Rank(number, listed) for number, listed in enumerate(posted)]
+    ranks = [_Progress(number, listed) for number, listed in enumerate(posted)]
     lane_of = lane_of or lane_rule(schedule.ranks)
     work = [*ranks]
     while work:
@@ -44,14 +44,14 @@ def replay(
         )
 
 
-class _Rank:
+class _Progress:
     """Progress of one rank through its operations."""
 
     def __init__(self, number: int, posted: Sequence[Operation]) -> None:
         self.number, self.posted, self.at = number, posted, 0
         self.lanes: dict[Hashable, deque[Operation]] = defaultdict(deque)
-        self.under_way: set[tuple[Verb, Action]] = set()
-        self.latest: dict[Action, Verb] = {}
+        self.under_way: set[tuple[PostedKind, Action]] = set()
+        self.latest: dict[Action, PostedKind] = {}
         """The last operation of each action."""
 
     @property
@@ -64,18 +64,18 @@ class _Rank:
         return f"rank {self.number} at {at} behind {', '.join(fronts)}"
 
 
-_AWAITED = {Verb.RECEIVED: Verb.RECEIVE, Verb.SENT: Verb.SEND}
-_AFTER: dict[Verb, tuple[Verb | None, ...]] = {
-    Verb.RECEIVE: (None,),
-    Verb.RECEIVED: (Verb.RECEIVE,),
-    Verb.COMPUTE: (None, Verb.RECEIVED),
-    Verb.SEND: (Verb.COMPUTE,),
-    Verb.SENT: (Verb.SEND,),
+_AWAITED = {PostedKind.RECEIVED: PostedKind.RECEIVE, PostedKind.SENT: PostedKind.SEND}
+_AFTER: dict[PostedKind, tuple[PostedKind | None, ...]] = {
+    PostedKind.RECEIVE: (None,),
+    PostedKind.RECEIVED: (PostedKind.RECEIVE,),
+    PostedKind.COMPUTE: (None, PostedKind.RECEIVED),
+    PostedKind.SEND: (PostedKind.COMPUTE,),
+    PostedKind.SENT: (PostedKind.SEND,),
 }
 """Each operation -> the operation of its action that comes before it."""
 
 
-def _advance(schedule: Schedule, rank: _Rank, lane_of: LaneOf) -> list[Hashable]:
+def _advance(schedule: Schedule, rank: _Progress, lane_of: LaneOf) -> list[Hashable]:
     """Run a rank up to a wait that is not over; return the lanes with a new operation at the front."""
     fronts: list[Hashable] = []
     while rank.at < len(rank.posted):
@@ -89,7 +89,7 @@ def _advance(schedule: Schedule, rank: _Rank, lane_of: LaneOf) -> list[Hashable]
             )
         rank.latest[action] = verb
         if peer >= 0:
-            ends = (rank.number, peer) if verb is Verb.SEND else (peer, rank.number)
+            ends = (rank.number, peer) if verb is PostedKind.SEND else (peer, rank.number)
             lane = lane_of(action.kind is not Kind.F, *ends)
             rank.lanes[lane].append(operation)
             rank.under_way.add((verb, action))
@@ -99,9 +99,9 @@ def _advance(schedule: Schedule, rank: _Rank, lane_of: LaneOf) -> list[Hashable]
     return fronts
 
 
-def _match(schedule: Schedule, ranks: list[_Rank], rank: _Rank, lane: Hashable) -> list[_Rank]:
+def _match(schedule: Schedule, ranks: list[_Progress], rank: _Progress, lane: Hashable) -> list[_Progress]:
     """Let messages of a lane pass, from the front of the rank's queue on; return the ranks that may go on."""
-    moved: list[_Rank] = []
+    moved: list[_Progress] = []
     fronts = [rank]
     while fronts:
         own = fronts.pop()
@@ -123,7 +123,7 @@ def _match(schedule: Schedule, ranks: list[_Rank], rank: _Rank, lane: Hashable) 
 
 def _check_same_message(schedule: Schedule, *ends: Operation) -> None:
     """Raise `ScheduleError` unless the receive that takes a message is the one that it was sent for."""
-    sent, taken = sorted(ends, key=lambda end: end.verb is Verb.RECEIVE)
+    sent, taken = sorted(ends, key=lambda end: end.verb is PostedKind.RECEIVE)
     (kind, _, microbatch), wanted = sent.action, taken.action
     delivered = kind is Kind.F, target_of(sent.action, schedule.stages), microbatch
     if delivered != (wanted.kind is Kind.F, wanted.stage, wanted.microbatch):

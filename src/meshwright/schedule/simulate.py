@@ -39,7 +39,7 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """A one-way link between two ranks: a message of S bytes arrives latency + S / bandwidth seconds later.
 
     The messages of a link follow each other: the next leaves when the last byte of the previous one has left.
@@ -58,7 +58,7 @@ class Link:
             raise ScheduleError(f"Link.bandwidth is {self.bandwidth}; it should be above 0 bytes per second")
 
 
-Links = Link | Callable[[int, int], Link]
+Links = StageLink | Callable[[int, int], StageLink]
 """One link for all pairs of ranks, or a function of (sender, receiver)."""
 
 
@@ -135,7 +135,7 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     costs: StageCost | Sequence[StageCost],
-    links: Links = Link(),
+    links: Links = StageLink(),
     final: float | Sequence[float] = 0.0,
 ) -> Simulation:
     """Time the lists of a schedule that `check` accepts.
@@ -189,7 +189,7 @@ class Path(NamedTuple):
 
 
 def ends(
-    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
+    schedule: Schedule, costs: Sequence[StageCost], link: StageLink = StageLink()
 ) -> tuple[tuple[float, ...], Path]:
     """Return the end of each rank's last action, as in `simulate`, and the path that the last waited for."""
     start, end, _ = _run(schedule, costs, link)
@@ -226,7 +226,7 @@ def _transfers(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> 
         if not 0 <= to < stages or rank_of[stage] == rank_of[to]:
             return None
         pair = rank_of[stage], rank_of[to]
-        link = links if isinstance(links, Link) else links(*pair)
+        link = links if isinstance(links, StageLink) else links(*pair)
         seconds = size / link.bandwidth
         return (pair, link.latency, seconds) if link.latency or seconds else None
 

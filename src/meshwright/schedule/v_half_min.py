@@ -70,7 +70,7 @@ def _pattern(block: Block, stages: tuple[int, int], microbatches: int) -> list[A
     return [*listed, *pending]
 
 
-class _Line:
+class _RankList:
     """The list of a rank while it is reordered: what is left of it, and how many activations it then holds.
 
     Positions count in the original list. `needs` is position -> the action, over all ranks, that it waits
@@ -134,7 +134,7 @@ def _repeat(blocks: Sequence[Block], microbatches: int) -> Lists:
     cap = max(max(accumulate(_CHANGE[action.kind] for action in listed)) for listed in lists)
     starts = flow.starts[:-1]
     lines = [
-        _Line(listed, needs[start : start + len(listed)], cap)
+        _RankList(listed, needs[start : start + len(listed)], cap)
         for listed, start in zip(lists, starts, strict=True)
     ]
     # The unit in which each action is computed; the last entry, at -1, is for actions without dependencies.

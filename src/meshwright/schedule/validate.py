@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from meshwright.schedule.actions import Action, DependencyGraph, Kind, Schedule, ScheduleError, steps
-from meshwright.schedule.posting import Operation, Verb
+from meshwright.schedule.posting import Operation, PostedKind
 from meshwright.schedule.replay import replay
 
 _NEXT = {"": "F", "F": "BI", "FI": "W", "FB": "", "FIW": ""}
@@ -148,10 +148,13 @@ def _runs_unbuffered(schedule: Schedule) -> bool:
         posted.append([])
         for action, source, target in row:
             if source is not None:
-                posted[-1] += [Operation(Verb.RECEIVE, action, source), Operation(Verb.RECEIVED, action)]
-            posted[-1].append(Operation(Verb.COMPUTE, action))
+                posted[-1] += [
+                    Operation(PostedKind.RECEIVE, action, source),
+                    Operation(PostedKind.RECEIVED, action),
+                ]
+            posted[-1].append(Operation(PostedKind.COMPUTE, action))
             if target is not None:
-                posted[-1] += [Operation(Verb.SEND, action, target), Operation(Verb.SENT, action)]
+                posted[-1] += [Operation(PostedKind.SEND, action, target), Operation(PostedKind.SENT, action)]
     try:
         replay(schedule, posted=posted)
     except ScheduleError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.errors import UserError
 from meshwright.spec.sections import Sections
-from meshwright.spec.verification import Verification
+from meshwright.spec.verification import VerifyOptions
 
 
 def one_source_of_answers(spec: Sections) -> None:
@@ -60,7 +60,7 @@ def teachers_ranks_divide(spec: Sections) -> None:
         left //= size
 
 
-def other_model_is_drawn(asked: Verification) -> None:
+def other_model_is_drawn(asked: VerifyOptions) -> None:
     """`verify` draws a teacher for a run that has one, in float64 and in one layout, and answers for none."""
     distil, option = asked.spec.distil, ""
     if distil is None:

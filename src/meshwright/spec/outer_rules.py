@@ -7,7 +7,7 @@ from meshwright.spec.eight_bit import check_whole_blocks
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.sections import Sections
-from meshwright.spec.verification import Verification
+from meshwright.spec.verification import VerifyOptions
 
 
 def islands_are_several(spec: Sections) -> None:
@@ -175,7 +175,7 @@ def late_gradients_are_judged_late(spec: Sections) -> None:
             )
 
 
-def exchanges_are_compared(asked: Verification) -> None:
+def exchanges_are_compared(asked: VerifyOptions) -> None:
     """`verify` compares exchanges and late gradients in float64, in one world, and in no sweep of layouts."""
     spec, outer, onto = asked.spec, asked.spec.outer, asked.onto
     if asked.sweep and outer.every:

@@ -19,7 +19,7 @@ from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
-from meshwright.spec.verification import Verification
+from meshwright.spec.verification import VerifyOptions
 
 
 def only_experts_are_shared(spec: Sections) -> None:
@@ -309,7 +309,7 @@ def check(spec: Sections, ranks: int | None = None) -> None:
         rule(spec)
 
 
-def check_verification(asked: Verification) -> None:
+def check_verification(asked: VerifyOptions) -> None:
     """Raise `UserError` for a run, or an option of it, that `meshwright verify` does not compare."""
     for rule in (exchanges_are_compared, other_model_is_drawn):
         rule(asked)

@@ -8,7 +8,7 @@ from meshwright.spec.sections import Sections
 
 
 @dataclass(frozen=True)
-class Verification:
+class VerifyOptions:
     """The options of `meshwright verify` that not every run goes with; `api.verify` says what they do."""
 
     spec: Sections

@@ -34,7 +34,7 @@ from meshwright.train.island_world import World
 from meshwright.train.metrics import Metrics
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from meshwright.train.validation import Validation
 
 Row = dict[str, Any]
@@ -305,7 +305,7 @@ class TrainingRun:
         if self.saves.due(self.done) and self.saves.saved != self.done:
             self._save(self.spec.checkpoint.asynchronous)
 
-    def _watch(self, result: Step) -> None:
+    def _watch(self, result: StepResult) -> None:
         """Count skipped steps; after too many in a row save the state, which they left alone, and stop."""
         self.skipped += not result.applied
         error = self.guard.after(self.done, result, self.batch)

@@ -18,7 +18,7 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import MoeSpec
 from meshwright.spec.training_flops import flops_per_token
 from meshwright.train.matmul_peak import matmul_flops_per_second
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 
 Row = dict[str, Any]
 MOST_LOADS = 4096
@@ -46,7 +46,7 @@ class Metrics:
         (measured,) = self.mesh.control.sum([rate])
         self.peak_flops = max(self.peak_flops, measured)
 
-    def row(self, step: int, result: Step, seconds: float) -> Row | None:
+    def row(self, step: int, result: StepResult, seconds: float) -> Row | None:
         """Take note of a step's duration, and return its row of metrics if it is to be logged."""
         train = self.spec.train
         speed = train.batch_of_step(step) / seconds

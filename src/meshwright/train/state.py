@@ -89,7 +89,7 @@ class _Scale(TypedDict):
     good_steps: Natural
 
 
-class _State(TypedDict):
+class _ResumeFields(TypedDict):
     """Fields of `metadata` that a resume reads, beside those of the parts of a step; there may be more."""
 
     step: Natural
@@ -106,7 +106,7 @@ class _State(TypedDict):
 def flaw(state: dict[str, Any]) -> str | None:
     """A field of a state, as JSON, that no resume would take, with its value and the reason; else None."""
     try:
-        for fields in (_State, *(kind.Fields for kind in KINDS)):
+        for fields in (_ResumeFields, *(kind.Fields for kind in KINDS)):
             read(fields, state)
     except UserError as error:
         return str(error)

@@ -40,7 +40,7 @@ P = TypeVar("P", bound=StepPart)
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """The result of one step: `loss` in nats a token, over the global batch; `grad_norm` before clipping."""
 
     loss: float
@@ -276,7 +276,7 @@ class Trainer:
         following: Batch | None = None,
         failed: bool = False,
         stop: Callable[[], bool] | None = None,
-    ) -> Step:
+    ) -> StepResult:
         """Optimiser step `number` (from 1) on this rank's samples of the global batch.
 
         With the batch of the `following` step, that one needs no message before its forward. `failed`, and
@@ -300,7 +300,7 @@ class Trainer:
         self.optimiser.step_divided(rate, divisor, (1 - updates).float())
         return read
 
-    def apply(self, sums: Sums, number: int) -> Step:
+    def apply(self, sums: Sums, number: int) -> StepResult:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients.
 
         The device decides on the update, where it can, and the host on what the device has skipped.
@@ -325,7 +325,7 @@ class Trainer:
         self.states.end_step()
         for part in self.parts:
             part.after_step(end)
-        return Step(totals.loss, norm, rate, finite, waiting, int(totals.failures), end.stops, scale)
+        return StepResult(totals.loss, norm, rate, finite, waiting, int(totals.failures), end.stops, scale)
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""

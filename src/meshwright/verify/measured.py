@@ -24,7 +24,7 @@ MOST_PARTS = 8
 
 
 @dataclass(frozen=True)
-class Measured:
+class ComparedValue:
     """One value that was compared: its relative difference, what of it rounding explains, and a sentence."""
 
     step: int
@@ -51,11 +51,11 @@ class Measurements:
     """All that was compared, in the order in which a step computes it."""
 
     def __init__(self) -> None:
-        self.found: list[Measured] = []
+        self.found: list[ComparedValue] = []
 
     def add(self, step: int, kind: str, name: str, relative: float, tolerance: float, sentence: str) -> None:
         """Take down one comparison; the sentence is used if it is the first to fail."""
-        self.found.append(Measured(step, kind, name, relative, tolerance, sentence))
+        self.found.append(ComparedValue(step, kind, name, relative, tolerance, sentence))
 
     def close(
         self,
@@ -80,7 +80,7 @@ class Measurements:
 
         A difference or tolerance that is not finite is None.
         """
-        kinds: dict[tuple[int, str], list[Measured]] = {}
+        kinds: dict[tuple[int, str], list[ComparedValue]] = {}
         for each in self.found:
             kinds.setdefault((each.step, each.kind), []).append(each)
         rows = []

@@ -30,7 +30,7 @@ from meshwright.spec.eight_bit import blocks_of
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.guard.vote import Vote
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.kinds import phrase
@@ -90,7 +90,7 @@ class _Taken(NamedTuple):
     """A step of the layout, with its whole gradients on rank 0, each rank's stale compute copies, and the
     experts that its tokens chose."""
 
-    done: Step
+    done: StepResult
     gradients: dict[str, Tensor]
     stale: list[list[str]]
     chosen: Found

@@ -59,7 +59,7 @@ def save_part(
     part = RunSpec.model_validate(tree)
     record = json.dumps({"spec": part.to_json(), "narrowed": note})
     mesh.control.on_first(lambda: (folder / RUN).write_text(record, encoding="utf-8"))
-    return _run(part, mesh, folder, _Watch(part, mesh, 0), note, slots=_slots(folder, mesh, snapshot))
+    return _run(part, mesh, folder, _ComparedRun(part, mesh, 0), note, slots=_slots(folder, mesh, snapshot))
 
 
 def load_part(
@@ -83,7 +83,7 @@ def load_part(
     tree["layout"] = spec.to_json()["layout"]
     tree["train"]["stop_at"] = steps if imported else 2 * steps
     after = RunSpec.model_validate(tree)
-    watch = _Watch(after, mesh, steps, imported, snapshot)
+    watch = _ComparedRun(after, mesh, steps, imported, snapshot)
     return _run(after, mesh, folder, watch, record["narrowed"], "auto", _slots(saved, mesh, snapshot))
 
 
@@ -107,7 +107,7 @@ def _run(
     spec: RunSpec,
     mesh: Mesh,
     folder: Path,
-    watch: _Watch,
+    watch: _ComparedRun,
     note: str | None,
     resume: str | None = None,
     slots: Sequence[Sequence[int]] = (),
@@ -126,7 +126,7 @@ def _run(
     return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
 
 
-class _Watch(Observers):
+class _ComparedRun(Observers):
     """Compares a run with the reference as it trains; every rank has one, and errors are not swallowed.
 
     `saved` is the number of steps after which the run was saved, 0 for one that begins.

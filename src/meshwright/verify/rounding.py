@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
-from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.steps import IGNORE, loss_and_objective
@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 
     loss: float
     by_name: dict[str, Tensor]
-    routings: dict[int, Routing]
+    routings: dict[int, ReferenceRouting]
     """The routing of each layer with experts, without a graph."""
 
 
@@ -150,5 +150,8 @@ def _gradients(spec: RunSpec, decoder: ReferenceDecoder, batch: Batch, scale: fl
     return Gradients(
         float(loss.detach()),
         {name: grad.double() / scale for name, grad in zip(parameters, found, strict=True)},
-        {layer: Routing(*(each.detach() for each in routing)) for layer, routing in routings.items()},
+        {
+            layer: ReferenceRouting(*(each.detach() for each in routing))
+            for layer, routing in routings.items()
+        },
     )

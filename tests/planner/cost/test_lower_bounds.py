@@ -10,7 +10,7 @@ from meshwright.hardware.find import cluster
 from meshwright.planner.cost import lower_bounds
 from meshwright.planner.cost.lower_bounds import rank_ends
 from meshwright.planner.cost.model import CostModel
-from meshwright.schedule import MOST_HELD, NAMES, Kind, Link, StageCost, ends, make
+from meshwright.schedule import MOST_HELD, NAMES, Kind, StageCost, StageLink, ends, make
 from meshwright.spec import RunSpec
 from meshwright.spec.pipeline_schedules import SCHEDULES
 
@@ -34,7 +34,7 @@ def test_no_rank_is_done_before_its_bound(name: str) -> None:
         made, costs = make(name, ranks, virtual, count), drawn(choose, ranks * virtual)
         own = [made.stages_of(rank) for rank in range(ranks)]
         hop = choose.choice((0.0, 0.3))
-        done, path = ends(made, costs, Link(latency=hop))
+        done, path = ends(made, costs, StageLink(latency=hop))
         for known in ((), (path,)):
             least = rank_ends(costs, own, hop, name, count, known)
             assert all(bound <= end * (1 + 1e-12) for bound, end in zip(least, done, strict=True))

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from meshwright.hardware.cluster import Attention, Cluster, Collective, Device, Level, Link, Matmul, Measured
+from meshwright.hardware.cluster import (
+    AttentionTime,
+    Cluster,
+    Collective,
+    Device,
+    Level,
+    Link,
+    Matmul,
+    ProfiledTimes,
+)
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
@@ -30,11 +39,11 @@ def profiled(hosts: int = 1, local: int = 4, cores: int = 2, alone: float = 2.0)
     shapes = list(product((64, 512, 2048), (64, 512, 2048), (64, 512)))
     products = tuple(Matmul("fp32", m, n, k, 2 * m * n * k / RATE) for m, n, k in shapes)
     attention = tuple(
-        Attention("fp32", batch, 8, 4, 64, length, flops / ATTENTION, 2.5 * flops / ATTENTION)
+        AttentionTime("fp32", batch, 8, 4, 64, length, flops / ATTENTION, 2.5 * flops / ATTENTION)
         for batch, length in product((1, 8), (64, 512))
         for flops in [2 * batch * 8 * length**2 * 64]
     )
-    measured = Measured(
+    measured = ProfiledTimes(
         products,
         attention,
         tuple(_collectives(hosts, local)),

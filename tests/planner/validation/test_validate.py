@@ -13,7 +13,7 @@ from meshwright.planner.validation import left_out, metrics
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import case_of
-from meshwright.planner.validation.metrics import Validation, groups, kendall, report, validate
+from meshwright.planner.validation.metrics import ValidatedTable, groups, kendall, report, validate
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
@@ -21,17 +21,17 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
-def whole() -> Validation:
+def whole() -> ValidatedTable:
     return validate()
 
 
 @pytest.fixture(scope="module")
-def found(whole: Validation) -> dict:
+def found(whole: ValidatedTable) -> dict:
     return report(whole)
 
 
 @pytest.fixture(scope="module")
-def frontier() -> Validation:
+def frontier() -> ValidatedTable:
     return validate(FRONTIER)
 
 
@@ -58,7 +58,7 @@ def test_step_time_over_all_rows(found: dict) -> None:
     assert found["time"]["rows"] > 280
 
 
-def test_step_time_of_the_frontier(frontier: Validation) -> None:
+def test_step_time_of_the_frontier(frontier: ValidatedTable) -> None:
     assert len(frontier.predictions) == 151
     errors = {True: [], False: []}
     for each in frontier.predictions:
@@ -68,7 +68,7 @@ def test_step_time_of_the_frontier(frontier: Validation) -> None:
     assert sum(not each.fits for each in frontier.predictions) <= 0.02 * 151  # all of them ran
 
 
-def test_less_than_a_third_of_the_frontier_calibrates(frontier: Validation) -> None:
+def test_less_than_a_third_of_the_frontier_calibrates(frontier: ValidatedTable) -> None:
     used = [row for row in frontier.read if is_used(row, FRONTIER)]
     others = {row.words["model"].split("(")[0].strip() for row in frontier.read if row not in used}
     assert 0 < len(used) <= 151 / 3
@@ -85,7 +85,7 @@ def test_sources_that_were_left_out_of_the_fit(unseen: list[left_out.LeftOut]) -
 
 
 def test_what_was_left_out_belongs_to_the_numbers_as_they_stand(
-    unseen: list[left_out.LeftOut], whole: Validation, frontier: Validation
+    unseen: list[left_out.LeftOut], whole: ValidatedTable, frontier: ValidatedTable
 ) -> None:
     """`python bench/calibrate.py --leave-out` writes the file again."""
     now = {
@@ -116,7 +116,7 @@ def test_memory_over_all_rows(found: dict) -> None:
     assert found["memory"]["mean_abs_pct"] <= 12
 
 
-def test_what_did_not_fit_is_not_predicted_to(whole: Validation) -> None:
+def test_what_did_not_fit_is_not_predicted_to(whole: ValidatedTable) -> None:
     assert sum(each.case.ran is False for each in whole.predictions) == 2
     for each in whole.predictions:
         if each.case.ran is False:
@@ -126,7 +126,7 @@ def test_what_did_not_fit_is_not_predicted_to(whole: Validation) -> None:
 
 
 def test_the_command_prints_the_published_rows_within_100_columns(
-    whole: Validation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    whole: ValidatedTable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(metrics, "validate", lambda table: asked.append(table) or whole)
@@ -144,7 +144,7 @@ def test_intervals_of_90_percent_hold_about_as_many(found: dict) -> None:
 
 
 def test_the_page_is_what_the_command_makes(
-    found: dict, frontier: Validation, unseen: list[left_out.LeftOut]
+    found: dict, frontier: ValidatedTable, unseen: list[left_out.LeftOut]
 ) -> None:
     whole = found | {"frontier": report(frontier), "left_out": left_out.report(unseen)}
     assert (DOCS / "validation.md").read_text() == validation_page.page(whole)
@@ -298,7 +298,7 @@ def test_kendall(pairs: list, expected: float | None) -> None:
     assert kendall(pairs) == (expected if expected is None else pytest.approx(expected))
 
 
-def test_a_layout_that_was_measured_again_is_no_further_choice(whole: Validation) -> None:
+def test_a_layout_that_was_measured_again_is_no_further_choice(whole: ValidatedTable) -> None:
     found = [each for each in whole.predictions if each.case.row.words["source"].startswith("Zero Bubble")]
     again = groups([each for each in found for _ in range(3)])
     for repeated, once in zip(again, groups(found), strict=True):
@@ -309,7 +309,7 @@ def test_a_layout_that_was_measured_again_is_no_further_choice(whole: Validation
     assert groups([one] * 3) == []
 
 
-def test_figures_by_another_column_add_up(whole: Validation) -> None:
+def test_figures_by_another_column_add_up(whole: ValidatedTable) -> None:
     by_gpu = report(whole, "gpu")["by_gpu"]
     assert sum(part["rows"] for part in by_gpu.values()) == 303 and len(by_gpu) > 2
     assert sum(part["time"]["rows"] for part in by_gpu.values()) == report(whole)["time"]["rows"]

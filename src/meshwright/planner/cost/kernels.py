@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache
 from math import ceil
 
-from meshwright.hardware.cluster import Device, Measured
+from meshwright.hardware.cluster import Device, ProfiledTimes
 from meshwright.hardware.measurements import matmul_seconds
 from meshwright.units import FORMAT_BYTES
 
@@ -60,7 +60,7 @@ class KernelCosts:
         self,
         device: Device,
         attention: str = "cudnn",
-        measured: Measured | None = None,
+        measured: ProfiledTimes | None = None,
     ) -> None:
         self.device, self.measured = device, measured
         native = attention in (device.rates.native, "cudnn")

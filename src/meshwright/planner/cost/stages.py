@@ -22,7 +22,7 @@ from meshwright.planner.cost.muon import muon_seconds
 from meshwright.planner.cost.trained import Trained, trained_in
 from meshwright.planner.group_shapes import axes, step_world
 from meshwright.planner.layout_space import StageSplit
-from meshwright.schedule import Link, StageCost
+from meshwright.schedule import StageCost, StageLink
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.layers import LayerKind
@@ -157,7 +157,7 @@ class StageCosts:
     def __init__(self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost) -> None:
         self._costs, self.placed, self.blocks = costs, placed, blocks
         self._hop, link = message(spec, costs, blocks)
-        self.link, self._on_path = link or Link(), link is None
+        self.link, self._on_path = link or StageLink(), link is None
         self.hop = 0.0 if self._on_path else self._hop
         """Seconds of a message that overlaps compute; 0 where `stages` include waiting for messages."""
         self.passes = {held: weighted_sum(parts(blocks, held)) for held in set(placed.contents)}
@@ -250,16 +250,16 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     return replace(found, frozen=dense, frozen_routed=trained.frozen_experts / (layout.ep * layout.etp))
 
 
-def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, Link | None]:
+def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, StageLink | None]:
     """Seconds of a message between stages, and its link if the message overlaps compute."""
     if spec.layout.pp == 1:
-        return 0.0, Link()
+        return 0.0, StageLink()
     size = message_bytes(blocks)
     group = axes(spec.layout).pipeline  # not of `blocks`, which other layouts may share
     if "pipeline" not in costs.stack.overlaps:
         return costs.links.to_next("send", size, group), None
     level = costs.links.outermost(group)
-    link = Link(level.link.latency, costs.links.rate(level))
+    link = StageLink(level.link.latency, costs.links.rate(level))
     return link.latency + size / link.bandwidth, link
 
 

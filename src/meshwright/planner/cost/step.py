@@ -22,7 +22,7 @@ from meshwright.planner.cost.shared_cores import SharedCores, makespan
 from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
-from meshwright.schedule import Link, Path, Simulation, StageCost, ends, make, simulate
+from meshwright.schedule import Path, Simulation, StageCost, StageLink, ends, make, simulate
 from meshwright.spec import RunSpec
 
 _SIMULATED = 6
@@ -56,9 +56,9 @@ class ScheduleTimes:
     def __init__(self) -> None:
         self.paths = defaultdict[Lists, list[Path]](list)
         """Paths through a schedule that were found so far."""
-        self._ends: dict[tuple[Lists, tuple[StageCost, ...], Link], tuple[float, ...]] = {}
+        self._ends: dict[tuple[Lists, tuple[StageCost, ...], StageLink], tuple[float, ...]] = {}
 
-    def exact(self, lists: Lists, costs: tuple[StageCost, ...], link: Link) -> tuple[float, ...]:
+    def exact(self, lists: Lists, costs: tuple[StageCost, ...], link: StageLink) -> tuple[float, ...]:
         """When each rank's last action ends, in seconds."""
         key = lists, costs, link
         if key not in self._ends:

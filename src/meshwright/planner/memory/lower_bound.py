@@ -24,7 +24,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
 
 
-class _Kept(NamedTuple):
+class _MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch under one kind of schedule."""
 
     all: Activations
@@ -43,9 +43,9 @@ class LowerBound(Generic):
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__(costs)
-        self._known: dict[tuple[LayerCost, bool], _Kept] = {}
+        self._known: dict[tuple[LayerCost, bool], _MicrobatchBytes] = {}
 
-    def _of_microbatch(self, blocks: LayerCost, split: bool) -> _Kept:
+    def _of_microbatch(self, blocks: LayerCost, split: bool) -> _MicrobatchBytes:
         """Bytes of a microbatch; `split` is true for schedules that split backwards."""
         key = blocks, split
         if key not in self._known:
@@ -57,7 +57,7 @@ class LowerBound(Generic):
             on_cpu = self.costs.cluster.device.kind == "cpu"
             sizes, kept = Sizes(spec), activations(spec, on_cpu)
             kinds = sizes.kinds.items()
-            self._known[key] = _Kept(
+            self._known[key] = _MicrobatchBytes(
                 kept,
                 {kind: kept.by_block[layer] for kind, layer in kinds},
                 {kind: movable(sizes, layer) if offloads else 0 for kind, layer in kinds},

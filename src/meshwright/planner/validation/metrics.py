@@ -154,7 +154,7 @@ def predict(case: Case) -> Prediction:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidatedTable:
     """The rows of a table, and their predictions."""
 
     table: Path
@@ -164,7 +164,7 @@ class Validation:
     """Row, source and reason of each row that cannot be predicted."""
 
 
-def validate(table: Path = PUBLISHED) -> Validation:
+def validate(table: Path = PUBLISHED) -> ValidatedTable:
     """Predict every row of a table.
 
     Raises `UserError` for a file that is not a table of runs, or has no row that can be predicted.
@@ -181,7 +181,7 @@ def validate(table: Path = PUBLISHED) -> Validation:
         reasons = Counter(skip["reason"] for skip in skipped)
         listed = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(_REASONS))
         raise UserError(f"{table}: none of its {len(rows)} rows can be predicted: {listed}")
-    return Validation(table, tuple(rows), tuple(predictions), tuple(skipped))
+    return ValidatedTable(table, tuple(rows), tuple(predictions), tuple(skipped))
 
 
 Times = list[tuple[float, float]]
@@ -232,7 +232,7 @@ def confusion(predictions: Iterable[Prediction]) -> dict[str, int]:
     return counts
 
 
-def summary(validation: Validation, rows: Sequence[Row]) -> dict[str, Any]:
+def summary(validation: ValidatedTable, rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of a table, or of some of its rows."""
     numbers = {row.number for row in rows}
     predictions = [each for each in validation.predictions if each.case.row.number in numbers]
@@ -253,7 +253,7 @@ def summary(validation: Validation, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def report(validation: Validation, by: str = "source") -> dict[str, Any]:
+def report(validation: ValidatedTable, by: str = "source") -> dict[str, Any]:
     """The figures of all rows, of those that did not calibrate the constants, by source and by `by`.
 
     Raises `UserError` for a column that is not in `COLUMNS`.

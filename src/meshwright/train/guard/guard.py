@@ -20,7 +20,7 @@ from meshwright.train.guard.nonfinite import bad_state, locate
 from meshwright.train.guard.replay import replay, replicas
 from meshwright.train.guard.spikes import SpikeDetector, SpikesState
 from meshwright.train.guard.vote import Vote
-from meshwright.train.step import Step, Trainer
+from meshwright.train.step import StepResult, Trainer
 
 MOST_NAMED = 5
 """Parameters without gradients that a warning lists."""
@@ -59,7 +59,7 @@ class Guard:
 
     # Gradients that are missing ------------------------------------------------------------------------
 
-    def _look_at_gradients(self, step: int, result: Step) -> None:
+    def _look_at_gradients(self, step: int, result: StepResult) -> None:
         """Warn, once in a start of the ranks, of parameters that nothing trains.
 
         A parameter that the loss does not depend on is looked for in the first step; later ones only look at
@@ -92,7 +92,7 @@ class Guard:
 
     # Steps that are not finite ------------------------------------------------------------------------
 
-    def after(self, step: int, result: Step, batch: Batch) -> NumericalError | None:
+    def after(self, step: int, result: StepResult, batch: Batch) -> NumericalError | None:
         """Take note of a step; if it is one skipped step too many in a row, the error to end the run with."""
         self._batch = batch
         self._look_at_gradients(step, result)
@@ -132,7 +132,7 @@ class Guard:
 
     # Loss spikes --------------------------------------------------------------------------------------
 
-    def spike(self, step: int, result: Step) -> int | None:
+    def spike(self, step: int, result: StepResult) -> int | None:
         """The first step of a loss spike that this one completes, else None."""
         if self.recovery.on_spike == "ignore" or not result.applied or result.waiting:
             return None

@@ -38,7 +38,7 @@ Linears = Callable[[str, Tensor, Tensor], Tensor]
 """(name, x (..., I), matrix (O, I)) -> x by the matrix of this name, (..., O)."""
 
 
-class Routing(NamedTuple):
+class ReferenceRouting(NamedTuple):
     """One layer's routing of a batch: router logits and scores (n, T, E), chosen experts (n, T, k), and
     which of these copies (n, T, k) are within the experts' capacity."""
 
@@ -70,7 +70,7 @@ class ReferenceDecoder:
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, documents: Tensor
-    ) -> tuple[Tensor, dict[int, Routing]]:
+    ) -> tuple[Tensor, dict[int, ReferenceRouting]]:
         """Logits (n, T, V), and the routing of each layer with experts, of tokens, positions and document
         ids (n, T)."""
         spec = self.spec
@@ -186,7 +186,7 @@ class ReferenceDecoder:
                 inner = up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))) / 2
         return self.tap(path, self._linear(f"{path}.down", inner))
 
-    def _mixture(self, path: str, x: Tensor) -> tuple[Tensor, Routing]:
+    def _mixture(self, path: str, x: Tensor) -> tuple[Tensor, ReferenceRouting]:
         """Each token's experts, weighted, plus the shared experts (Shazeer et al. 2017; Dai et al. 2024)."""
         moe = self.spec.moe
         assert moe is not None
@@ -195,7 +195,7 @@ class ReferenceDecoder:
         experts = self.chosen.get(int(path.split(".")[1]))
         if experts is None:
             experts = choose_experts(moe, scores.detach(), self.weights.get(f"{path}.router.bias"))
-        routing = Routing(logits, scores, experts, within_capacity(moe, experts))
+        routing = ReferenceRouting(logits, scores, experts, within_capacity(moe, experts))
         weights = scores.gather(-1, experts)
         if moe.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.spec import MoeSpec
-from meshwright.verify.reference.decoder import Routing
+from meshwright.verify.reference.decoder import ReferenceRouting
 
 
-def router_losses(moe: MoeSpec, routing: Routing) -> tuple[Tensor, Tensor]:
+def router_losses(moe: MoeSpec, routing: ReferenceRouting) -> tuple[Tensor, Tensor]:
     """Balance loss (DeepSeek-AI 2024, DeepSeek-V3, equations 17 to 20) and z-loss (Zoph et al. 2022), each
     a mean over sequences without its factor."""
     balance, z = [], []
@@ -26,7 +26,7 @@ def router_losses(moe: MoeSpec, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def router_statistics(moe: MoeSpec, routing: Routing) -> dict[str, Tensor]:
+def router_statistics(moe: MoeSpec, routing: ReferenceRouting) -> dict[str, Tensor]:
     """Statistics by the names of `LayerBalance`'s fields, as float64 vectors; losses without a factor are
     0."""
     balance, z = router_losses(moe, routing)

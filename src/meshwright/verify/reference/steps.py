@@ -17,7 +17,7 @@ from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.verify.reference.adamw8bit import round_moments
 from meshwright.verify.reference.clipping import ReferenceClipping, norm_of
-from meshwright.verify.reference.decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
 from meshwright.verify.reference.groups import factor_and_decay, is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.optimisers import update
@@ -131,7 +131,7 @@ def _zero_moments(spec: RunSpec, parameters: Mapping[str, Tensor]) -> dict[str, 
     return moments
 
 
-def _statistics(spec: RunSpec, routings: Mapping[int, Routing]) -> dict[str, Tensor]:
+def _statistics(spec: RunSpec, routings: Mapping[int, ReferenceRouting]) -> dict[str, Tensor]:
     """Statistics of each layer's router, by name."""
     moe, found = spec.model.moe, dict[str, Tensor]()
     for layer, routing in routings.items():
@@ -143,7 +143,7 @@ def _statistics(spec: RunSpec, routings: Mapping[int, Routing]) -> dict[str, Ten
 
 def loss_and_objective(
     decoder: ReferenceDecoder, batch: Batch, other_loss: Loss | None = None
-) -> tuple[Tensor, Tensor, dict[int, Routing]]:
+) -> tuple[Tensor, Tensor, dict[int, ReferenceRouting]]:
     """The mean loss of a batch, that with the routers' losses, which is differentiated, and the routings."""
     seen: dict[str, Tensor] = {}
     tap = decoder.tap
