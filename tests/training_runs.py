@@ -115,17 +115,18 @@ def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[li
     """Make this one rank's gradient NaN in some steps; whether the parameters stayed finite comes last."""
     run = open_run(spec, mesh, out, Observers([notes := Notes()]))
     states = run.trainer.states
-    honest = states._sum_over_tensor
+    reduction = states._reduction
+    honest = reduction._sum_over_tensor
 
     def spoil() -> None:
         if run.done in bad_steps and mesh.rank == mesh.world.size - 1:
             unit = states.units[1]
             assert unit.gradient is not None
             unit.gradient[:1] = math.nan
-            states._norms.append(unit.gradient.double().norm().view(1))
+            reduction._norms.append(unit.gradient.double().norm().view(1))
         honest()
 
-    states._sum_over_tensor = spoil  # type: ignore[method-assign]
+    reduction._sum_over_tensor = spoil  # type: ignore[method-assign]
     run.execute(None)
     finite = all(bool(tensor.full_tensor().isfinite().all()) for _, tensor in run.trainer.states.parameters())
     return notes.rows, notes.events, finite

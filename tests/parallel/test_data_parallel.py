@@ -15,7 +15,6 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels.gradient_accumulation_fusion import no_sum
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.parallel.grad_norm import norms
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks
@@ -177,8 +176,7 @@ def norms_of_large_gradients(mesh: Mesh, spec: RunSpec) -> tuple[float, float, f
     states = trainer.states
 
     def norm() -> float:
-        flats = [flat for unit in states.units for flat in unit.counted_gradients(states.elsewhere)]
-        states._norms = norms(flats)
+        states._reduction.measure()
         sums = trainer.sums(loss)
         return math.sqrt(trainer._totals(sums, sums.start_read())[0].squares)
 

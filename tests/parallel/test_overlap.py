@@ -16,7 +16,7 @@ from meshwright.comm import mesh as meshes
 from meshwright.comm.mesh import Pending, TrafficCounter
 from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.rank_step import rehearse
-from meshwright.parallel.data_parallel import DataParallel, _finish_first
+from meshwright.parallel.gradient_reduction import GradientReduction, _finish_first
 from meshwright.spec import RunSpec
 from small import spec_of
 
@@ -145,14 +145,14 @@ def test_only_the_first_gather_of_a_step_is_waited_for_at_once(name: str) -> Non
 
 def test_the_trace_shows_reductions_that_are_waited_for_at_once() -> None:
     """The instrument is red where reductions have a queue of length 0."""
-    honest = DataParallel._unit_done
+    honest = GradientReduction.start
 
-    def waits(states: DataParallel, unit: Any) -> None:
-        honest(states, unit)
-        for queue in (states._reducing, states._replicating):
+    def waits(reduction: GradientReduction, unit: Any, last: bool) -> None:
+        honest(reduction, unit, last)
+        for queue in (reduction._reducing, reduction._replicating):
             while queue:
                 _finish_first(queue)
 
-    with patch.object(DataParallel, "_unit_done", waits):
+    with patch.object(GradientReduction, "start", waits):
         reductions = trace_of(spec_of(BASE | LAYOUTS["hybrid"])).of("reduce_scatter", "all_reduce")
     assert all(not each.between for each in reductions)

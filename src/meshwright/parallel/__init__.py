@@ -2,9 +2,9 @@
 
 `parallelize` applies the axes in order; `stage` cuts the decoder into stages and units.
 
-Data: `data_parallel` (replicas and ZeRO) gathers and reduces each `fsdp_unit`, whose parameters lie in the
-buffers of `flat_param`; `fp8_gather` gathers weights in 8 bits, and `microbatches` is a rank's part of a
-batch.
+Data: `data_parallel` (replicas and ZeRO) gathers each `fsdp_unit`, whose parameters lie in the buffers of
+`flat_param`, and `gradient_reduction` sums their gradients; `fp8_gather` gathers weights in 8 bits, and
+`microbatches` is a rank's part of a batch.
 Tensor: `tensor_parallel` splits the layers of `tensor_linears`, with the messages of `fused_comm_ops`;
 `vocab_parallel` splits the embedding and the loss.
 Context: `context_parallel` splits a sequence by `ring_attention` or `ulysses`.

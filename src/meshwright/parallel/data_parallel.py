@@ -24,14 +24,11 @@ whole for the step.
 Parameters that are not trained are units of their own (`fsdp_unit.py`). With ZeRO-3 they are gathered with
 the rest of their group, and released when the backward has passed it; otherwise they never move.
 
-A reduction is waited for one block later, those over the shard axis and those over replicas each in a queue
-of its own, and the last ones while the gradient's norm is computed. All are sums; the one division is that
-of `train/step.py` (`gradient_factor`).
+`gradient_reduction.py` waits for reductions and takes the norm of what is summed.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from weakref import WeakMethod
@@ -39,27 +36,16 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.collectives import start_all_reduce, start_reduce_scatter
-from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.comm.mesh import Mesh
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.parallel.flat_param import Stored, make_slots
 from meshwright.parallel.fsdp_unit import Encoding, Unit, UnitObserver
-from meshwright.parallel.grad_norm import norms, sum_of_squares
+from meshwright.parallel.gradient_reduction import GradientReduction
 from meshwright.parallel.precision import Formats
 from meshwright.spec.parameters import Piece
 
 UnitModules = Sequence[nn.Module]
 """The modules of one unit, in the order in which the forward runs them."""
-
-
-_Reductions = deque[tuple[Pending, Callable[[], None]]]
-"""Reductions in flight, each with the callback to run when it has ended."""
-
-
-def _finish_first(reductions: _Reductions) -> None:
-    work, then = reductions.popleft()
-    work.wait()
-    then()
 
 
 class DataParallel:
@@ -85,7 +71,7 @@ class DataParallel:
         stale: bool = False,
         first_trained: int = 0,
     ) -> None:
-        self._observer, self._encoding, self._stale = observer, encoding, stale
+        self._observer, self._encoding = observer, encoding
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -101,16 +87,11 @@ class DataParallel:
         self._places = {
             unit.parameters[slot.key]: (unit, slot) for unit in self.trained for slot in unit.slots
         }
-        self._depth = {
-            id(unit): sum(each.trainable for each in group) for group in self._groups for unit in group
-        }
+        depth = {id(unit): sum(each.trainable for each in group) for group in self._groups for unit in group}
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
         """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
-        self._reducing: _Reductions = deque()
-        self._replicating: _Reductions = deque()
-        self._norms: list[Tensor] = []
-        self._unmeasured: list[Unit] = []
+        self._reduction = GradientReduction(self.trained, depth, mesh, formats, apart, self.elsewhere, stale)
         self._microbatches, self._last_microbatch = 1, True
         self._in_place: set[nn.Parameter] = set()
         """Parameters with a gradient that was added where it is packed, and was not counted yet."""
@@ -278,33 +259,7 @@ class DataParallel:
                 self.unreached += [name for name in unit.waiting if name not in unit.arrived]
                 unit.waiting = {}
                 self._unit_done(unit)
-        self._measure_finished()
-        while self._reducing:
-            _finish_first(self._reducing)
-        while self._replicating:
-            _finish_first(self._replicating)
-            self._measure_finished()
-        self._measure_finished()
-        self._sum_over_tensor()
-        if self.apart is not None and self.mesh.ends is not None:
-            for unit, slot in self._places.values():
-                if slot.key == self.apart:
-                    start_all_reduce(unit.gradient_of(slot), self.mesh.ends).wait()
-        self._measure_late()
-
-    def _sum_over_tensor(self) -> None:
-        """Sum the partial gradients of pieces that several tensor ranks hold."""
-        of_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
-        for unit in self.trained:
-            for axis, slot in unit.slots_summed():
-                key = "tensor" if axis is self.mesh.tensor else "copies"
-                of_axis.setdefault(key, (axis, []))[1].append(unit.gradient_of(slot))
-        for axis, flats in of_axis.values():
-            joined = torch.cat(flats)
-            start_all_reduce(joined, axis).wait()
-            torch._foreach_copy_(flats, list(joined.split([flat.numel() for flat in flats])))
-
-    # What moves -------------------------------------------------------------------------------------
+        self._reduction.finish()
 
     def _unit_done(self, unit: Unit) -> None:
         """Start to reduce a unit whose gradients of a microbatch are complete.
@@ -314,84 +269,12 @@ class DataParallel:
         if self.zero == 3 and not self._stays(unit):
             unit.release()
         last = self._last_microbatch
-        if not last and (self.zero < 2 or unit.shards is None):
-            return
-        packed = unit.take_packed()
-        alone = self._stale and unit.replicas is self.mesh.replicate
-        if unit.shards is None and (alone or unit.replicas.size == 1):
-            unit.set_gradient(packed.to(self.formats.exact))
-            self._unmeasured.append(unit)
-            return
-        sent = unit.to_send(packed)
-        if unit.shards is None:
-            work = start_all_reduce(sent, unit.replicas)
-            self._reducing.append((work, lambda: self._replicated(unit, sent, packed)))
-        else:
-            part = unit.new_part()
-            work = start_reduce_scatter(part, sent, unit.shards)
-            self._reducing.append((work, lambda: self._scattered(unit, part, sent, last)))
-        depth = self._depth[id(unit)]
-        while len(self._replicating) >= depth:  # first, since finished reductions below append to it
-            _finish_first(self._replicating)
-        while len(self._reducing) > depth:
-            _finish_first(self._reducing)
-
-    def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
-        """The all-reduce of a unit that is not sharded has ended."""
-        if packed.dtype == self.formats.exact:
-            unit.set_gradient(packed if summed is packed else packed.copy_(summed))
-        else:
-            unit.set_gradient(summed.to(self.formats.exact))
-        self._unmeasured.append(unit)
-
-    def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, last: bool) -> None:
-        """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
-        if unit.gradient is None:
-            unit.set_gradient(part.to(self.formats.exact))
-        else:
-            unit.gradient.add_(part)
-        assert unit.gradient is not None
-        if last and unit.replicas.size > 1 and not self._stale:
-            work = start_all_reduce(unit.gradient, unit.replicas)
-            self._replicating.append((work, lambda: self._unmeasured.append(unit)))
-        elif last:
-            self._unmeasured.append(unit)
-
-    # The gradient's norm ----------------------------------------------------------------------------
-
-    def _measure_finished(self) -> None:
-        """Take the norms of gradients that have arrived, but for what is still to be summed."""
-        if self._stale:
-            self._unmeasured.clear()
-        flats = [flat for unit in self._unmeasured for flat in unit.counted_gradients(self._late(unit))]
-        self._unmeasured.clear()
-        self._norms += norms(flats)
-
-    def _measure_late(self) -> None:
-        """Take the norms of what the tensor axis and the ends of the pipeline have summed."""
-        if self._stale:
-            return
-        flats = []
-        for unit in self.trained:
-            early = {slot.key for slot in unit.slots} - self._late(unit)
-            flats += unit.counted_gradients(early | self.elsewhere)
-        self._norms += norms(flats)
-
-    def _late(self, unit: Unit) -> set[str]:
-        """Names of a unit's parameters whose gradients are summed again after the units' reductions."""
-        summed = {slot.key for _, slot in unit.slots_summed()}
-        return summed | ({self.apart} if self.apart and self.mesh.ends is not None else set())
+        if last or (self.zero >= 2 and unit.shards is not None):
+            self._reduction.start(unit, last)
 
     def squares(self, exact: bool = False) -> Tensor:
-        """This rank's share of the square of the gradient's norm, a scalar in float64 on the device.
-
-        The sum over all ranks is the square of the norm. It is that of the gradients as `finish_step` left
-        them; `exact` takes it anew, and is finite wherever every element is.
-        """
-        if not exact:
-            return sum_of_squares(self._norms, self.mesh.device)
-        flats = [flat for unit in self.trained for flat in unit.counted_gradients(self.elsewhere)]
-        return sum_of_squares(norms(flats, exact=True), self.mesh.device)
+        """This rank's share of the square of the gradient's norm (`GradientReduction.squares`)."""
+        return self._reduction.squares(exact)
 
     # Stale gradients --------------------------------------------------------------------------------
 
@@ -408,8 +291,7 @@ class DataParallel:
         """Give each trained unit a gradient, which is summed over all ranks, and take its norm."""
         for unit, gradient in zip(self.trained, gradients, strict=True):
             unit.set_gradient(gradient)
-        flats = [flat for unit in self.trained for flat in unit.counted_gradients(self.elsewhere)]
-        self._norms = norms(flats)
+        self._reduction.measure()
 
     # After the step ---------------------------------------------------------------------------------
 
@@ -440,7 +322,7 @@ class DataParallel:
         """Call after the optimiser: gradients and their memory are dropped, which the next step's activations
         take before its own gradients come; parameters are gathered anew when next used."""
         self._gradient_bytes = self._bytes_of_gradients()
-        self._norms.clear()
+        self._reduction.clear()
         for unit in self.trained:
             unit.gradient = unit.packed = None
             unit.arrived = set()
