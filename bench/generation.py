@@ -23,14 +23,14 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.exchange.gguf_file import export_gguf
@@ -94,6 +94,71 @@ def gguf_files(
     return files
 
 
+def all_prompts(options: argparse.Namespace, spec: ModelSpec, count: int) -> torch.Tensor:
+    """Tokens (count, options.prompt): random ones, or parts of the text that goes with a run."""
+    if options.run is not None:
+        return prompts(options.run, options.text, count, options.prompt)
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(0, spec.vocab_size, (count, options.prompt), generator=draw)
+
+
+def compared(
+    options: argparse.Namespace,
+    spec: ModelSpec,
+    ours: Decoder,
+    theirs: PreTrainedModel,
+    files: Mapping[str, Path],
+    batch: int,
+) -> dict[str, object]:
+    """Speeds of the programs on `batch` prompts at a time, in turns, and how many answers are the same."""
+    count = batch * options.rounds
+    every = all_prompts(options, spec, count)
+    length = {"min_new_tokens": options.new, "max_new_tokens": options.new}
+    if options.lookup:
+        length["prompt_lookup_num_tokens"] = options.lookup
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "meshwright": lambda tokens: generate(ours, tokens, options.new, lookup=options.lookup),
+        "transformers": lambda tokens, length=length: theirs.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **length
+        )[:, options.prompt :],
+    }
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    llama: dict[str, list[float]] = {kind: [] for kind in files}
+    busy: dict[str, list[float]] = {name: [] for name in runs}
+    same, turns, turn = 0, 0, StageForward.__call__
+    for tokens in (every[:batch], *every.split(batch)):  # the first also warms both up
+        found = []
+        for name, run in runs.items():
+            with patch.object(StageForward, "__call__", autospec=True, side_effect=turn) as called:
+                new, wall, processors = seconds(partial(run, tokens))
+            found.append(new)
+            took[name].append(wall)
+            busy[name].append(processors)
+            turns += called.call_count
+        for kind, file in files.items():
+            llama[kind].append(llama_cpp_seconds(file, options.prompt, options.new, batch))
+        same += int((found[0] == found[1]).all(1).sum())
+    ours_took, theirs_took = (times[1:] for times in took.values())
+    row: dict[str, object] = {
+        "batch": batch,
+        "tokens_per_second": [
+            batch * options.new / statistics.median(times) for times in (ours_took, theirs_took)
+        ],
+        "ratio": median_ratio(ours_took, theirs_took),
+        "cpu_ratio": median_ratio(*(times[1:] for times in busy.values())),
+        "same": same / (batch + count),
+        "tokens_per_turn": options.new * (1 + options.rounds) / turns,
+    }
+    row["llama.cpp"] = {
+        kind: [
+            batch * options.new / statistics.median(times[1:]),
+            median_ratio(ours_took, times[1:]),
+        ]
+        for kind, times in llama.items()
+    }
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--preset", default="small")
@@ -119,56 +184,7 @@ def main() -> None:
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=dtype).eval()
         files = gguf_files(Path(folder), spec, decoder.tensors(), options.dtype, options.run)
         for batch in map(int, options.batch.split(",")):
-            count = batch * options.rounds
-            if options.run is None:
-                draw = torch.Generator().manual_seed(0)
-                every = torch.randint(0, spec.vocab_size, (count, options.prompt), generator=draw)
-            else:
-                every = prompts(options.run, options.text, count, options.prompt)
-            length = {"min_new_tokens": options.new, "max_new_tokens": options.new}
-            if options.lookup:
-                length["prompt_lookup_num_tokens"] = options.lookup
-            runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-                "meshwright": lambda tokens: generate(ours, tokens, options.new, lookup=options.lookup),
-                "transformers": lambda tokens, length=length: theirs.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **length
-                )[:, options.prompt :],
-            }
-            took: dict[str, list[float]] = {name: [] for name in runs}
-            llama: dict[str, list[float]] = {kind: [] for kind in files}
-            busy: dict[str, list[float]] = {name: [] for name in runs}
-            same, turns, turn = 0, 0, StageForward.__call__
-            for tokens in (every[:batch], *every.split(batch)):  # the first also warms both up
-                found = []
-                for name, run in runs.items():
-                    with patch.object(StageForward, "__call__", autospec=True, side_effect=turn) as called:
-                        new, wall, processors = seconds(partial(run, tokens))
-                    found.append(new)
-                    took[name].append(wall)
-                    busy[name].append(processors)
-                    turns += called.call_count
-                for kind, file in files.items():
-                    llama[kind].append(llama_cpp_seconds(file, options.prompt, options.new, batch))
-                same += int((found[0] == found[1]).all(1).sum())
-            ours_took, theirs_took = (times[1:] for times in took.values())
-            row: dict[str, object] = {
-                "batch": batch,
-                "tokens_per_second": [
-                    batch * options.new / statistics.median(times) for times in (ours_took, theirs_took)
-                ],
-                "ratio": median_ratio(ours_took, theirs_took),
-                "cpu_ratio": median_ratio(*(times[1:] for times in busy.values())),
-                "same": same / (batch + count),
-                "tokens_per_turn": options.new * (1 + options.rounds) / turns,
-            }
-            row["llama.cpp"] = {
-                kind: [
-                    batch * options.new / statistics.median(times[1:]),
-                    median_ratio(ours_took, times[1:]),
-                ]
-                for kind, times in llama.items()
-            }
-            print(json.dumps(row), flush=True)
+            print(json.dumps(compared(options, spec, ours, theirs, files, batch)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.data.loader import Batch
-from meshwright.spec import RunSpec
+from meshwright.spec import MoeSpec, RunSpec
 from meshwright.verify.reference.adamw8bit import round_moments
 from meshwright.verify.reference.clipping import ReferenceClipping, norm_of
 from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
@@ -61,7 +61,7 @@ def reference_steps(
     `Decoder.tensors`; they are copied. Steps are computed on their device. `live` gets the parameters and
     biases themselves, which may be changed in place between two steps.
     """
-    moe, held = spec.model.moe, _held(spec, weights)
+    held = _held(spec, weights)
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
     weights = {name: weight for name, weight in held.items() if name not in biases}
     parameters = {name: weights[name].requires_grad_() for name in weights if not is_frozen(spec, name)}
@@ -72,9 +72,8 @@ def reference_steps(
     linears, clipping = ReferenceLinears(spec), ReferenceClipping(spec.train)
     queue, updates = GradientQueue(spec), 0
     decoder = ReferenceDecoder(spec.model, held, linears=linears)
-    device = held["embed.weight"].device
     for number, batch in enumerate(batches, 1):
-        moved, sums = batch.to(device), ReferenceSums()
+        moved, sums = batch.to(held["embed.weight"].device), ReferenceSums()
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
         loss, objective, routings = loss_and_objective(decoder, moved, other_loss)
@@ -94,9 +93,7 @@ def reference_steps(
                 parameter.data = stochastic(parameter, spec.train.seed, updates, name)
             if spec.train.ema is not None:
                 averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
-        for layer, routing in routings.items():
-            if moe is not None and moe.bias and f"blocks.{layer}.mlp.router.weight" in parameters:
-                move_bias(moe, routing.experts, biases[f"blocks.{layer}.mlp.router.bias"])
+        _move_biases(spec.model.moe, routings, parameters, biases)
         linears.end_step()
         yield {
             "samples": {name: getattr(batch, name) for name in SAMPLES},
@@ -110,6 +107,18 @@ def reference_steps(
             "balance": statistics,
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
+
+
+def _move_biases(
+    moe: MoeSpec | None,
+    routings: Mapping[int, ReferenceRouting],
+    parameters: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor],
+) -> None:
+    """Move the biases of routers that are trained, by the load of their experts."""
+    for layer, routing in routings.items():
+        if moe is not None and moe.bias and f"blocks.{layer}.mlp.router.weight" in parameters:
+            move_bias(moe, routing.experts, biases[f"blocks.{layer}.mlp.router.bias"])
 
 
 def _held(spec: RunSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
