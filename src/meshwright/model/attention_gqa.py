@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.model.attention import KeyValueCache
 from meshwright.model.hooks import AttentionHooks
 from meshwright.model.linear import Linear
-from meshwright.model.norm import RmsNorm
+from meshwright.model.norm import rms_norm
 from meshwright.model.rope import Rope, rotate
 from meshwright.spec import ModelSpec
 
@@ -29,8 +29,10 @@ class Attention(nn.Module):
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
         self.o = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
-        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = rms_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = rms_norm(spec, spec.head_dim) if spec.qk_norm else None
+        # `attend` multiplies scores by 1 / sqrt(head_dim).
+        self.query_factor = 1.0 if spec.attention_scale is None else spec.attention_scale * spec.head_dim**0.5
 
     def forward(
         self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
@@ -41,6 +43,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         if cache is not None:
             k, v = cache.append(k, v)
         return self.hooks.output(self.hooks.attend(q, k, v, mask).flatten(2), self.o)

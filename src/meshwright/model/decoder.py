@@ -34,31 +34,48 @@ class Embed(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
         learned = spec.position == "learned"
         self.positions = nn.Parameter(torch.empty(spec.max_seq_len, spec.hidden)) if learned else None
+        self.scale = spec.embedding_scale
 
     def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        return self.hooks.embed(tokens_BT, positions, self.weight, self.positions)
+        x_BTD = self.hooks.embed(tokens_BT, positions, self.weight, self.positions)
+        return x_BTD if self.scale == 1.0 else x_BTD * self.scale
 
 
 class Block(nn.Module):
-    """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, each on the normed residual
-    stream."""
+    """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, each on the residual stream, to which
+    it adds; in a parallel block both have one input. There are norms before them, after them, or both."""
 
     def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
-        self.attn_norm = make_norm(spec)
+        self.scale, self.parallel = spec.residual_scale, spec.parallel_block
+        self.attn_norm = make_norm(spec) if spec.norms_before else None
         kind = spec.layer_kinds[layer]
         latent = kind.attention == "mla"
         self.attn = (
             LatentAttention(spec, kind, hooks.attention) if latent else Attention(spec, hooks.attention)
         )
-        self.mlp_norm = make_norm(spec)
+        self.attn_post_norm = make_norm(spec) if spec.norms_after else None
+        self.mlp_norm = make_norm(spec) if spec.norms_before and not self.parallel else None
         self.mlp = Moe(spec, layer, hooks) if kind.has_experts else Mlp(spec, spec.ffn, hooks.mlp)
+        self.mlp_post_norm = make_norm(spec) if spec.norms_after else None
 
     def forward(
         self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rope, mask, cache)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        given_BTD = _normed(self.attn_norm, x_BTD)
+        y_BTD = self._scaled(_normed(self.attn_post_norm, self.attn(given_BTD, rope, mask, cache)))
+        x_BTD = x_BTD + y_BTD
+        if not self.parallel:
+            given_BTD = _normed(self.mlp_norm, x_BTD)
+        return x_BTD + self._scaled(_normed(self.mlp_post_norm, self.mlp(given_BTD)))
+
+    def _scaled(self, y_BTD: Tensor) -> Tensor:
+        return y_BTD if self.scale == 1.0 else y_BTD * self.scale
+
+
+def _normed(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
+    """`norm` of x, or x itself where there is none."""
+    return x_BTD if norm is None else norm(x_BTD)
 
 
 class Head(nn.Module):
@@ -72,6 +89,7 @@ class Head(nn.Module):
         super().__init__()
         self.hooks = hooks
         self.norm = make_norm(spec)
+        self.scale = spec.logit_scale
         self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
 
     def forward(
@@ -81,7 +99,9 @@ class Head(nn.Module):
         scale: float = 1.0,
         soft: SoftTargets | None = None,
     ) -> Tensor:
-        return self.hooks.predict(self.norm(x_BTD), self.weight, targets_BT, scale, soft)
+        x_BTD = self.norm(x_BTD)
+        x_BTD = x_BTD if self.scale == 1.0 else x_BTD * self.scale
+        return self.hooks.predict(x_BTD, self.weight, targets_BT, scale, soft)
 
 
 class Decoder(nn.Module):

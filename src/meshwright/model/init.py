@@ -33,7 +33,7 @@ class InitValue(NamedTuple):
 def init_value(spec: ModelSpec, name: str) -> InitValue:
     """The initial value of the parameter `name` (as in `Decoder.named_parameters`).
 
-    Norm weights are one, biases zero, the rest N(0, init_std). The projections that write to the residual
+    Norms multiply by one, biases are zero, the rest N(0, init_std). The projections that write to the residual
     stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow with depth
     (Radford et al. 2019, GPT-2, §2.3). muP makes those of wider models smaller (`spec/mup.py`).
     """
@@ -41,7 +41,7 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
     if leaf == "bias":
         return InitValue(0.0, 0.0)
     if path[-1].endswith("norm"):
-        return InitValue(1.0, 0.0)
+        return InitValue(0.0 if spec.norm_unit_offset else 1.0, 0.0)
     std = spec.init_std * init_factor(spec, name)
     if path[-2:] == ["attn", "o"] or "down" in (path[-1], leaf):
         return InitValue(0.0, std / math.sqrt(2 * spec.layers))

@@ -1,4 +1,4 @@
-"""The feed-forward layer: SwiGLU (Shazeer 2020) or GELU (Hendrycks and Gimpel 2016)."""
+"""The feed-forward layer: SwiGLU or GEGLU (Shazeer 2020), or GELU (Hendrycks and Gimpel 2016)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,27 @@ class _SiluProduct(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
+class _GeluProduct(torch.autograd.Function):
+    """gelu(gate) * up by the tanh form of GELU, saving its two inputs but not gelu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return geglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return of_gate, geglu(gate, grad)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up by the tanh form of GELU, without a gradient."""
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 class Mlp(nn.Module):
     """x (B, T, D) -> (B, T, D) through F channels: down(act(gate x) * up x), or down(act(up x)) for GELU."""
 
@@ -46,8 +67,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.hooks = hooks
         self.activation = spec.activation
-        gated = spec.activation == "swiglu"
-        self.gate = Linear(spec.hidden, channels, spec.mlp_bias) if gated else None
+        self.gate = Linear(spec.hidden, channels, spec.mlp_bias) if spec.gated else None
         self.up = Linear(spec.hidden, channels, spec.mlp_bias)
         self.down = Linear(channels, spec.hidden, spec.mlp_bias)
 
@@ -58,6 +78,8 @@ class Mlp(nn.Module):
         """The activations (B, T, F) that `down` is applied to."""
         if self.gate is not None:
             gate, up = self.hooks.project(x_BTD, (self.gate, self.up))
+            if self.activation == "geglu_tanh":
+                return _GeluProduct.apply(gate, up) if torch.is_grad_enabled() else geglu(gate, up)
             return _SiluProduct.apply(gate, up) if torch.is_grad_enabled() else swiglu(gate, up)
         (up,) = self.hooks.project(x_BTD, (self.up,))
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"

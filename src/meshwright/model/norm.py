@@ -90,37 +90,45 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm over the last dim, with a weight."""
+    """RMSNorm over the last dim, with a weight, to which `offset` is added."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.offset if self.offset else self.weight
         if x.device.type == "cpu":
             if torch.is_grad_enabled():
-                return _RmsNormOnCpu.apply(x, self.weight, self.eps)
-            return _rms_norm_of_few(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+                return _RmsNormOnCpu.apply(x, weight, self.eps)
+            return _rms_norm_of_few(x, weight, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dim, with a weight and a bias."""
+    """LayerNorm over the last dim, with a weight, and a bias if it is asked for."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype.itemsize < 4:
-            return _LayerNormOnCpu.apply(x, self.weight, self.bias, self.eps)
+            bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
+            return _LayerNormOnCpu.apply(x, self.weight, bias, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def make_norm(spec: ModelSpec) -> RmsNorm | LayerNorm:
     """The norm of the residual stream that `spec` names."""
-    kind = RmsNorm if spec.norm == "rmsnorm" else LayerNorm
-    return kind(spec.hidden, spec.norm_eps)
+    if spec.norm == "layernorm":
+        return LayerNorm(spec.hidden, spec.norm_eps, spec.norm_bias)
+    return rms_norm(spec, spec.hidden)
+
+
+def rms_norm(spec: ModelSpec, size: int) -> RmsNorm:
+    """An RMSNorm of `size` channels, with the weight that `spec` names."""
+    return RmsNorm(size, spec.norm_eps, 1.0 if spec.norm_unit_offset else 0.0)

@@ -132,7 +132,7 @@ class Sizes:
         # Over context ranks values travel, and come out, as wide as keys.
         v_dim = model.v_dim if layout.cp == 1 else model.head_dim
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
-        self.gates = 2 if model.activation == "swiglu" else 1
+        self.gates = 2 if model.gated else 1
         self.rows = ceil(model.vocab_size / layout.tp)
         self.kinds = model.last_layers
         """Kind -> the last such block: blocks of one kind are alike."""

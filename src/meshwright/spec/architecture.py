@@ -16,6 +16,9 @@ from meshwright.spec.layers import LayerKind, LayerType, RopeScaling, RopeSpec
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
+Activation = Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"]
+"""Activations of a feed-forward layer: SwiGLU and GEGLU (Shazeer 2020) with the tanh form of GELU multiply by a
+gate; GELU, or its tanh form, does not."""
 RANDOM = "random"
 """The value of `model.weights` of a run that draws its initial weights."""
 
@@ -50,10 +53,32 @@ class Architecture(FrozenModel):
     max_seq_len: int = Field(2048, ge=1, le=MAX_LENGTH, description="a hard limit for learned positions only")
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    norm_bias: bool = Field(True, description="a bias in each LayerNorm")
+    norm_unit_offset: bool = Field(False, description="an RMSNorm multiplies by 1 + its weight")
+    norm_placement: Literal["pre", "post", "both"] = Field(
+        "pre", description="norms before attention and the feed-forward layer, after them, or both"
+    )
+    parallel_block: bool = Field(
+        False, description="attention and the feed-forward layer have one input, and their outputs are added"
+    )
+    activation: Activation = "swiglu"
+    embedding_scale: float = Field(1.0, gt=0, description="factor on the embeddings of tokens")
+    residual_scale: float = Field(1.0, gt=0, description="factor on what a layer adds to the residual stream")
+    logit_scale: float = Field(1.0, gt=0, description="factor on the logits")
+    attention_scale: float | None = Field(
+        None, gt=0, description="factor on the scores of attention; default 1 / sqrt(head_dim)"
+    )
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = Field(10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
+    rope_dim: int | None = Field(
+        None, ge=2, description="channels of a head that carry the position; default all of head_dim"
+    )
+    rope_layers: tuple[bool, ...] | None = Field(
+        None,
+        min_length=1,
+        description="for each layer whether it has rotary positions; fewer than layers repeat; default all",
+    )
     sliding_window: int | None = Field(
         None, ge=1, description="attend to this many positions, one's own included"
     )
@@ -110,6 +135,21 @@ class Architecture(FrozenModel):
         return {**full, **_derived(full, given)}
 
     @property
+    def norms_before(self) -> bool:
+        """True if norms stand before attention and the feed-forward layer."""
+        return self.norm_placement != "post"
+
+    @property
+    def norms_after(self) -> bool:
+        """True if norms stand after attention and the feed-forward layer, before their outputs are added."""
+        return self.norm_placement != "pre"
+
+    @property
+    def gated(self) -> bool:
+        """True if the feed-forward layer multiplies by a gate."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    @property
     def v_dim(self) -> int:
         """Channels of the values of a head."""
         return self.head_dim if self.mla is None else self.mla.v_dim
@@ -143,18 +183,20 @@ def _last_layers(model: Architecture) -> Mapping[LayerKind, int]:
 def _layer_kinds(model: Architecture) -> tuple[LayerKind, ...]:
     rope = local = None
     if model.position == "rope":
-        turning = model.head_dim if model.mla is None else model.mla.rope_dim
+        turning = (model.rope_dim or model.head_dim) if model.mla is None else model.mla.rope_dim
         rope = local = RopeSpec(model.rope_theta, turning, model.rope_scaling)
         if model.rope_local_base_freq is not None:
             local = RopeSpec(model.rope_local_base_freq, turning, None)
-    types, found = model.layer_types or ("sliding_attention",), []
+    types, rotary = model.layer_types or ("sliding_attention",), model.rope_layers or (True,)
+    found = []
     for layer in range(model.layers):
         slides = types[layer % len(types)] == "sliding_attention"
+        own = local if slides else rope
         found.append(
             LayerKind(
                 attention="gqa" if model.mla is None else "mla",
                 window=model.sliding_window if slides else None,
-                rope=local if slides else rope,
+                rope=own if rotary[layer % len(rotary)] else None,
                 mlp="experts" if model.has_experts(layer) else "dense",
             )
         )

@@ -17,11 +17,40 @@ def heads_share_keys(spec: Sections) -> None:
 
 
 def rope_turns_pairs(spec: Sections) -> None:
-    """Rotary positions rotate pairs of channels of a head."""
-    if spec.model.position == "rope" and spec.model.head_dim % 2:
+    """Rotary positions rotate pairs of channels of a head, all of them or some."""
+    model = spec.model
+    if model.rope_dim is not None:
+        if model.rope_dim % 2:
+            raise UserError(f"model.rope_dim: {model.rope_dim} is odd, and rotary positions need an even one")
+        check_at_most("model.rope_dim", model.rope_dim, "model.head_dim", model.head_dim)
+    elif model.position == "rope" and model.head_dim % 2:
         raise UserError(
-            f"model.head_dim: {spec.model.head_dim} is odd, and rotary positions need an even one"
+            f"model.head_dim: {model.head_dim} is odd, and rotary positions need an even one"
         )
+
+
+def rotary_layers_are_layers(spec: Sections) -> None:
+    """Each layer has rotary positions or none; what says so goes with rotary positions."""
+    model = spec.model
+    if model.rope_layers is not None and len(model.rope_layers) > model.layers:
+        raise UserError(
+            f"model.rope_layers: {len(model.rope_layers)} layers are more than model.layers = {model.layers}; "
+            f"give one for each layer, or fewer, which repeat"
+        )
+    for key in ("rope_layers", "rope_dim"):
+        if getattr(model, key) is not None:
+            _check_fields(model, f"model.{key}, which is of rotary positions", {"position": "rope"})
+
+
+def norms_have_what_they_are_given(spec: Sections) -> None:
+    """An RMSNorm has no bias, a LayerNorm's weight has no offset, and a parallel block has one norm."""
+    model = spec.model
+    if not model.norm_bias:
+        _check_fields(model, "model.norm_bias = false, which is of LayerNorms", {"norm": "layernorm"})
+    if model.norm_unit_offset:
+        _check_fields(model, "model.norm_unit_offset, which is of RMSNorms", {"norm": "rmsnorm"})
+    if model.parallel_block:
+        _check_fields(model, "model.parallel_block, which has one norm, before it", {"norm_placement": "pre"})
 
 
 def yarn_has_wavelengths(spec: Sections) -> None:
@@ -100,7 +129,8 @@ def latents_make_heads(spec: Sections) -> None:
     check_at_most("model.mla.v_dim", mla.v_dim, "model.head_dim", model.head_dim)
     part = "model.mla, which has keys and values for each of model.heads"
     _check_fields(model, part, {"kv_heads": model.heads})
-    computed = {"position": "rope", "qkv_bias": False, "out_bias": False, "qk_norm": False}
+    computed = {"position": "rope", "qkv_bias": False, "out_bias": False, "qk_norm": False, "rope_dim": None}
+    computed |= {"rope_layers": None, "attention_scale": None, "norm_unit_offset": False}
     _check_fields(model, "model.mla", computed)
 
 
@@ -132,6 +162,8 @@ def layer_types_have_windows(spec: Sections) -> None:
 MODEL_RULES = (
     heads_share_keys,
     rope_turns_pairs,
+    rotary_layers_are_layers,
+    norms_have_what_they_are_given,
     yarn_has_wavelengths,
     layer_types_have_windows,
     sequence_fits_positions,

@@ -73,13 +73,19 @@ def _units(model: Architecture) -> dict[str, tuple[Parameter, ...]]:
 def block_parameters(model: Architecture, layer: int) -> Iterator[Parameter]:
     """The parameters of block `layer`."""
     name = f"blocks.{layer}"
-    yield from _norm(model, f"{name}.attn_norm")
+    if model.norms_before:
+        yield from _norm(model, f"{name}.attn_norm")
     yield from _attention(model, f"{name}.attn") if model.mla is None else _latent(model, f"{name}.attn")
-    yield from _norm(model, f"{name}.mlp_norm")
+    if model.norms_after:
+        yield from _norm(model, f"{name}.attn_post_norm")
+    if model.norms_before and not model.parallel_block:
+        yield from _norm(model, f"{name}.mlp_norm")
     if model.has_experts(layer):
         yield from _mixture(model, f"{name}.mlp")
     else:
         yield from _mlp(model, f"{name}.mlp", model.ffn)
+    if model.norms_after:
+        yield from _norm(model, f"{name}.mlp_post_norm")
 
 
 def _attention(model: Architecture, name: str) -> Iterator[Parameter]:
@@ -109,7 +115,7 @@ def _latent(model: Architecture, name: str) -> Iterator[Parameter]:
 
 
 def _mlp(model: Architecture, name: str, channels: int) -> Iterator[Parameter]:
-    if model.activation == "swiglu":
+    if model.gated:
         yield from _linear(f"{name}.gate", channels, model.hidden, model.mlp_bias, "ffn")
     yield from _linear(f"{name}.up", channels, model.hidden, model.mlp_bias, "ffn")
     yield from _linear(f"{name}.down", model.hidden, channels, model.mlp_bias, "ffn", dim=1)
@@ -129,7 +135,7 @@ def _mixture(model: Architecture, name: str) -> Iterator[Parameter]:
 
 def _norm(model: Architecture, name: str) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (model.hidden,))
-    if model.norm == "layernorm":
+    if model.norm == "layernorm" and model.norm_bias:
         yield Parameter(f"{name}.bias", (model.hidden,))
 
 

@@ -169,7 +169,8 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> d
         "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim, block),
         "moe": moe and moe.model_dump(mode="json"),
         "sliding_window": window,
-        "layer_types": _narrow_types(model, moe, layers),
+        "rope_dim": model.rope_dim and max(2, head_dim * model.rope_dim // model.head_dim // 2 * 2),
+        **_narrow_types(model, moe, layers),
         # Each of tp ranks has rows, however few are left for the last one, from tp^2 on.
         "vocab_size": _reduced(model.vocab_size, max(256, layout.tp**2), lcm(64, layout.tp)),
         "preset": None,
@@ -178,16 +179,21 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> d
     }
 
 
-def _narrow_types(model: ModelSpec, moe: MoeSpec | None, layers: int) -> Sequence[LayerType] | None:
-    """Types of fewer layers: those without experts, and those with them, take the model's in turn."""
-    types = model.layer_types
-    if types is None or layers == model.layers:
-        return types
-    found: dict[bool, dict[LayerType, None]] = {}
+def _narrow_types(model: ModelSpec, moe: MoeSpec | None, layers: int) -> dict[str, object]:
+    """The keys of fewer layers' types: those without experts, and those with them, take the model's in turn."""
+    types, rotary = model.layer_types, model.rope_layers
+    if layers == model.layers or (types is None and rotary is None):
+        return {}
+    found: dict[bool, dict[tuple[LayerType | None, bool], None]] = {}
     for layer in range(model.layers):
-        found.setdefault(model.has_experts(layer), {})[types[layer % len(types)]] = None
+        own = types and types[layer % len(types)], not rotary or rotary[layer % len(rotary)]
+        found.setdefault(model.has_experts(layer), {})[own] = None
     turns = {routed: cycle(each) for routed, each in found.items()}
-    return [next(turns[moe is not None and moe.has_experts(layer)]) for layer in range(layers)]
+    chosen = [next(turns[moe is not None and moe.has_experts(layer)]) for layer in range(layers)]
+    return {
+        "layer_types": types and [each for each, _ in chosen],
+        "rope_layers": rotary and [each for _, each in chosen],
+    }
 
 
 def _kept_by(ranks: int) -> int:

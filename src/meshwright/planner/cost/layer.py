@@ -214,7 +214,7 @@ class LayerCost:
     @property
     def gates(self) -> int:
         """Products of a feed-forward network's input: two where the activation is gated."""
-        return 2 if self.spec.model.activation == "swiglu" else 1
+        return 2 if self.spec.model.gated else 1
 
     # Operators.
 

@@ -77,7 +77,7 @@ class ReferenceDecoder:
         x = F.embedding(tokens, self.weights["embed.weight"])
         if spec.position == "learned":
             x = x + F.embedding(positions, self.weights["embed.positions"])
-        x = self.tap("embed", x)
+        x = self.tap("embed", x * spec.embedding_scale)
         places = documents.to(x.device)
         visible = {kind.window: visible_keys(places, kind.window) for kind in spec.kinds}
         turns = {
@@ -88,15 +88,17 @@ class ReferenceDecoder:
         for layer, kind in enumerate(spec.layer_kinds):
             path = f"blocks.{layer}"
             normed = self._norm(f"{path}.attn_norm", x)
-            x = x + self._attention(f"{path}.attn", normed, kind, turns[kind.rope], visible[kind.window])
-            normed = self._norm(f"{path}.mlp_norm", x)
+            y = self._attention(f"{path}.attn", normed, kind, turns[kind.rope], visible[kind.window])
+            x = x + spec.residual_scale * self._norm(f"{path}.attn_post_norm", y)
+            normed = normed if spec.parallel_block else self._norm(f"{path}.mlp_norm", x)
             if kind.has_experts:
                 y, routings[layer] = self._mixture(f"{path}.mlp", normed)
             else:
                 y = self._mlp(f"{path}.mlp", normed)
-            x = self.tap(path, x + y)
+            x = self.tap(path, x + spec.residual_scale * self._norm(f"{path}.mlp_post_norm", y))
         weight = self.weights["embed.weight" if spec.tied else "head.weight"]
-        return self.tap("head", self._norm("head.norm", x) @ weight.T), routings
+        logits = spec.logit_scale * (self._norm("head.norm", x) @ weight.T)
+        return self.tap("head", logits), routings
 
     # Layers -----------------------------------------------------------------------------------------
 
@@ -108,23 +110,28 @@ class ReferenceDecoder:
     def _rms_norm(self, path: str, x: Tensor, eps: float) -> Tensor:
         """x over its root mean square (Zhang and Sennrich 2019)."""
         scale = (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-        return self.tap(path, x / scale * self.weights[f"{path}.weight"])
+        weight = self.weights[f"{path}.weight"]
+        return self.tap(path, x / scale * (1 + weight if self.spec.norm_unit_offset else weight))
 
     def _norm(self, path: str, x: Tensor) -> Tensor:
-        """The norm of the residual stream: RMSNorm or LayerNorm (Ba et al. 2016)."""
+        """The norm of the residual stream, RMSNorm or LayerNorm (Ba et al. 2016); x where there is none."""
         eps = self.spec.norm_eps
+        if f"{path}.weight" not in self.weights:
+            return x
         if self.spec.norm == "rmsnorm":
             return self._rms_norm(path, x, eps)
         centred = x - x.mean(-1, keepdim=True)
         unit = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-        return self.tap(path, unit * self.weights[f"{path}.weight"] + self.weights[f"{path}.bias"])
+        bias = self.weights[f"{path}.bias"] if self.spec.norm_bias else 0
+        return self.tap(path, unit * self.weights[f"{path}.weight"] + bias)
 
     def _attention(
         self, path: str, x: Tensor, kind: LayerKind, turns: Tensor | None, visible: Tensor
     ) -> Tensor:
         """softmax(q k^T / sqrt(d)) v of each head by itself (Vaswani et al. 2017), x (n, T, D) -> (n, T,
         D)."""
-        spec, scale = self.spec, 1 / math.sqrt(self.spec.head_dim)
+        spec = self.spec
+        scale = 1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale
         if kind.attention == "gqa":
             q, k, v = self._grouped_heads(path, x, turns)
         else:
@@ -173,17 +180,14 @@ class ReferenceDecoder:
         return q, k, kv[..., plain:]
 
     def _mlp(self, path: str, x: Tensor) -> Tensor:
-        """The feed-forward layer: SwiGLU (Shazeer 2020), GELU or its tanh form (Hendrycks and Gimpel
+        """The feed-forward layer: SwiGLU or GEGLU (Shazeer 2020), GELU or its tanh form (Hendrycks and Gimpel
         2016)."""
-        if self.spec.activation == "swiglu":
-            gate = self._linear(f"{path}.gate", x)
-            inner = gate * torch.sigmoid(gate) * self._linear(f"{path}.up", x)
+        activation = _ACTIVATIONS[self.spec.activation]
+        inner = self._linear(f"{path}.up", x)
+        if self.spec.activation in ("swiglu", "geglu_tanh"):
+            inner = activation(self._linear(f"{path}.gate", x)) * inner
         else:
-            up = self._linear(f"{path}.up", x)
-            if self.spec.activation == "gelu":
-                inner = up * (1 + torch.erf(up / math.sqrt(2))) / 2
-            else:
-                inner = up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))) / 2
+            inner = activation(inner)
         return self.tap(path, self._linear(f"{path}.down", inner))
 
     def _mixture(self, path: str, x: Tensor) -> tuple[Tensor, ReferenceRouting]:
@@ -221,6 +225,23 @@ class ReferenceDecoder:
             y = y + self._mlp(f"{path}.shared", x)
         return self.tap(path, y), routing
 
+
+# Activations ---------------------------------------------------------------------------------------------
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+_ACTIVATIONS = {"swiglu": _silu, "geglu_tanh": _gelu_tanh, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 # Attention -----------------------------------------------------------------------------------------------
 

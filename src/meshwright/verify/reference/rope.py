@@ -14,9 +14,11 @@ from meshwright.spec.layers import Llama3Rope, RopeSpec, YarnRope
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn x (n, T, heads, r) by `turns` (n, T, r/2): channels i and i + r/2 are a complex number."""
-    turned = torch.complex(*x.chunk(2, -1)) * turns.unsqueeze(2)
-    return torch.cat([turned.real, turned.imag], -1)
+    """Turn the last r channels of x (n, T, heads, d) by `turns` (n, T, r/2): of these channels i and i + r/2
+    are a complex number."""
+    still = x.shape[-1] - 2 * turns.shape[-1]
+    turned = torch.complex(*x[..., still:].chunk(2, -1)) * turns.unsqueeze(2)
+    return torch.cat([x[..., :still], turned.real, turned.imag], -1)
 
 
 def rotations(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,7 @@ def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> 
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=torch.float64)
     if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=torch.float64)
+        return torch.full(shape, 0.0 if model.norm_unit_offset else 1.0, dtype=torch.float64)
     writes_residual = name.endswith((".attn.o.weight", ".down.weight", ".experts.down"))
     std = model.init_std / math.sqrt(2 * model.layers) if writes_residual else model.init_std
     if model.mup_base_hidden is not None and not name.startswith("embed."):
