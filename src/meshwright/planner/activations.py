@@ -216,8 +216,9 @@ def everything(s: Sizes, layer: int) -> int:
 def _every_tensor(s: Sizes, layer: int) -> list[int]:
     """Bytes of the tensors that a block keeps without recomputation, but for those of routed experts."""
     spec, b, exact = s.spec, s.width.compute, s.width.exact
-    found = [*[s.stream] * 4, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * (1 + s.gates)]
-    norms = 2
+    norms = spec.model.block_norms
+    inputs = norms + (1 if spec.model.parallel_block else 2)  # of norms, and of attention and the other layer
+    found = [*[s.stream] * inputs, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * (1 + s.gates)]
     if (mla := spec.model.mla) is not None:  # both latents before their norms and after
         ranks = [mla.q_rank] if mla.q_rank else []
         found += [s.own * rank for rank in [*ranks, *ranks, mla.kv_rank, mla.kv_rank, mla.rope_dim]]
@@ -366,7 +367,9 @@ def _at_norm(s: Sizes, layer: int) -> int:
 def _at_attention(s: Sizes, layer: int) -> int:
     """Peak bytes in attention's backward, when activations of the feed-forward layer were freed."""
     spec, b = s.spec, s.width.compute
-    freed = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
+    norms = 0 if spec.model.parallel_block else spec.model.block_norms // 2
+    inputs = norms + 1 if norms else 0  # of the feed-forward layer and its norms
+    freed = b * (inputs * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(norms, s.own)
     freed += of_experts(s, layer, experts.routed_everything)
     if spec.layout.cp > 1:
         return _across_ranks(s) - freed - b * _output_again(s)

@@ -145,6 +145,11 @@ class Architecture(FrozenModel):
         return self.norm_placement != "pre"
 
     @property
+    def block_norms(self) -> int:
+        """Number of norms of the residual stream in a block."""
+        return 1 if self.parallel_block else 2 * (self.norms_before + self.norms_after)
+
+    @property
     def gated(self) -> bool:
         """True if the feed-forward layer multiplies by a gate."""
         return self.activation in ("swiglu", "geglu_tanh")

@@ -261,7 +261,8 @@ class LayerCost:
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
-        moved = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
+        # counted: norms, each 1 read and 1 write; two sums, 2 and 1
+        moved = own * d * b * (2 * model.block_norms + 6) + masks
         # counted: queries, keys and values read and written by the rotation, queries once more
         moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         moved += self._ring_bytes()
