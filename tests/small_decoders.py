@@ -10,8 +10,20 @@ SMALL = {
     "preset": None, "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
     "vocab_size": 97, "max_seq_len": 40, "init_std": 0.3,
 }  # fmt: skip
-SHAPES = {
+BLOCKS: dict[str, dict[str, object]] = {
+    "norms after": {"norm_placement": "post"},
+    "norms before and after": {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
+    "parallel": {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
+    "geglu": {"activation": "geglu_tanh", "mlp_bias": True},
+    "scales": {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
+    "partial rope": {"rope_dim": 4},
+    "rope in some layers": {"rope_layers": [False, True]},
+}
+"""Blocks that differ from Llama's in the places of norms, factors, activations or rotary positions."""
+
+SHAPES: dict[str, dict[str, object]] = {
     "llama": {},
+    **BLOCKS,
     "qwen": {"qk_norm": True, "tied": True},
     "window": {"sliding_window": 5},
     "windows": {

@@ -12,10 +12,11 @@ from meshwright.infer.packed_linears import pack_linears
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec
-from small_decoders import SMALL
+from small_decoders import BLOCKS, SMALL
 
 SHAPES = {
     "llama": {},
+    **BLOCKS,
     "tied, biases": {"tied": True, "qkv_bias": True, "mlp_bias": True, "out_bias": True},
     "windows": {
         "sliding_window": 5,

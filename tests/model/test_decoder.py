@@ -16,6 +16,7 @@ from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.model.router import Router
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
+from small_decoders import BLOCKS
 
 SMALL = {
     "preset": None, "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
@@ -37,13 +38,7 @@ SHAPES = {
     },
     "linear rope": {"rope_scaling": {"kind": "linear", "factor": 2.0}},
     "llama3 rope": {"rope_scaling": {"kind": "llama3", "original_max_seq_len": 16}},
-    "norms after": {"norm_placement": "post"},
-    "norms before and after": {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
-    "parallel": {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
-    "geglu": {"activation": "geglu_tanh", "mlp_bias": True},
-    "scales": {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
-    "partial rope": {"rope_dim": 4},
-    "rope in some layers": {"rope_layers": [False, True]},
+    **BLOCKS,
     "gpt": GPT,
     "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
 }

@@ -30,6 +30,7 @@ from meshwright.verify.reference.steps import mean_loss
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of
+from small_decoders import BLOCKS
 
 SMALL: dict[str, Any] = {
     "preset": None, "layers": 2, "hidden": 24, "ffn": 20, "heads": 4, "kv_heads": 2, "head_dim": 12,
@@ -54,13 +55,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "layernorm": {"norm": "layernorm"},
     "qwen3": {"qk_norm": True, "head_dim": 8, "norm_eps": 1e-2},
-    "norms after": {"norm_placement": "post"},
-    "norms before and after": {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
-    "parallel": {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
-    "geglu": {"activation": "geglu_tanh", "mlp_bias": True},
-    "scales": {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
-    "partial rope": {"rope_dim": 4},
-    "rope in some layers": {"rope_layers": [False, True]},
+    **BLOCKS,
     "qkv bias": {"qkv_bias": True},
     "output bias": {"out_bias": True},
     "feed-forward bias": {"mlp_bias": True},

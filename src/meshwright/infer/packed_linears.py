@@ -78,6 +78,7 @@ class PackedAttention:
         queries, keys, _ = self._qkv.sizes
         self._heads, self._kv_heads = queries // self.head_dim, keys // self.head_dim
         self._q_norm, self._k_norm = attention.q_norm, attention.k_norm
+        self._query_factor = attention.query_factor
 
     def __call__(self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None) -> Tensor:
         assert isinstance(cache, PagedCache)
@@ -91,6 +92,8 @@ class PackedAttention:
             k.copy_(self._k_norm(k))
         if rope is not None:
             rotate_(qkv.narrow(2, 0, heads + kv_heads), rope)
+        if self._query_factor != 1.0:
+            q.mul_(self._query_factor)
         stored = cache.store(qkv.narrow(2, heads, 2 * kv_heads))
         if count == 1 and mask is None and rows >= _COPIED_ROWS and stored.numel() <= _COPIED:
             exact = torch.promote_types(stored.dtype, torch.float32)
@@ -101,13 +104,13 @@ class PackedAttention:
 
 
 def _pack_norm(norm: RmsNorm) -> None:
-    """Let a norm compute in few operators: sqrt(D) w * x / sqrt(|x|^2 + D eps).
+    """Let a norm compute in few operators: sqrt(D) (w + offset) * x / sqrt(|x|^2 + D eps).
 
     The denominator is the hypotenuse of |x| and sqrt(D eps). Its last bits are not those of `RmsNorm`.
     """
     size, exact = len(norm.weight), torch.promote_types(norm.weight.dtype, torch.float32)
     floor = torch.full((1,), (size * norm.eps) ** 0.5, dtype=exact)
-    factors = norm.weight.to(exact) * size**0.5
+    factors = (norm.weight.to(exact) + norm.offset) * size**0.5
 
     def forward(x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=exact)
