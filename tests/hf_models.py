@@ -39,6 +39,15 @@ DEEPSEEK = LLAMA | {
     "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20,
     "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 4.0,
+}  # fmt: skip
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Tokens whose defaults are beyond the small vocabulary."""
+GEMMA3 = LLAMA | {
+    "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 7, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -74,6 +83,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3", DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
     "deepseek_v3 without a latent of queries": (
         "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "rms_norm_eps": 1e-3}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2 tied, windows from a layer on": (
+        "Qwen2", LLAMA | QWEN_WINDOW | {"tie_word_embeddings": True, "max_window_layers": 1}),
+    "smollm3": ("SmolLM3", LLAMA | SPECIAL | {"no_rope_layer_interval": 2}),
+    "smollm3 listed": ("SmolLM3", LLAMA | SPECIAL | {"no_rope_layers": [1, 1, 0], "attention_bias": True}),
+    "granite": ("Granite", LLAMA | GRANITE),
+    "granite biases, tied": (
+        "Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", LLAMA | SPECIAL),
+    "phi3 window, partial rotation": (
+        "Phi3", LLAMA | SPECIAL | {"sliding_window": 7, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "starcoder2": ("Starcoder2", LLAMA | SPECIAL),
+    "starcoder2 window, tied, no biases": (
+        "Starcoder2", LLAMA | SPECIAL | {"use_bias": False, "sliding_window": 7, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3 scaled": (
+        "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "layer_types": None, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
+    "glm4": ("Glm4", LLAMA | SPECIAL | {"head_dim": 16}),
+    "glm4 without biases": (
+        "Glm4", LLAMA | SPECIAL | {"head_dim": 16, "attention_bias": False, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25}}),
+    "cohere2": ("Cohere2", LLAMA | SPECIAL | {"sliding_window": 7, "num_hidden_layers": 5}),
+    "cohere2 untied, biases": (
+        "Cohere2", LLAMA | SPECIAL | {"sliding_window": 7, "layer_types": TYPES, "attention_bias": True,
+                                      "logit_scale": 0.25}),
     "gpt2": ("GPT2", GPT2),
     "gpt2 erf, narrow": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80}),
     "gpt2 untied": ("GPT2", GPT2 | {"tie_word_embeddings": False}),
@@ -85,7 +122,8 @@ def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -
     """A model of transformers with random weights (biases and norms too), saved in `folder`."""
     torch.manual_seed(0)
     name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**fields)).float().eval()
+    config = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    model = getattr(transformers, name)(getattr(transformers, config)(**fields)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

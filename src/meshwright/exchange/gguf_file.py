@@ -21,7 +21,7 @@ from meshwright import atomic
 from meshwright.exchange.gguf_metadata import check_computed, rope_factors, write_metadata
 from meshwright.exchange.gguf_tokenizer import read_tokenizer
 from meshwright.exchange.hf_config import write_hf_config
-from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
+from meshwright.exchange.hf_state_dict import HfTensor, Rotary, hf_tensors
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 
@@ -114,7 +114,7 @@ def _converted(
         return
     if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and family.gguf == "llama":
         heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
-        piece = replace(piece, rotary=(heads, spec.head_dim))
+        piece = replace(piece, rotary=(Rotary(heads, spec.head_dim),))
     value = replace(piece, transposed=False).join(tensors, torch.float32)
     if parts[-2] == "kv_b_proj":
         assert spec.mla is not None

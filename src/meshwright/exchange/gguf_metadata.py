@@ -33,6 +33,11 @@ _LITE = (26, 27)
 def check_computed(spec: ModelSpec) -> None:
     """Raise `UserError` for a model that llama.cpp computes otherwise, or not at all."""
     arch = FAMILIES[spec.family].gguf
+    if arch is None:
+        raise UserError(
+            f"model.family: GGUF files of {spec.family} are not written; export to a folder, for "
+            "transformers and vLLM"
+        )
     for key, what in _not_computed(spec):
         raise UserError(
             f"model.{key}: llama.cpp's {arch} does not compute {what}; export to a folder, for transformers "

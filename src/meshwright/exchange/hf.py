@@ -242,13 +242,14 @@ def export_hf(
             _check_tensors("export: the decoder", shapes.items(), given)
             dtype = dtype or tensors["embed.weight"].dtype
             config = write_hf_config(spec, str(dtype).removeprefix("torch."))
-            ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+            # Without a key transformers has the family's own, which may be beyond the vocabulary.
+            ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
             if side_files is not None:
                 copy_side_files(find_side_files(side_files, "export"), side_files, unfinished)
                 (unfinished / MODEL_IDS).unlink(missing_ok=True)
                 ends |= model_ids(side_files, "export")
             if tokenizer_file is not None:
-                ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len, spec.vocab_size)
+                ends |= write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len, spec.vocab_size)
             how, codes = quantised or (None, {})
             config |= {KEY: how.config()} if how is not None else {}
             write_json(unfinished / "config.json", config | ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from meshwright.spec.errors import UserError
@@ -35,7 +36,7 @@ def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
         "architectures": [family.causal_lm],
         "model_type": model.family,
         **written(model, family.keys),
-        **(_gpt2(model) if family.conv1d else _llama_like(model, family)),
+        **(_gpt2(model) if family.learned_positions else _llama_like(model, family)),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -56,8 +57,8 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     layers = range(model.layers)
     if all(model.has_experts(layer) == described.has_experts(layer) for layer in layers):
         ignored |= {"moe.dense_first", "moe.every"}
-    if [kind.window for kind in model.layer_kinds] == [kind.window for kind in described.layer_kinds]:
-        ignored |= {"sliding_window", "layer_types"}
+    if model.layer_kinds == described.layer_kinds:
+        ignored |= {"sliding_window", "layer_types", "rope_layers", "rope_dim", "rope_local_base_freq"}
     rows: list[tuple[str, Any, Any]] = [("", model, described)]
     if model.moe is not None:
         rows.append(("moe.", model.moe, described.moe))
@@ -82,20 +83,19 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 
 
 def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
-    rope: dict[str, Any] | None = None
-    if (scaling := model.rope_scaling) is not None:
-        keys = written(scaling, ROPE_KEYS[scaling.kind]).items()
-        rope = {"rope_type": scaling.kind, **{name: value for name, value in keys if value is not None}}
+    key, activations = family.activations
     fields = {
         "num_key_value_heads": model.kv_heads,
-        "hidden_act": "silu",
-        "rope_theta": model.rope_theta,
-        "rope_scaling": rope,
-        "rope_parameters": {"rope_theta": model.rope_theta, **(rope or {"rope_type": "default"})},
-        "attention_bias": model.qkv_bias,
+        key: next((name for name, value in activations.items() if value == model.activation), None),
+        **_rope(model, family),
         "attention_dropout": 0.0,
+        **_windows(model, family),
     }
-    fields |= _windows(model, family)
+    if family.attention_bias is not None:
+        fields["attention_bias"] = model.qkv_bias
+    if family.query_scalar is not None and model.attention_scale is not None:
+        scalar = model.attention_scale**-2
+        fields["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
     if model.mla is None:
         fields["head_dim"] = model.head_dim
     else:
@@ -116,6 +116,28 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
             "num_nextn_predict_layers": 0,
         }
     return fields
+
+
+def _rope(model: ModelSpec, family: Family) -> dict[str, Any]:
+    """Return the keys of rotary positions, for transformers v4 and for v5."""
+    rope: dict[str, Any] | None = None
+    if (scaling := model.rope_scaling) is not None:
+        keys = written(scaling, ROPE_KEYS[scaling.kind]).items()
+        rope = {"rope_type": scaling.kind, **{name: value for name, value in keys if value is not None}}
+    fields: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": rope}
+    newer = {"rope_theta": model.rope_theta, **(rope or {"rope_type": "default"})}
+    if family.rope_local is not None:
+        base = model.rope_local_base_freq or model.rope_theta
+        local = {"rope_type": "default", "rope_theta": base}
+        fields["rope_local_base_freq"] = base
+        fields["rope_parameters"] = {"full_attention": newer, "sliding_attention": local}
+        return fields
+    share = (model.rope_dim or model.head_dim) / model.head_dim
+    if share != 1.0 or family.rope_share != 1.0:
+        fields["partial_rotary_factor"] = newer["partial_rotary_factor"] = share
+    if family.skips_rope == "no_rope_layers":
+        fields["no_rope_layers"] = [int(kind.rope is not None) for kind in model.layer_kinds]
+    return fields | {"rope_parameters": newer}
 
 
 def _windows(model: ModelSpec, family: Family) -> dict[str, Any]:

@@ -143,8 +143,8 @@ def _causal_names(names: Iterable[str], spec: ModelSpec) -> dict[str, str]:
     ):  # files of quantised layers, as they are written
         return {name: name for name in names}
     short = {name: _WRAPPERS.sub("", name) for name in names}
-    family = FAMILIES[spec.family]
-    prefix, embedding = family.prefix, family.embedding
+    theirs = FAMILIES[spec.family].names
+    prefix, embedding = f"{theirs.model}.", theirs.embedding_weight
     if embedding.removeprefix(prefix) in short.values():  # a base model; the head is not of it
         short = {name: each if each.startswith("lm_head.") else prefix + each for name, each in short.items()}
     if spec.tied and embedding not in short.values():

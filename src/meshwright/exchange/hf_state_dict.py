@@ -5,14 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.families import FAMILIES, ExpertNames
+from meshwright.spec.hf.families import FAMILIES, ExpertNames, Family
 
 Shapes = Mapping[str, Sequence[int]]
+
+
+class Rotary(NamedTuple):
+    """The order of each head's rows in a file: the `channels` that turn by position may be in `pairs` (0, 1),
+    (2, 3), ..., where the decoder has halves, and `first`, where the decoder has them last."""
+
+    heads: int
+    channels: int
+    pairs: bool = True
+    first: bool = False
+
+    def to_decoder(self, rows: Tensor) -> Tensor:
+        """Return rows of a file in the decoder's order."""
+        per_head = rows.unflatten(0, (self.heads, -1))
+        still = per_head.shape[1] - self.channels
+        if self.first:
+            rotary, plain = per_head.split([self.channels, still], 1)
+        else:
+            plain, rotary = per_head.split([still, self.channels], 1)
+        if self.pairs:
+            rotary = rotary.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([plain, rotary], 1).flatten(0, 1)
+
+    def to_file(self, rows: Tensor) -> Tensor:
+        """Return rows of the decoder in the order of a file."""
+        per_head = rows.unflatten(0, (self.heads, -1))
+        plain, rotary = per_head.split([per_head.shape[1] - self.channels, self.channels], 1)
+        if self.pairs:
+            rotary = rotary.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([rotary, plain] if self.first else [plain, rotary], 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -20,9 +51,8 @@ class HfTensor:
     """One tensor of an HF file, called `hf`: the parameters that it joins along `dim`.
 
     It may be `transposed` (GPT-2's Conv1D stores its weights transposed), or the part of a parameter that
-    belongs to one `expert`, an index of the parameter's dim 0. With `rotary` (heads, channels) the last
-    channels of each head's rows are in pairs for rotary positions, where the decoder has halves. An `exact`
-    tensor is fp32 whatever the others are.
+    belongs to one `expert`, an index of the parameter's dim 0. `rotary` has for each parameter whose heads'
+    rows are in another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
     """
 
     hf: str
@@ -30,7 +60,7 @@ class HfTensor:
     dim: int = 0
     transposed: bool = False
     expert: int | None = None
-    rotary: tuple[int, int] | None = None
+    rotary: tuple[Rotary | None, ...] = ()
     exact: bool = False
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
@@ -46,9 +76,10 @@ class HfTensor:
     def split(self, tensor: Tensor, shapes: Shapes) -> list[Tensor]:
         """Return the parts of `parameters` that the file's tensor holds."""
         tensor = tensor.T if self.transposed else tensor
-        if self.rotary is not None:
-            tensor = _reorder_channels(tensor, *self.rotary, pairs=False)
-        return [part.contiguous() for part in tensor.split(self._sizes(shapes), self.dim)]
+        parts = list(tensor.split(self._sizes(shapes), self.dim))
+        for number, rotary in enumerate(self.rotary):
+            parts[number] = parts[number] if rotary is None else rotary.to_decoder(parts[number])
+        return [part.contiguous() for part in parts]
 
     def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the file's tensor, on the CPU."""
@@ -56,9 +87,9 @@ class HfTensor:
         wholes = [tensors[name].detach() for name in self.parameters]
         parts = wholes if self.expert is None else [whole[self.expert] for whole in wholes]
         parts = [part.to(device="cpu", dtype=dtype) for part in parts]
+        for number, rotary in enumerate(self.rotary):
+            parts[number] = parts[number] if rotary is None else rotary.to_file(parts[number])
         joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
-        if self.rotary is not None:
-            joined = _reorder_channels(joined, *self.rotary, pairs=True)
         return (joined.T if self.transposed else joined).contiguous()
 
     def _part(self, shape: Sequence[int]) -> list[int]:
@@ -68,53 +99,70 @@ class HfTensor:
         return [self._part(shapes[name])[self.dim] for name in self.parameters]
 
 
-def _reorder_channels(rows: Tensor, heads: int, channels: int, pairs: bool) -> Tensor:
-    """Reorder the last `channels` rows of each head from halves to pairs (0, 1), (2, 3), ..., or back."""
-    per_head = rows.unflatten(0, (heads, -1))
-    plain, rotary = per_head.split([per_head.shape[1] - channels, channels], 1)
-    rotary = rotary.unflatten(1, (2, -1) if pairs else (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat([plain, rotary], 1).flatten(0, 1)
-
-
 def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> Iterator[HfTensor]:
     """Yield every tensor of the family's files in the model's order, those of one parameter consecutively.
 
     Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for
     all. `paired` is True if DeepSeek's rotary channels are in pairs.
     """
-    return _gpt2(spec) if FAMILIES[spec.family].conv1d else _llama(spec, stacked, paired)
-
-
-def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[HfTensor]:
-    yield HfTensor("model.embed_tokens.weight", ("embed.weight",))
-    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    family = FAMILIES[spec.family]
+    names, has_bias = family.names, spec.norm == "layernorm" and spec.norm_bias
+    yield HfTensor(names.embedding_weight, ("embed.weight",))
+    if spec.position == "learned":
+        yield HfTensor(f"{names.model}.{names.positions}.weight", ("embed.positions",))
     for layer in range(spec.layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        ours, theirs = f"blocks.{layer}", f"{names.model}.{names.layers}.{layer}"
         if spec.mla is None:
-            yield from _attention(spec, f"{ours}.attn", f"{theirs}.self_attn")
+            yield from _linears(spec, family, ours, theirs, "attn")
+            for x in "qk" if spec.qk_norm else "":
+                yield from _leaves(f"{theirs}.self_attn.{x}_norm", f"{ours}.attn.{x}_norm")
         else:
             yield from _latents(spec, f"{ours}.attn", f"{theirs}.self_attn", paired)
-        for name, hf in norms.items():
-            yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}")
+        for name, hf in names.norms.items():
+            yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}", has_bias)
         if spec.has_experts(layer):
             yield from _mixture(spec, f"{ours}.mlp", theirs, stacked)
         else:
-            yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", spec.mlp_bias)
-    yield HfTensor("model.norm.weight", ("head.norm.weight",))
+            yield from _linears(spec, family, ours, theirs, "mlp")
+    yield from _leaves(f"{names.model}.{names.final_norm}", "head.norm", has_bias)
     if not spec.tied:
         yield HfTensor("lm_head.weight", ("head.weight",))
+
+
+def _linears(
+    spec: ModelSpec, family: Family, block: str, layer: str, part: Literal["attn", "mlp"]
+) -> Iterator[HfTensor]:
+    """Yield the tensors of the linear layers of attention or of a dense feed-forward layer."""
+    biased = {
+        "attn.q": spec.qkv_bias,
+        "attn.k": spec.qkv_bias,
+        "attn.v": spec.qkv_bias,
+        "attn.o": spec.out_bias,
+    }
+    for module, joined in family.names.linears.items():
+        if not joined[0].startswith(part):
+            continue
+        rotary = _rotary(spec, family, joined)
+        for leaf in ("weight", "bias") if biased.get(joined[0], spec.mlp_bias) else ("weight",):
+            parameters = tuple(f"{block}.{name}.{leaf}" for name in joined)
+            transposed = family.names.transposed and leaf == "weight"
+            yield HfTensor(f"{layer}.{module}.{leaf}", parameters, transposed=transposed, rotary=rotary)
+
+
+def _rotary(spec: ModelSpec, family: Family, joined: Sequence[str]) -> tuple[Rotary | None, ...]:
+    """The orders of the rows of queries and keys in files; none where they are the decoder's."""
+    channels, heads = spec.rope_dim or spec.head_dim, {"attn.q": spec.heads, "attn.k": spec.kv_heads}
+    if not family.rope_pairs and channels == spec.head_dim:
+        return ()
+    turning = [
+        Rotary(heads[name], channels, family.rope_pairs, True) if name in heads else None for name in joined
+    ]
+    return tuple(turning) if any(turning) else ()
 
 
 def _leaves(hf: str, ours: str, bias: bool = False) -> Iterator[HfTensor]:
     for leaf in ("weight", "bias") if bias else ("weight",):
         yield HfTensor(f"{hf}.{leaf}", (f"{ours}.{leaf}",))
-
-
-def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[HfTensor]:
-    for x in "qkvo":
-        yield from _leaves(f"{theirs}.{x}_proj", f"{ours}.{x}", spec.out_bias if x == "o" else spec.qkv_bias)
-    for x in "qk" if spec.qk_norm else "":
-        yield from _leaves(f"{theirs}.{x}_norm", f"{ours}.{x}_norm")
 
 
 def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[HfTensor]:
@@ -126,13 +174,8 @@ def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[
         yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}")
     query = "q_proj" if spec.mla.q_rank is None else "q_b_proj"
     for name, hf, heads in (("q", query, spec.heads), ("kv_a", "kv_a_proj_with_mqa", 1)):
-        rotary = (heads, spec.mla.rope_dim) if paired else None
+        rotary = (Rotary(heads, spec.mla.rope_dim),) if paired else ()
         yield HfTensor(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), rotary=rotary)
-
-
-def _mlp(ours: str, theirs: str, bias: bool) -> Iterator[HfTensor]:
-    for x in ("gate", "up", "down"):
-        yield from _leaves(f"{theirs}.{x}_proj", f"{ours}.{x}", bias)
 
 
 def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[HfTensor]:
@@ -152,27 +195,5 @@ def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[
                 of_one = f"{theirs}.experts.{expert}.{hf}.weight"
                 yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)
     if spec.moe.shared_ffn:
-        yield from _mlp(f"{ours}.shared", f"{theirs}.shared_experts", False)
-
-
-def _gpt2(spec: ModelSpec) -> Iterator[HfTensor]:
-    yield HfTensor("transformer.wte.weight", ("embed.weight",))
-    yield HfTensor("transformer.wpe.weight", ("embed.positions",))
-    norms = {"ln_1": "attn_norm", "ln_2": "mlp_norm"}
-    linears = {
-        "attn.c_attn": ("attn.q", "attn.k", "attn.v"),
-        "attn.c_proj": ("attn.o",),
-        "mlp.c_fc": ("mlp.up",),
-        "mlp.c_proj": ("mlp.down",),
-    }
-    for layer in range(spec.layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        for hf, name in norms.items():
-            yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}", bias=True)
-        for leaf in ("weight", "bias"):
-            for hf, names in linears.items():
-                joined = tuple(f"{ours}.{name}.{leaf}" for name in names)
-                yield HfTensor(f"{theirs}.{hf}.{leaf}", joined, transposed=leaf == "weight")
-    yield from _leaves("transformer.ln_f", "head.norm", bias=True)
-    if not spec.tied:
-        yield HfTensor("lm_head.weight", ("head.weight",))
+        for x in ("gate", "up", "down"):
+            yield from _leaves(f"{theirs}.shared_experts.{x}_proj", f"{ours}.shared.{x}")

@@ -12,13 +12,10 @@ from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, F
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf.config_read import has_weights, read_hf_config
 from meshwright.spec.hf.families import FamilyName
-from meshwright.spec.layers import LayerKind, LayerType, RopeScaling, RopeSpec
+from meshwright.spec.layers import Activation, LayerKind, LayerType, RopeScaling, RopeSpec
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
-Activation = Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"]
-"""Activations of a feed-forward layer: SwiGLU and GEGLU (Shazeer 2020) with the tanh form of GELU multiply by a
-gate; GELU, or its tanh form, does not."""
 RANDOM = "random"
 """The value of `model.weights` of a run that draws its initial weights."""
 

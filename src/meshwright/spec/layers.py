@@ -55,6 +55,10 @@ class YarnRope(FrozenModel):
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
+Activation = Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"]
+"""Activations of a feed-forward layer. SwiGLU and GEGLU, with the tanh form of GELU, multiply by a gate
+(Shazeer 2020); GELU and its tanh form do not."""
+
 LayerType = Literal["full_attention", "sliding_attention"]
 """How far a layer attends, in the words of HF's configs: to all tokens so far, or to those of the window."""
 

@@ -24,9 +24,7 @@ def rope_turns_pairs(spec: Sections) -> None:
             raise UserError(f"model.rope_dim: {model.rope_dim} is odd, and rotary positions need an even one")
         check_at_most("model.rope_dim", model.rope_dim, "model.head_dim", model.head_dim)
     elif model.position == "rope" and model.head_dim % 2:
-        raise UserError(
-            f"model.head_dim: {model.head_dim} is odd, and rotary positions need an even one"
-        )
+        raise UserError(f"model.head_dim: {model.head_dim} is odd, and rotary positions need an even one")
 
 
 def rotary_layers_are_layers(spec: Sections) -> None:

@@ -180,7 +180,7 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> d
 
 
 def _narrow_types(model: ModelSpec, moe: MoeSpec | None, layers: int) -> dict[str, object]:
-    """The keys of fewer layers' types: those without experts, and those with them, take the model's in turn."""
+    """The types of fewer layers: those without experts, and those with them, take the model's in turn."""
     types, rotary = model.layer_types, model.rope_layers
     if layers == model.layers or (types is None and rotary is None):
         return {}

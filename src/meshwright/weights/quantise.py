@@ -35,7 +35,7 @@ def plan_quantisation(
     Raises `UserError` for a family without linear layers that clients know, a group that does not divide a
     width, and a pattern that matches no layer, or a part of layers that servers compute as one.
     """
-    if FAMILIES[model.family].conv1d:
+    if FAMILIES[model.family].names.transposed:
         raise UserError(
             "quantise: GPT-2's layers are stored as Conv1D, which compressed-tensors does not know; give a "
             "model of another family"

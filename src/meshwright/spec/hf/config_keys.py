@@ -43,4 +43,4 @@ ROPE_KEYS: dict[str, Keys] = {
 
 def written(part: Any, keys: Keys) -> dict[str, Any]:
     """Return the keys of `config.json` for the fields of a part of the spec."""
-    return {key.name: getattr(part, field) for field, key in keys.items()}
+    return {key.name: key.convert(getattr(part, field)) for field, key in keys.items()}

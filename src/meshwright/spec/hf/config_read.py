@@ -7,11 +7,12 @@ from typing import Any, get_args
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
-from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, Keys
+from meshwright.spec.hf.config_keys import MLA_KEYS, Keys
+from meshwright.spec.hf.config_rope import read_rope
 from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.special_tokens import check_within
-from meshwright.spec.layers import LayerType
+from meshwright.spec.layers import Activation, LayerType
 
 
 def read_hf_config(where: str | Path) -> dict[str, Any]:
@@ -55,49 +56,47 @@ def model_fields(config: Config) -> dict[str, Any]:
     if not isinstance(name, str) or name not in FAMILIES:
         raise config.wrong("model_type", f"the families read are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    return {"family": name, **(_gpt2(config, family) if family.conv1d else _llama_like(config, family))}
+    read = _gpt2 if family.learned_positions else _llama_like
+    return {"family": name, **read(config, family), **family.fixed}
 
 
 def _llama_like(config: Config, family: Family) -> dict[str, Any]:
-    _check_computed(config, family)
-    fields = config.fields(family.keys)
-    heads = fields["heads"]
-    rope = _rope(config)
-    theta = (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, family.rope_theta)
-    fields |= {
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(rope, config, fields["max_seq_len"]),
-        "sliding_window": None,
-        "qk_norm": family.qk_norm,
-    }
+    fields = {**config.fields(family.keys), "activation": _activation(config, family)}
+    heads, layers = fields["heads"], fields["layers"]
+    for key, value in NOT_COMPUTED.items():
+        config.check(key, value)
+    fields["sliding_window"] = None
     if family.windows:
-        fields |= _windows(config, family, fields["layers"])
+        fields |= _windows(config, family, layers)
     if family.latents:
         fields |= _latents(config, heads)
     else:
-        bias = family.attention_bias and config.read("attention_bias", FLAG, False)
         fields |= {"kv_heads": _kv_heads(config, family, heads), "head_dim": _head_dim(config, family, heads)}
-        fields |= {"qkv_bias": bias, "out_bias": bias}
+    if family.attention_bias is not None and not family.latents:
+        bias = config.read("attention_bias", FLAG, family.attention_bias)
+        fields |= {"qkv_bias": bias, "out_bias": bias and family.bias_of_output}
+    fields |= read_rope(config, family, fields)
+    if family.scaled_embedding:
+        fields["embedding_scale"] = fields["hidden"] ** 0.5
+    if family.query_scalar is not None:
+        fields["attention_scale"] = config.read("query_pre_attn_scalar", NUMBER, family.query_scalar) ** -0.5
     if family.experts is not None:
-        fields["moe"] = _experts(config, family, family.experts, fields["layers"])
+        fields["moe"] = _experts(config, family, family.experts, layers)
     return fields
 
 
-def _check_computed(config: Config, family: Family) -> None:
-    """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
-    if config.values.get("hidden_act") != "swish":  # another name of it
-        config.check("hidden_act", "silu")
-    for place in (_rope(config), config):
-        place.check("partial_rotary_factor", 1.0)
+NOT_COMPUTED = {
+    "final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+}  # fmt: skip
+"""Keys that change outputs, with the value that is computed; dropout and jitter act in training only."""
 
 
-def _rope(config: Config) -> Config:
-    """Return the object of rotary keys that transformers 5 takes, `rope_scaling` before `rope_parameters`.
-
-    It takes one of them whole: keys that only the other has are not read.
-    """
-    older, newer = config.section("rope_scaling"), config.section("rope_parameters")
-    return older if older.values else newer
+def _activation(config: Config, family: Family) -> Activation:
+    key, values = family.activations
+    given = config.values.get(key, next(iter(values)))
+    if not isinstance(given, str) or given not in values:
+        raise config.wrong(key, f"computed is {' or '.join(values)}")
+    return values[given]
 
 
 def _windows(config: Config, family: Family, layers: int) -> dict[str, Any]:
@@ -106,6 +105,9 @@ def _windows(config: Config, family: Family, layers: int) -> dict[str, Any]:
     if family.window_switch and not config.read("use_sliding_window", FLAG, False):
         window = None
     types = config.values.get("layer_types") if family.layer_types else None
+    if types is None and family.window_pattern is not None:
+        every = config.read("sliding_window_pattern", SIZE, family.window_pattern)
+        types = ["full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(layers)]
     if types is None and (first := family.full_layers_first) is not None:
         full = layers if window is None else min(layers, config.read("max_window_layers", COUNT, first))
         types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
@@ -144,21 +146,6 @@ def _head_dim(config: Config, family: Family, heads: int) -> int:
     if given is None and (hidden < heads or (family.even_heads and hidden % heads)):
         raise config.wrong("hidden_size", f"num_attention_heads {heads} does not divide it; give a head_dim")
     return given or hidden // heads
-
-
-def _rope_scaling(scaling: Config, config: Config, max_seq_len: int) -> dict[str, Any] | None:
-    name = "type" if "type" in scaling.values and "rope_type" not in scaling.values else "rope_type"
-    kind = scaling.values.get(name, "default")
-    if kind == "default":
-        return None
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise scaling.wrong(name, "computed are default, linear, llama3 and yarn")
-    original = "original_max_position_embeddings"
-    if kind in ("llama3", "yarn"):
-        place = config if original in config.values else scaling
-        values = {**scaling.values, original: place.read(original, SIZE, max_seq_len)}
-        scaling = Config(scaling.source, values, scaling.key, scaling.inside)
-    return {"kind": kind, **scaling.fields(ROPE_KEYS[kind])}
 
 
 def _experts(config: Config, family: Family, keys: Keys, layers: int) -> dict[str, Any]:

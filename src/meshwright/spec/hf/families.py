@@ -7,13 +7,19 @@ that no field here gives are in `exchange/hf_state_dict.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from meshwright.spec.hf.config_keys import Keys
 from meshwright.spec.hf.json_object import COUNT, FACTOR, FLAG, LAYERS, NUMBER, PAIR, SIZE, JsonKey
+from meshwright.spec.hf.tensor_names import GEMMA, GLM4, GPT2, LLAMA, PARALLEL, PHI3, STARCODER2, TensorNames
+from meshwright.spec.layers import Activation
 
-FamilyName = Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
+FamilyName = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma3_text", "glm4",
+    "cohere2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,15 @@ class Family:
 
     causal_lm: str
     """The class in transformers."""
-    gguf: str
-    """The architecture in llama.cpp."""
+    gguf: str | None
+    """The architecture in llama.cpp; None where its files are not written."""
     keys: Keys
     """The keys of a `ModelSpec` that correspond to one field."""
+    names: TensorNames = LLAMA
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a `ModelSpec` that all its models have."""
+    activations: tuple[str, Mapping[str, Activation]] = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+    """The key of the activation, and its values; the first is the default."""
     experts: Keys | None = None
     """The keys of a `MoeSpec` that correspond to one field; None for a family without experts."""
     expert_names: ExpertNames = ExpertNames()
@@ -45,11 +56,12 @@ class Family:
     """True for a router of sigmoids and groups with shared experts, and layers that predict more tokens."""
     latents: bool = False
     """True for latent attention (`MLA_KEYS`), False for grouped queries."""
-    conv1d: bool = False
-    """True for GPT-2's files: learned positions, and weights that are stored transposed (Conv1D)."""
-    qk_norm: bool = False
-    attention_bias: bool = True
-    """True if the config may ask for biases of attention."""
+    learned_positions: bool = False
+    """True for GPT-2's configs."""
+    attention_bias: bool | None = False
+    """Default of `attention_bias`, the biases of attention; None for a family without the key."""
+    bias_of_output: bool = True
+    """True if these are also of the output."""
     kv_heads: int | None = None
     """Default; None for as many as heads."""
     head_dim: int | None = None
@@ -58,6 +70,18 @@ class Family:
     """True if the heads must divide the hidden size where no `head_dim` is given."""
     rope_theta: float = 1e4
     """Default."""
+    rope_share: float = 1.0
+    """Default of `partial_rotary_factor`, the share of a head's channels that turn by position."""
+    rope_pairs: bool = False
+    """True if files have the channels that turn together in pairs, and not in halves."""
+    rope_local: float | None = None
+    """Default of the base of layers with a window, where it may differ from that of the others."""
+    skips_rope: Literal["no_rope_layers", "full_attention"] | None = None
+    """Which layers have no rotary positions: those of a list, or those without a window."""
+    scaled_embedding: bool = False
+    """True if embeddings are multiplied by the root of the hidden size."""
+    query_scalar: int | None = None
+    """Default of `query_pre_attn_scalar`, 1 over whose root scores are multiplied by."""
     windows: bool = False
     """True if `sliding_window` is the window of attention."""
     window: int | None = None
@@ -69,19 +93,11 @@ class Family:
     as a Ministral."""
     full_layers_first: int | None = None
     """Default of `max_window_layers`, the first layers that have no window; None without the key."""
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of the names of tensors, but the head's."""
-        return "transformer." if self.conv1d else "model."
-
-    @property
-    def embedding(self) -> str:
-        """Name of the embedding's weight."""
-        return self.prefix + ("wte.weight" if self.conv1d else "embed_tokens.weight")
+    window_pattern: int | None = None
+    """Default of `sliding_window_pattern`: each n-th layer has no window; None without the key."""
 
 
-def _llama(max_seq_len: int, norm_eps: float = 1e-6) -> Keys:
+def _llama(max_seq_len: int, norm_eps: float = 1e-6, tied: bool = False) -> Keys:
     return {
         "layers": JsonKey("num_hidden_layers", LAYERS),
         "hidden": JsonKey("hidden_size", SIZE),
@@ -90,7 +106,7 @@ def _llama(max_seq_len: int, norm_eps: float = 1e-6) -> Keys:
         "vocab_size": JsonKey("vocab_size", PAIR),
         "max_seq_len": JsonKey("max_position_embeddings", SIZE, max_seq_len),
         "norm_eps": JsonKey("rms_norm_eps", NUMBER, norm_eps),
-        "tied": JsonKey("tie_word_embeddings", FLAG, False),
+        "tied": JsonKey("tie_word_embeddings", FLAG, tied),
         "init_std": JsonKey("initializer_range", NUMBER, 0.02),
     }
 
@@ -132,32 +148,92 @@ _DEEPSEEK_EXPERTS: Keys = {
     "dense_first": JsonKey("first_k_dense_replace", COUNT, 3),
 }
 
+_TANH: Mapping[str, Activation] = {"gelu_pytorch_tanh": "geglu_tanh"}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM", "llama", {**_llama(2048), "mlp_bias": JsonKey("mlp_bias", FLAG, False)},
         even_heads=True,
     ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", None, _llama(32768), fixed={"qkv_bias": True},
+        attention_bias=None, kv_heads=32,
+        windows=True, window=4096, window_switch=True, layer_types=True, full_layers_first=28,
+    ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", "qwen3", _llama(32768),
-        qk_norm=True, kv_heads=32, head_dim=128,
+        "Qwen3ForCausalLM", "qwen3", _llama(32768), fixed={"qk_norm": True}, kv_heads=32, head_dim=128,
         windows=True, window=4096, window_switch=True, layer_types=True, full_layers_first=28,
     ),
     "mistral": Family(
         "MistralForCausalLM", "llama", _llama(131072),
-        attention_bias=False, kv_heads=8, windows=True, window=4096, layer_types=True,
+        attention_bias=None, kv_heads=8, windows=True, window=4096, layer_types=True,
     ),
-    "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, conv1d=True),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", None,
+        {**_llama(32768, tied=True), "mlp_bias": JsonKey("mlp_bias", FLAG, False)},
+        kv_heads=4, rope_theta=2e6, skips_rope="no_rope_layers",
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", None,
+        {
+            **_llama(2048),
+            "mlp_bias": JsonKey("mlp_bias", FLAG, False),
+            "embedding_scale": JsonKey("embedding_multiplier", NUMBER, 1.0),
+            "residual_scale": JsonKey("residual_multiplier", NUMBER, 1.0),
+            "attention_scale": JsonKey("attention_multiplier", NUMBER, 1.0),
+            "logit_scale": JsonKey("logits_scaling", NUMBER, 1.0, inverse=True),
+        },
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, windows=True,
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM", None,
+        {
+            **_llama(4096, tied=True),
+            "norm_eps": JsonKey("norm_epsilon", NUMBER, 1e-5),
+            "init_std": JsonKey("initializer_range", NUMBER, 0.018042),
+            "qkv_bias": JsonKey("use_bias", FLAG, True),
+            "out_bias": JsonKey("use_bias", FLAG, True),
+            "mlp_bias": JsonKey("use_bias", FLAG, True),
+        },
+        STARCODER2, {"norm": "layernorm"}, ("hidden_act", {"gelu_pytorch_tanh": "gelu_tanh"}),
+        attention_bias=None, kv_heads=2, windows=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", None, _llama(131072, tied=True), GEMMA,
+        {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
+        ("hidden_activation", _TANH),
+        kv_heads=4, head_dim=256, rope_theta=1e6, rope_local=1e4, scaled_embedding=True, query_scalar=256,
+        windows=True, window=4096, layer_types=True, window_pattern=6,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM", None, _llama(131072, 0.00000015625), GLM4, {"norm_placement": "both"},
+        attention_bias=True, bias_of_output=False, kv_heads=2, head_dim=128, rope_share=0.5, rope_pairs=True,
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM", None,
+        {
+            **_llama(8192, tied=True),
+            "norm_eps": JsonKey("layer_norm_eps", NUMBER, 1e-5),
+            "logit_scale": JsonKey("logit_scale", NUMBER, 0.0625),
+        },
+        PARALLEL, {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
+        even_heads=True, rope_pairs=True, skips_rope="full_attention",
+        windows=True, window=4096, layer_types=True, window_pattern=4,
+    ),
+    "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, GPT2, learned_positions=True),
     "mixtral": Family(
-        "MixtralForCausalLM", "llama", _llama(131072, 1e-5), _MIXTRAL_EXPERTS,
-        ExpertNames("block_sparse_moe", ("w1", "w3", "w2")), dense_ffn=False,
-        attention_bias=False, kv_heads=8, rope_theta=1e6, windows=True,
+        "MixtralForCausalLM", "llama", _llama(131072, 1e-5), experts=_MIXTRAL_EXPERTS,
+        expert_names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")), dense_ffn=False,
+        attention_bias=None, kv_heads=8, rope_theta=1e6, windows=True,
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", "qwen3moe", _llama(32768), _QWEN3_EXPERTS,
-        lists_sparse_layers=True, qk_norm=True, kv_heads=4, windows=True, window=4096, window_switch=True,
+        "Qwen3MoeForCausalLM", "qwen3moe", _llama(32768), fixed={"qk_norm": True}, experts=_QWEN3_EXPERTS,
+        lists_sparse_layers=True, kv_heads=4, windows=True, window=4096, window_switch=True,
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", "deepseek2", _llama(4096), _DEEPSEEK_EXPERTS,
+        "DeepseekV3ForCausalLM", "deepseek2", _llama(4096), experts=_DEEPSEEK_EXPERTS,
         deepseek_router=True, latents=True,
     ),
 }  # fmt: skip

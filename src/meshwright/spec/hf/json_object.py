@@ -48,7 +48,8 @@ FLAG = Check((bool,), 0, False, "true or false")
 class JsonKey(NamedTuple):
     """A key with the values that it may have, and its default; without a default it is required.
 
-    `other` is a second name that is read if the first is absent. A null is read as None if `nullable`.
+    `other` is a second name that is read if the first is absent. A null is read as None if `nullable`. The
+    field is 1 over the value if `inverse`.
     """
 
     name: str
@@ -56,6 +57,11 @@ class JsonKey(NamedTuple):
     default: Any = None
     other: str = ""
     nullable: bool = False
+    inverse: bool = False
+
+    def convert(self, value: Any) -> Any:
+        """Return the field of a value of the key, or the value of a field."""
+        return 1 / value if self.inverse else value
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Config:
 
     def fields(self, keys: dict[str, JsonKey]) -> dict[str, Any]:
         """Return field -> the value of its key."""
-        return {field: self.read(*key) for field, key in keys.items()}
+        return {field: key.convert(self.read(*key[:5])) for field, key in keys.items()}
 
     def read(
         self, name: str, check: Check, default: Any = None, other: str = "", nullable: bool = False
