@@ -40,7 +40,8 @@ DEEPSEEK = LLAMA | {
     "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip
 GRANITE = {
-    "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 4.0,
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
+    "logits_scaling": 4.0,
 }  # fmt: skip
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Tokens whose defaults are beyond the small vocabulary."""
@@ -97,7 +98,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "starcoder2": ("Starcoder2", LLAMA | SPECIAL),
     "starcoder2 window, tied, no biases": (
-        "Starcoder2", LLAMA | SPECIAL | {"use_bias": False, "sliding_window": 7, "tie_word_embeddings": True}),
+        "Starcoder2",
+        LLAMA | SPECIAL | {"use_bias": False, "sliding_window": 7, "tie_word_embeddings": True}),
     "gemma3": ("Gemma3", GEMMA3),
     "gemma3 scaled": (
         "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "layer_types": None, "rope_parameters": {
@@ -111,6 +113,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2 untied, biases": (
         "Cohere2", LLAMA | SPECIAL | {"sliding_window": 7, "layer_types": TYPES, "attention_bias": True,
                                       "logit_scale": 0.25}),
+    "olmo2": ("Olmo2", LLAMA | SPECIAL),
+    "olmo2 tied, biases": ("Olmo2", LLAMA | SPECIAL | {"attention_bias": True, "tie_word_embeddings": True}),
     "gpt2": ("GPT2", GPT2),
     "gpt2 erf, narrow": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80}),
     "gpt2 untied": ("GPT2", GPT2 | {"tie_word_embeddings": False}),

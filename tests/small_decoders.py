@@ -13,6 +13,7 @@ SMALL = {
 BLOCKS: dict[str, dict[str, object]] = {
     "norms after": {"norm_placement": "post"},
     "norms before and after": {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
+    "norms of all heads": {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "parallel": {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
     "geglu": {"activation": "geglu_tanh", "mlp_bias": True},
     "scales": {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},

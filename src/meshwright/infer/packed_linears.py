@@ -78,7 +78,7 @@ class PackedAttention:
         queries, keys, _ = self._qkv.sizes
         self._heads, self._kv_heads = queries // self.head_dim, keys // self.head_dim
         self._q_norm, self._k_norm = attention.q_norm, attention.k_norm
-        self._query_factor = attention.query_factor
+        self._norms_all_heads, self._query_factor = attention.norms_all_heads, attention.query_factor
 
     def __call__(self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None) -> Tensor:
         assert isinstance(cache, PagedCache)
@@ -88,8 +88,8 @@ class PackedAttention:
         q = qkv.narrow(2, 0, heads)
         if self._q_norm is not None and self._k_norm is not None:
             k = qkv.narrow(2, heads, kv_heads)
-            q.copy_(self._q_norm(q))
-            k.copy_(self._k_norm(k))
+            for x, norm in ((q, self._q_norm), (k, self._k_norm)):
+                x.copy_(norm(x.flatten(2)).view(x.shape) if self._norms_all_heads else norm(x))
         if rope is not None:
             rotate_(qkv.narrow(2, 0, heads + kv_heads), rope)
         if self._query_factor != 1.0:

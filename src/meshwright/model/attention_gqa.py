@@ -29,8 +29,10 @@ class Attention(nn.Module):
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
         self.o = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
-        self.q_norm = rms_norm(spec, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = rms_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.norms_all_heads = spec.qk_norm_over == "all"
+        queries, keys = (heads if self.norms_all_heads else 1 for heads in (spec.heads, spec.kv_heads))
+        self.q_norm = rms_norm(spec, queries * spec.head_dim) if spec.qk_norm else None
+        self.k_norm = rms_norm(spec, keys * spec.head_dim) if spec.qk_norm else None
         # `attend` multiplies scores by 1 / sqrt(head_dim).
         self.query_factor = 1.0 if spec.attention_scale is None else spec.attention_scale * spec.head_dim**0.5
 
@@ -38,8 +40,10 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
         flat = self.hooks.project(x_BTD, (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_all_heads:
+            flat = *self.hooks.norm_heads(flat[0], flat[1], self.q_norm, self.k_norm), flat[2]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in flat)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)

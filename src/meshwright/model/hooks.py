@@ -20,6 +20,7 @@ from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
 from meshwright.model.low_precision_linear import Products
+from meshwright.model.norm import RmsNorm
 from meshwright.model.router import Routing, admit_by_capacity
 from meshwright.model.soft_targets import SoftTargets
 from meshwright.model.token_dispatcher import TokenDispatcher
@@ -55,6 +56,15 @@ EmbedTokens = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Predict = Callable[[Tensor, Tensor, Tensor | None, float, SoftTargets | None], Tensor]
 """(x (B, T, D), weight (V, D), targets (B, T) or None, scale, soft targets (B, T, C) or None) ->
 `scale` x summed loss, or logits (B, T, V)."""
+
+
+NormHeads = Callable[[Tensor, Tensor, RmsNorm, RmsNorm], tuple[Tensor, Tensor]]
+"""(queries (B, T, H d), keys (B, T, K d), their norms) -> both normed."""
+
+
+def norm_heads(q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    """Queries (B, T, H d) and keys (B, T, K d), each normed over all its channels."""
+    return q_norm(q), k_norm(k)
 
 
 def identity(x: Tensor) -> Tensor:
@@ -93,6 +103,8 @@ class AttentionHooks:
     """Hidden states of this rank's tokens to latents."""
     gather_rotary_key: Callable[[Tensor], Tensor] = identity
     """Rotary part of the keys of this rank's tokens -> that of all tokens."""
+    norm_heads: NormHeads = norm_heads
+    """Norms of the queries and of the keys of all heads together."""
 
 
 @dataclass(frozen=True)

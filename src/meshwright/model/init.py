@@ -34,8 +34,8 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
     """The initial value of the parameter `name` (as in `Decoder.named_parameters`).
 
     Norms multiply by one, biases are zero, the rest N(0, init_std). The projections that write to the
-    residual stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow with depth
-    (Radford et al. 2019, GPT-2, §2.3). muP makes those of wider models smaller (`spec/mup.py`).
+    residual stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow
+    with depth (Radford et al. 2019, GPT-2, §2.3). muP makes those of wider models smaller (`spec/mup.py`).
     """
     *path, leaf = name.split(".")
     if leaf == "bias":

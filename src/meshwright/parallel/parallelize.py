@@ -20,6 +20,7 @@ from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.fsdp_unit import UnitObserver
+from meshwright.parallel.heads_norm import HeadsNorm
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import formats
 from meshwright.parallel.recompute import apply_recompute
@@ -117,6 +118,8 @@ def decoder_hooks(
     splits = schedule_of(spec.layout, spec.microbatches).splits_backward
     model, sequence = spec.model, spec.layout.sequence_parallel
     attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products, splits)
+    if mesh.tensor.size > 1 and model.qk_norm and model.qk_norm_over == "all":
+        attention = replace(attention, norm_heads=HeadsNorm(mesh.tensor, cache, model).norm)
     hooks = Hooks(attention=attention, mlp=mlp)
     if mesh.tensor.size > 1:
         pieces = parameter_pieces(spec, mesh)

@@ -226,7 +226,8 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     numbers = [s.numbers(1, s.own)] * norms
     if spec.model.qk_norm:
         found += [s.queries, s.keys]
-        numbers += [s.tokens * s.heads * exact, s.keys // spec.model.head_dim * exact]
+        heads = s.heads, s.keys // spec.model.head_dim // s.tokens
+        numbers += [s.tokens * n * exact for n in ((1, 1) if spec.model.qk_norm_over == "all" else heads)]
     numbers.append(s.tokens * s.heads * exact)  # attention's log-sum-exp
     if spec.layout.cp > 1:
         if spec.layout.context_mode == "gather":

@@ -90,7 +90,10 @@ class Architecture(FrozenModel):
         gt=0,
         description="rope_theta of layers with sliding_attention, whose positions are then not scaled",
     )
-    qk_norm: bool = Field(False, description="RMSNorm of each query and key head")
+    qk_norm: bool = Field(False, description="RMSNorm of queries and keys")
+    qk_norm_over: Literal["head", "all"] = Field(
+        "head", description="the channels that such a norm is over: those of a head, or of all heads"
+    )
     qkv_bias: bool = False
     out_bias: bool = Field(False, description="a bias on the attention's output projection")
     mlp_bias: bool = False

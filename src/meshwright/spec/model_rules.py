@@ -32,8 +32,8 @@ def rotary_layers_are_layers(spec: Sections) -> None:
     model = spec.model
     if model.rope_layers is not None and len(model.rope_layers) > model.layers:
         raise UserError(
-            f"model.rope_layers: {len(model.rope_layers)} layers are more than model.layers = {model.layers}; "
-            f"give one for each layer, or fewer, which repeat"
+            f"model.rope_layers: {len(model.rope_layers)} layers are more than model.layers = "
+            f"{model.layers}; give one for each layer, or fewer, which repeat"
         )
     for key in ("rope_layers", "rope_dim"):
         if getattr(model, key) is not None:
@@ -47,6 +47,8 @@ def norms_have_what_they_are_given(spec: Sections) -> None:
         _check_fields(model, "model.norm_bias = false, which is of LayerNorms", {"norm": "layernorm"})
     if model.norm_unit_offset:
         _check_fields(model, "model.norm_unit_offset, which is of RMSNorms", {"norm": "rmsnorm"})
+    if model.qk_norm_over == "all":
+        _check_fields(model, "model.qk_norm_over = 'all', which is of that norm", {"qk_norm": True})
     if model.parallel_block:
         _check_fields(model, "model.parallel_block, which has one norm, before it", {"norm_placement": "pre"})
 

@@ -95,6 +95,10 @@ def _attention(model: Architecture, name: str) -> Iterator[Parameter]:
         yield from _linear(f"{name}.{which}", kv, model.hidden, model.qkv_bias, "kv_heads")
     yield from _linear(f"{name}.o", model.hidden, q, model.out_bias, "heads", dim=1)
     if model.qk_norm:
+        if model.qk_norm_over == "all":
+            yield Parameter(f"{name}.q_norm.weight", (q,), "heads")
+            yield Parameter(f"{name}.k_norm.weight", (kv,), "kv_heads")
+            return
         for which in ("q_norm", "k_norm"):
             yield Parameter(f"{name}.{which}.weight", (model.head_dim,), after_reduce=False)
 

@@ -90,6 +90,10 @@ def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
             yield call("all_gather", elements, phase=Phase.WEIGHT, overlaps=Overlap.PRODUCT)
         if backward:
             yield call(shape.reduction, elements, phase=Phase.INPUT)
+    if shape.model.qk_norm and shape.model.qk_norm_over == "all":
+        repeated = [Phase.RECOMPUTE] * ("exchange" in shape.repeated and training.feed_forward)
+        for phase in (Phase.FORWARD, *repeated, *[Phase.INPUT] * training.attention):
+            yield call("all_reduce", 2 * shape.tokens, width=shape.exact, phase=phase)
     yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
     yield from (hidden(shape.reduction, phase=phase) for phase in again)  # not of the layer's last map
     if shape.layout.sequence_parallel:

@@ -13,12 +13,22 @@ from typing import Any, Literal, get_args
 
 from meshwright.spec.hf.config_keys import Keys
 from meshwright.spec.hf.json_object import COUNT, FACTOR, FLAG, LAYERS, NUMBER, PAIR, SIZE, JsonKey
-from meshwright.spec.hf.tensor_names import GEMMA, GLM4, GPT2, LLAMA, PARALLEL, PHI3, STARCODER2, TensorNames
+from meshwright.spec.hf.tensor_names import (
+    GEMMA,
+    GLM4,
+    GPT2,
+    LLAMA,
+    OLMO2,
+    PARALLEL,
+    PHI3,
+    STARCODER2,
+    TensorNames,
+)
 from meshwright.spec.layers import Activation
 
 FamilyName = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma3_text", "glm4",
-    "cohere2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
+    "cohere2", "olmo2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
 ]  # fmt: skip
 
 
@@ -221,6 +231,10 @@ FAMILIES: dict[str, Family] = {
         PARALLEL, {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
         even_heads=True, rope_pairs=True, skips_rope="full_attention",
         windows=True, window=4096, layer_types=True, window_pattern=4,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", None, _llama(2048, 1e-5), OLMO2,
+        {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
     ),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, GPT2, learned_positions=True),
     "mixtral": Family(

@@ -151,12 +151,13 @@ class ReferenceDecoder:
     def _grouped_heads(self, path: str, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (n, T, H, d), keys and values (n, T, K, d) (Ainslie et al. 2023)."""
         spec = self.spec
-        q, k, v = (
-            self._linear(f"{path}.{which}", x).unflatten(-1, (-1, spec.head_dim)) for which in ("q", "k", "v")
-        )
+        q, k, v = (self._linear(f"{path}.{which}", x) for which in ("q", "k", "v"))
+        if spec.qk_norm and spec.qk_norm_over == "head":
+            q, k = (each.unflatten(-1, (-1, spec.head_dim)) for each in (q, k))
         if spec.qk_norm:
             q = self._rms_norm(f"{path}.q_norm", q, spec.norm_eps)
             k = self._rms_norm(f"{path}.k_norm", k, spec.norm_eps)
+        q, k, v = (each.reshape(*x.shape[:2], -1, spec.head_dim) for each in (q, k, v))
         if turns is not None:
             q, k = rotate(q, turns), rotate(k, turns)
         return q, k, v
