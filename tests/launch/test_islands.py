@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from meshwright import api
+from meshwright.api import island_runs
 from meshwright.api.island_runs import _failure, _stopped, train_islands
 from meshwright.islands.island_log import Entry, IslandLog
 from meshwright.launch.island_supervisor import Island, IslandsSupervisor
@@ -161,6 +162,24 @@ def test_a_damaged_file_of_free_islands_is_a_sentence_before_any_starts(
         train_islands(spec, tmp_path, "auto", quiet=True)
 
 
+def test_the_record_stays_where_all_islands_refuse_what_is_new(tmp_path: Path) -> None:
+    free = {"layout.replicate": 2, "layout.dp": 1, "outer.every": 2, "outer.quorum": 2}
+    spec = spec_of({"data.corpus": "synthetic", **free})
+    record = json.dumps({"spec": spec.to_json()})
+    (tmp_path / "run.json").write_text(record)
+
+    def refusing(number: int, _argv: list[str], cores: list[int], log: Path) -> Island:
+        return Island(number, ["nonsense"], cores, log)
+
+    with (
+        patch.object(island_runs, "Island", refusing),
+        pytest.warns(UserWarning, match="it is left out"),
+        pytest.raises(UserError, match=r"island 0: 'nonsense': unknown verb.*; no island came to its end"),
+    ):
+        train_islands(spec_of({"data.corpus": "synthetic", **free}, train__steps=3), tmp_path, "auto", True)
+    assert (tmp_path / "run.json").read_text() == record
+
+
 def test_a_stop_that_would_come_too_late_is_told_in_time(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"outer__every": 1000, "outer__quorum": "none", "recovery__grace_seconds": 0.1}
     spec = load(written(corpus, tmp_path, **keys, train__steps=6))
@@ -196,13 +215,9 @@ def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:
     assert {entry.reason for entry in entries(out) if entry.kind == "leave"} == {"stopped"}
     assert list((out / "checkpoints").glob("step-*"))  # of the island that has followed most exchanges
     record = (out / "run.json").read_text()
-    for key, number, words in (
-        ("train.steps", "3", "after the last step 3"),
-        ("layout.replicate", "4", "give layout.replicate = 2, or another --out"),
-    ):
-        with pytest.raises(UserError, match=words):
-            train_islands(load(file, [(key, number)]), out, "auto", quiet=True)
-        assert (out / "run.json").read_text() == record
+    with pytest.raises(UserError, match=r"give layout.replicate = 2, or another --out"):
+        train_islands(load(file, [("layout.replicate", "4")]), out, "auto", quiet=True)
+    assert (out / "run.json").read_text() == record
     again = start(file, out, "--resume", "auto", "--train.steps", "400", "--train.stop_at", "80")
     printed, _ = again.communicate(timeout=180)
     assert again.returncode == 0, printed

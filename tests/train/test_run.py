@@ -93,6 +93,7 @@ def test_the_sample_record_knows_order_and_layout_does_not_matter(
         ({"train__lr_factors__embed.*": 0.5}, ": train.lr_factors.embed.* was 'none' and is 0.5"),
         ({"precision__compute": "bf16"}, "precision.compute was 'fp32' and is 'bf16'"),
         ({"data__seq_len": 8, "train__batch_tokens": 128}, "trained on other data"),
+        ({"train__steps": 1}, "the checkpoint is at step 2, after the last step 1"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
