@@ -130,7 +130,8 @@ def test_a_posting_computes_the_list_and_posts_every_message(
 ) -> None:
     schedule = make(name, ranks, virtual(name), microbatches)
     for rank, (listed, row) in enumerate(zip(postings(schedule), steps(schedule), strict=True)):
-        assert [each.action for each in listed if each.verb is PostedKind.COMPUTE] == [
+        computed = [each.action for each in listed if each.verb is PostedKind.COMPUTE]
+        assert computed == [*schedule.actions[rank]]
             *schedule.actions[rank]
         ]
         received = [(each.action, each.peer) for each in listed if each.verb is PostedKind.RECEIVE]

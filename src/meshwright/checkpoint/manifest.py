@@ -295,7 +295,7 @@ def _from_version_1(old: _Version1) -> Manifest:
 
 
 def lists(content: bytes, rank: int, rows: Sequence[Sequence[Any]]) -> bool:
-    """True if a part's text has exactly these rows (`Part.of`) for the file of `rank`."""
+    """True if a part's text has exactly these rows (`ManifestPart.of`) for the file of `rank`."""
     file = rank_file(rank)
     found = [
         [name, offsets, sizes, start, length, digest]
