@@ -132,8 +132,6 @@ def test_a_posting_computes_the_list_and_posts_every_message(
     for rank, (listed, row) in enumerate(zip(postings(schedule), steps(schedule), strict=True)):
         computed = [each.action for each in listed if each.verb is PostedKind.COMPUTE]
         assert computed == [*schedule.actions[rank]]
-            *schedule.actions[rank]
-        ]
         received = [(each.action, each.peer) for each in listed if each.verb is PostedKind.RECEIVE]
         sent = [(each.action, each.peer) for each in listed if each.verb is PostedKind.SEND]
         assert received == [(step.action, step.source) for step in row if step.source is not None]
