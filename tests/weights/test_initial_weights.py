@@ -89,7 +89,7 @@ def test_training_from_a_folder_and_back(
     words = [word for key, text in given.items() for word in (f"--{key}", text)]
     assert main(["train", *words, "--out", str(run)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"weights: those of {theirs} (131k parameters), the optimizer and the step count start anew" in out
+    assert f"weights: those of {theirs} (131k parameters), the optimiser and the step count start anew" in out
     exported_equals(theirs, run, tmp_path / "out")
     record = json.loads((run / "run.json").read_text())["spec"]
     assert record["model"]["weights"] == str(theirs)
