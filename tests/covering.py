@@ -16,6 +16,16 @@ def pairwise(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Case]:
     return [cases[number] for number in sorted(chosen)]
 
 
+def each_choice(cases: Sequence[Case]) -> list[Case]:
+    """A few of the cases that make every choice which some case makes."""
+    chosen, left = [], {item for case in cases for item in case.items()}
+    while left:
+        best = max(cases, key=lambda case: len(left.intersection(case.items())))
+        chosen.append(best)
+        left -= set(best.items())
+    return chosen
+
+
 def marked(cases: Sequence[Case], quick: Sequence[Case]) -> list[Any]:
     """The cases as parameters, with the marker `full` but for those that are `quick`."""
     return [

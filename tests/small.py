@@ -46,7 +46,7 @@ def scale_gradients(states: DataParallel, factor: float) -> None:
 
 def measure_gradients(states: DataParallel) -> None:
     """Take the norms of a rank's gradients again, after they were changed."""
-    states._norms = [states.squares(exact=True).sqrt().view(1)]
+    states._reduction._norms = [states.squares(exact=True).sqrt().view(1)]
 
 
 def sums_of_infinite_gradients(trainer: Trainer) -> Sums:

@@ -150,6 +150,34 @@ def test_a_program_that_ends_before_its_file_is_there_has_its_error(run: ModuleT
     assert side.report.error == "ValueError: no such layout"
 
 
+ROWS = """
+import json, sys
+with open(sys.argv[1], "w") as file:
+    for loss in (3.0, 2.0):
+        print(json.dumps({"loss": loss, "seconds": float(sys.argv[2])}), file=file)
+"""
+
+
+def test_steps_of_independent_runs_are_those_of_their_speeds_together(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PEERS))
+    independent_runs = importlib.import_module("independent_runs")
+    outs = [tmp_path / "slow", tmp_path / "fast"]
+    runs = []
+    for out, seconds in zip(outs, ("0.6", "0.3"), strict=True):
+        out.mkdir()
+        runs.append(subprocess.Popen([sys.executable, "-c", ROWS, str(out / "metrics.jsonl"), seconds]))
+    # The second has ended before the first is followed: all lines have the latest step of both.
+    assert [each.wait(60) for each in runs] == [0, 0]
+    monkeypatch.setattr(independent_runs.threading.Thread, "start", independent_runs.threading.Thread.run)
+    independent_runs.report(runs, outs)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["loss"] for line in lines] == [2.5, 2.0]
+    assert [line["seconds"] for line in lines] == pytest.approx([0.4, 0.4])
+
+
+@pytest.mark.full
 def test_independent_runs_have_the_speed_of_all_together(run: ModuleType, tmp_path: Path) -> None:
     """Two runs of `tiny` share out a step; a row's seconds are no longer than the slower one's."""
     case = run.Case("tiny", "fp32", "replicate")
@@ -242,16 +270,22 @@ def test_rows_replace_those_of_the_same_case_processor_and_side(run: ModuleType,
     ],
 )
 def test_a_side_that_is_not_known_is_refused_and_rows_stay(
-    tmp_path: Path, words: list[str], told: str
+    run: ModuleType,
+    tmp_path: Path,
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("kept")
-    command = [sys.executable, str(PEERS / "run.py"), *words, "--out", str(tmp_path / "rows.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and told in done.stderr
+    monkeypatch.setattr(sys, "argv", ["run.py", *words, "--out", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit) as refused:
+        run.main()
+    assert refused.value.code == 2 and told in capsys.readouterr().err
     assert (tmp_path / "rows.jsonl").read_text() == "kept"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.full), signal.SIGTERM])
 def test_a_signal_leaves_no_process(run: ModuleType, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, str(PEERS / "run.py"), "--cases", "one", "--precision", "fp32"]
     descendants = sys.modules[run.Program.__module__].descendants

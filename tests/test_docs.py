@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import tomllib
+from functools import cache
 from inspect import ismodule
 from pathlib import Path
 from typing import Any
@@ -227,8 +228,14 @@ def test_paths_are_recognised(tmp_path: Path) -> None:
 
 def defines(path: Path, function: str) -> bool:
     """True if a module has a function of this name."""
+    return function in functions(path)
+
+
+@cache
+def functions(path: Path) -> frozenset[str]:
+    """Names of a module's functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 def test_each_feature_links_to_a_test() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import small
+from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -82,6 +83,13 @@ def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[di
 
 def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> tuple[dict[str, Any], Any]:
     return ranks.run(spec.layout, run_it, spec, out, resume)[0]
+
+
+def go_on(ranks: Ranks, spec: RunSpec, out: Path, step: int = HALF) -> tuple[dict[str, Any], Any]:
+    """Like `start`, from the checkpoint of a step of a run that has ended; the one of its end is removed."""
+    checkpoints = published(out / "checkpoints")
+    shutil.rmtree(checkpoints[max(checkpoints)])
+    return start(ranks, spec, out, str(step))
 
 
 class TrainedOnce:

@@ -127,11 +127,12 @@ def test_a_scheduled_run_of_many_faults_and_its_replay(run_file: Path, tmp_path:
 def test_a_run_with_bad_batches_ends_as_its_twin_without_their_steps(run_file: Path, tmp_path: Path) -> None:
     """Also where the batch is computed again after a failure, from a checkpoint before it."""
     faults = (
-        Fault("nan-batch", 1, "data", step=8, number=6),
-        Fault("kill", 0, "backward", step=9),
-        Fault("inf-batch", 0, "data", step=20, generation=1, number=5),
+        Fault("nan-batch", 1, "data", step=6, number=6),
+        Fault("kill", 0, "backward", step=7),
+        Fault("inf-batch", 0, "data", step=11, generation=1, number=5),
     )
     flags = ["--recovery.snapshot_every", "0", "--precision.compute", "fp8", "--model.ffn", "48"]
+    flags += ["--train.steps", "15"]
     log = write_log(tmp_path / "log.jsonl", faults)
     code, report = chaos(run_file, "--replay", log, *flags, "--out", tmp_path / "out")
     assert (code, broken(report)) == (0, [])
@@ -140,7 +141,7 @@ def test_a_run_with_bad_batches_ends_as_its_twin_without_their_steps(run_file: P
     assert results[0]["parameters_sha256"] != results[1]["parameters_sha256"]
     events = (tmp_path / "out" / "run" / "events.jsonl").read_text().splitlines()
     skipped = [event["step"] for line in events if (event := json.loads(line))["kind"] == "skipped_step"]
-    assert skipped == [9, 9, 21]
+    assert skipped == [7, 7, 12]
 
 
 # The verdict ------------------------------------------------------------------------------------------

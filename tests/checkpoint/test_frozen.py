@@ -9,6 +9,8 @@ import torch
 
 from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.checkpoint.inspect import verify_checkpoint
+from meshwright.checkpoint.manifest import Manifest
 
 
 def saved(folder: Path, value: float, step: int) -> str:
@@ -58,3 +60,23 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(BadCheckpointError):
         loaded(tmp_path, name)
+
+
+def test_checkpoints_go_on_to_refer_to_a_directory_whose_manifest_is_damaged(tmp_path: Path) -> None:
+    """Their own manifests name all that is in it; `checkpoint verify` finds the damage."""
+    name = saved(tmp_path, 1.5, 1)
+    whole = Manifest.parse((tmp_path / "step-00000001" / "manifest.json").read_text())
+    frozen = Manifest.parse((tmp_path / name / "manifest.json").read_text())
+    part = whole.frozen_part()
+    assert part is not None
+    assert (part.tensors, part.spreads, part.parts) == (frozen.tensors, frozen.spreads, frozen.parts)
+    (tmp_path / name / "manifest.json").write_text("{")
+    assert "manifest.json" in verify_checkpoint(tmp_path).problems[0]
+    store, tensors = CheckpointStore(tmp_path, 3), {"model/trained": torch.zeros(3)}
+    tensors["model/frozen"] = torch.zeros(4, 2)
+    store.load(None, tensors)
+    store.save(2, {"model/trained": torch.zeros(3)}, {"step": 2})
+    store.close()
+    assert torch.equal(tensors["model/frozen"], torch.full((4, 2), 1.5))
+    later = Manifest.parse((tmp_path / "step-00000002" / "manifest.json").read_text())
+    assert later.frozen == name and later.tensors["model/frozen"] == whole.tensors["model/frozen"]

@@ -170,7 +170,7 @@ def test_a_range_tells_each_number_of_devices(capsys: pytest.CaptureFixture[str]
     assert told[0] == "8 devices: nothing fits" and "s a step, " in told[2]
     found = json.loads(shown.out)["best"]
     assert found["gpus"] == 32 and f"{found['step_seconds']:.4g} s a step" in told[2]
-    assert main([*wish, "--gpus", "32..32"]) == 0
+    assert main([*wish, "--fix", "pp=4,cp=1", "--gpus", "32..32"]) == 0
     assert capsys.readouterr().err == ""
 
 

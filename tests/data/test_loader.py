@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from covering import covered
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import ON_DEVICE, TENSORS, Batch, Loader
 from meshwright.data.packing import IGNORE
@@ -151,13 +153,16 @@ def test_a_larger_batch_is_the_same_sequence(make_spec: MakeSpec) -> None:
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("max_tokens", [None, 1, 100, 777])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_validation_covers_each_held_out_token_once(
-    make_spec: MakeSpec, pack: bool, max_tokens: int | None, ranks: int
-) -> None:
-    spec = make_spec({"pack": pack, "val_fraction": 0.3})
+VALIDATIONS: list[dict[str, Any]] = [
+    {"pack": pack, "max_tokens": max_tokens, "ranks": ranks}
+    for ranks, max_tokens, pack in product((1, 2, 4), (None, 1, 100, 777), (True, False))
+]
+
+
+@pytest.mark.parametrize("case", covered(VALIDATIONS))
+def test_validation_covers_each_held_out_token_once(make_spec: MakeSpec, case: dict[str, Any]) -> None:
+    max_tokens, ranks = case["max_tokens"], case["ranks"]
+    spec = make_spec({"pack": case["pack"], "val_fraction": 0.3})
     corpus = open_corpus(spec)
     loaders = [Loader(corpus, spec, rank, ranks) for rank in range(ranks)]
     batches = [list(loader.validation.batches(max_tokens)) for loader in loaders]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +77,18 @@ def write(folder: Path, count: int) -> TokenShards:
     return TokenShards(folder)
 
 
-@pytest.mark.parametrize("block", [1, 4, 256])
+COUNTS = {(1, 0.5): 256, (2, 1e-9): 1, (60, 0.05): 4, (60, 0.5): 1, (60, 0.999): 256}
+"""Numbers of documents and fractions held out, with the size of a block that `make test` takes for both."""
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "block"),
+    [
+        pytest.param(*each, block, marks=() if block == COUNTS[each] else pytest.mark.full)
+        for each, block in product(COUNTS, (1, 4, 256))
+    ],
+)
 @pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize(("count", "fraction"), [(1, 0.5), (2, 1e-9), (60, 0.05), (60, 0.5), (60, 0.999)])
 def test_samples_are_those_of_the_plain_implementation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, pack: bool, count: int, fraction: float
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from allocations import measure
-from covering import pairwise
 from layouts import KINDS, draw
 from meshwright import api
 from meshwright.cli.main import main
@@ -32,7 +31,7 @@ from small import first_batches, spec_of
 
 CPU = torch.device("cpu")
 BASE = {
-    "model.layers": 3, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
+    "model.layers": 3, "model.hidden": 64, "model.ffn": 192, "model.heads": 8, "model.kv_heads": 4,
     "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 8,
     "layout.micro_batch": 2, "precision.compute": "bf16",
 }  # fmt: skip
@@ -83,7 +82,7 @@ def test_what_a_storage_is_for_may_change() -> None:
         assert {held.kind: held.size for held in memory.at_peak()} == {"early": 40, "late": 120}
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1000, 1500), (2049, 2049), (64, 64)])
+@pytest.mark.parametrize(("queries", "keys"), [(500, 1500), (1025, 1025), (64, 64)])
 def test_the_last_blocks_of_attention_take_most(
     queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +129,7 @@ def test_formulas_hold_on_random_layouts(seed: int) -> None:
     assert sum(sum(held.values()) for held in found.by_module.values()) == found.peak
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, (1, 2, 3)))
 def test_formulas_hold_of_weights_in_bf16(seed: int) -> None:
     kind = ("adamw", "lion", "muon")[seed % 3]
     bf16 = {"precision__compute": "bf16", "precision__master": "bf16", "train__optimiser": kind}
@@ -180,10 +179,7 @@ COMPRESSED: list[dict[str, object]] = [
 ]
 
 
-ISLANDS = [{"kind": seed % len(KINDS), "streams": seed % 3, "compressed": seed // 9} for seed in range(36)]
-
-
-@pytest.mark.parametrize("seed", seeds(36, [ISLANDS.index(case) for case in pairwise(ISLANDS)]))
+@pytest.mark.parametrize("seed", seeds(36, (0, 7, 13, 26, 35)))
 def test_formulas_hold_of_islands(seed: int) -> None:
     spec, rank = islands_of(seed)
     place = rank // spec.layout.strides["pp"] % spec.layout.pp
@@ -206,10 +202,7 @@ def test_weights_in_bf16_save_their_masters(zero: int, saved: int) -> None:
     assert (found[0] - found[1]) * of_rank / spec.model.parameters == pytest.approx(saved, rel=0.02)
 
 
-ROUNDED = [{"kind": seed % len(KINDS), "rounded": seed % 3 == 2} for seed in range(12)]
-
-
-@pytest.mark.parametrize("seed", seeds(12, [ROUNDED.index(case) for case in pairwise(ROUNDED)]))
+@pytest.mark.parametrize("seed", seeds(12, (0, 1, 2, 11)))
 def test_moments_in_8_bits_take_what_is_planned(seed: int) -> None:
     rounded = {"precision__compute": "bf16", "precision__master": "bf16"} if seed % 3 == 2 else {}
     flags: dict[str, object] = {"train__optimiser": "adamw8bit", **rounded}
@@ -222,7 +215,7 @@ def test_blocks_are_recomputed_whichever_microbatch_came_before() -> None:
     """Ulysses' sight is one of each microbatch, and a backward of one follows the forward of another."""
     layout = {"cp": 2, "context_mode": "ring+ulysses", "pp": 2, "schedule": "interleaved", "virtual": 2}
     flags = {f"layout.{key}": value for key, value in layout.items()}
-    spec = spec_of(BASE | flags | {"model.layers": 8}, recompute__policy="selective")
+    spec = spec_of(BASE | flags | {"model.layers": 4}, recompute__policy="selective")
     found = rehearse(spec, 0, CPU)
     assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, 0), rel=0.03)
 
@@ -272,7 +265,7 @@ def test_a_dry_run_holds_and_sends_what_ranks_do(ranks: Ranks, layout: dict[str,
 @pytest.mark.parametrize("layout", [{}, {"layout__tp": 2}, {"layout__cp": 2}], ids=str)
 def test_a_dry_run_allocates_what_ranks_do(ranks: Ranks, layout: dict[str, object], policy: str) -> None:
     """Memory of planning on the host is not counted by the dry run."""
-    spec = spec_of(BASE, **layout, recompute__policy=policy)
+    spec = spec_of(BASE, **layout, recompute__policy=policy, train__batch_tokens=256 * 4)
     dry = rehearse(spec, 0, CPU)
     at_peak = sum(dry.by_component[kind] for kind in (ACTIVATIONS, MESSAGES, PLAIN))
     host = 8 * 2 * (256 + 128) if spec.layout.cp > 1 else 0

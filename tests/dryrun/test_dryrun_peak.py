@@ -100,16 +100,24 @@ def test_gradients_of_a_step_take_no_room_in_the_next(monkeypatch: pytest.Monkey
     assert second.peak == pytest.approx(first.peak, rel=1e-3)
 
 
+STREAM: dict[str, object] = {"outer__fragments": 2, "outer__delay": 2}
 EXCHANGES: list[tuple[int, dict[str, object]]] = [
-    *product((0, 1, 3), ({}, {"outer__fragments": 2, "outer__delay": 2})),
+    *product((0, 1, 3), ({}, STREAM)),
     (1, {"outer__format": "fp4"}),
     (3, {"outer__format": "int8", "outer__error_decay": 0.9, "outer__delay": 2}),
     (3, {"outer__top_k": 0.05, "outer__format": "int4"}),
 ]
 """ZeRO stages, and exchanges."""
+QUICK_EXCHANGES = [(0, STREAM), (3, {}), *EXCHANGES[-3:]]
 
 
-@pytest.mark.parametrize(("zero", "outer"), EXCHANGES, ids=str)
+@pytest.mark.parametrize(
+    ("zero", "outer"),
+    [
+        pytest.param(*each, id=str(each), marks=() if each in QUICK_EXCHANGES else pytest.mark.full)
+        for each in EXCHANGES
+    ],
+)
 def test_a_plan_of_islands_has_the_peak_of_a_dry_run(
     zero: int, outer: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +131,7 @@ def test_a_plan_of_islands_has_the_peak_of_a_dry_run(
         layout__zero=zero,
         outer__every=8,
         train__batch_tokens=tokens,
+        model__layers=2,
         **outer,
     )
     found = rehearsed(spec)

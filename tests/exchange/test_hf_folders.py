@@ -23,12 +23,15 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_and_generation_equal_transformers(case: str, tmp_path: Path) -> None:
     model = save_theirs(tmp_path, *CASES[case])
     decoder = load_hf(tmp_path)
     assert not decoder.training
     with torch.no_grad():
         torch.testing.assert_close(decoder(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
+    prompt = TOKENS[:, :8]
+    theirs = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(decoder, prompt, 16), theirs[:, 8:])
 
 
 def test_a_mistral_with_types_of_layers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -62,16 +65,18 @@ def test_windows_that_a_family_does_not_compute_are_refused(fields: dict[str, An
         write_hf_config(ModelSpec.model_validate(given), "float32")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_generation_equals_transformers(case: str, tmp_path: Path) -> None:
-    model = save_theirs(tmp_path, *CASES[case])
-    prompt = TOKENS[:, :8]
-    theirs = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(generate(load_hf(tmp_path), prompt, 16), theirs[:, 8:])
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "sharded"),
+    [
+        pytest.param(
+            *(case, sharded),
+            id=f"{case}-{'sharded' if sharded else 'one file'}",
+            marks=pytest.mark.full if number % 2 == sharded else (),
+        )
+        for number, case in enumerate(CASES)
+        for sharded in (False, True)
+    ],
+)
 def test_import_then_export_changes_nothing(case: str, sharded: bool, tmp_path: Path) -> None:
     how = {"max_shard_size": "40KB"} if sharded else {}
     model = save_theirs(tmp_path / "theirs", *CASES[case], **how)

@@ -59,6 +59,7 @@ def test_two_ranks_on_one_device_equal_one(differences: dict[str, float], case: 
     assert differences[case] <= 1e-10
 
 
+@pytest.mark.full
 def test_the_program_that_starts_two_ranks(tmp_path: Path) -> None:
     """On the CPU, over gloo, so that only NCCL is new where there is a GPU."""
     found = start("hosts", tmp_path / "out", "cpu", ["pp2-1f1b"], 120)

@@ -40,8 +40,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp=2 pp=3 ep=2": {"dp": 2, "pp": 3, "ep": 2},
 }
 QUICK = {
-    ("llama", "one"), ("llama", "tp=2 pp=2"), ("gpt2", "dp=2"), ("mistral window", "tp=2 pp=2"),
-    ("qwen3_moe", "dp=2 tp=2 ep=2"), ("deepseek_v3", "tp=2 etp=2"), ("deepseek_v3", "dp=2 pp=3 ep=2"),
+    ("llama", "tp=2 pp=2"), ("gpt2", "dp=2"), ("mistral window", "one"), ("qwen3_moe", "tp=2 etp=2"),
+    ("deepseek_v3", "dp=2 pp=3 ep=2"),
 }  # fmt: skip
 FAMILIES = ("llama", "gpt2", "mistral window", "qwen3_moe", "deepseek_v3")
 

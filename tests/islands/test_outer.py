@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import marked
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import blocks_of
@@ -16,7 +17,7 @@ from meshwright.train import state
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches
-from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, spec_of, start
+from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, go_on, spec_of, start
 
 ISLANDS = {"layout__replicate": 2, "outer__every": 3}
 STREAMING = ISLANDS | {"outer__every": 4, "outer__fragments": 2, "outer__delay": 2}
@@ -38,7 +39,9 @@ def steps_of(mesh: Mesh, spec: RunSpec) -> list[tuple[dict[str, torch.Tensor], d
     return found
 
 
-@pytest.mark.parametrize("layout", [{"layout__dp": 1}, {"layout__dp": 2, "layout__zero": 2}])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({"layout__dp": 1}, marks=pytest.mark.full), {"layout__dp": 2, "layout__zero": 2}]
+)
 def test_with_a_period_of_one_and_sgd_islands_are_synchronous(
     ranks: Ranks, corpus: Path, layout: dict[str, Any]
 ) -> None:
@@ -134,35 +137,36 @@ RESUMED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", RESUMED)
+QUICK = [RESUMED[number] for number in (2, 3, 5, 7, 8)]
+"""Each axis, period and format, with experts and without."""
+
+
+@pytest.mark.parametrize("flags", marked(RESUMED, QUICK))
 def test_a_resumed_run_of_islands_ends_bitwise_as_one_that_was_not_stopped(
     ranks: Ranks, corpus: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
-    whole, _ = start(ranks, spec_of(corpus, **flags, train__eval_every=2), tmp_path / "whole")
-    half, _ = start(
-        ranks, spec_of(corpus, **flags, train__eval_every=2, train__stop_at=HALF), tmp_path / "halves"
-    )
-    both, _ = start(ranks, spec_of(corpus, **flags, train__eval_every=2), tmp_path / "halves", "auto")
-    assert half["steps"] == HALF and both["steps"] == STEPS
-    assert both["parameters_sha256"] == whole["parameters_sha256"] != half["parameters_sha256"]
-    assert both["samples_sha256"] == whole["samples_sha256"]
-    assert both["val_loss"] == whole["val_loss"]
+    spec = spec_of(corpus, **flags, train__eval_every=4, checkpoint__every=HALF)
+    whole, _ = start(ranks, spec, tmp_path)
+    again, _ = go_on(ranks, spec, tmp_path)
+    assert again["steps"] == whole["steps"] == STEPS
+    for what in ("parameters_sha256", "samples_sha256", "val_loss"):
+        assert again[what] == whole[what], what
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (ISLANDS, {"layout__replicate": 4, "outer__every": 2}),
+        pytest.param(ISLANDS, {"layout__replicate": 4, "outer__every": 2}, marks=pytest.mark.full),
         (
             {**ISLANDS, "layout__replicate": 4},
             {"layout__replicate": 2, "outer__every": 3, "outer__fragments": 2},
         ),
-        (STREAMING, {**STREAMING, "outer__delay": 0}),
+        pytest.param(STREAMING, {**STREAMING, "outer__delay": 0}, marks=pytest.mark.full),
         ({"layout__dp": 2, "layout__zero": 1}, STREAMING),
-        (STREAMING, {"layout__dp": 4, "layout__zero": 3}),
+        pytest.param(STREAMING, {"layout__dp": 4, "layout__zero": 3}, marks=pytest.mark.full),
         (STREAMING, STREAMING | SPARSE),
         (STREAMING | SPARSE, {**STREAMING, **SPARSE, "layout__replicate": 4, "layout__tp": 2}),
-        (STREAMING | SPARSE, ISLANDS | {"outer__format": "bf16"}),
+        pytest.param(STREAMING | SPARSE, ISLANDS | {"outer__format": "bf16"}, marks=pytest.mark.full),
         (STREAMING | SPARSE, {"layout__dp": 4, "layout__zero": 3}),
     ],
 )

@@ -80,6 +80,7 @@ def test_a_run_takes_what_its_spec_says(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("meshwright.kernels.flash_implementation.flash_implementation", take)
     keys = {"model.preset": "tiny", "data.corpus": "synthetic", "data.seq_len": "16", "train.steps": "1"}
     more = {"train.batch_tokens": "32", "layout.micro_batch": "1", "train.flash_attention": "FA3"}
+    more |= {"train.eval_tokens": "32"}
     api.train(load(None, [*keys.items(), *more.items()]), out=tmp_path / "run", quiet=True)
     assert taken == [("FA3", "cuda" if torch.cuda.is_available() else "cpu"), ("end", "")]
 

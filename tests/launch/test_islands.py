@@ -17,12 +17,17 @@ from unittest.mock import patch
 
 import pytest
 
+from meshwright import api
+from meshwright.api import island_runs
 from meshwright.api.island_runs import _failure, _stopped, train_islands
 from meshwright.islands.island_log import Entry, IslandLog
 from meshwright.launch.island_supervisor import Island, IslandsSupervisor
 from meshwright.rank.processes import process_state
+from meshwright.spec import load
 from meshwright.spec.errors import REQUEUE, StorageError, UserError
+from ranks import Ranks
 from small import spec_of
+from training_runs import run_and_watch
 
 STEPS = 60
 
@@ -107,12 +112,10 @@ def test_an_island_killed_at_any_moment_costs_its_tokens_alone(
 def test_a_run_of_one_world_goes_on_as_free_islands(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     usual: dict[str, object] = {"outer__every": 0, "outer__quorum": "none", "outer__lr": 0.7}
-    one = {"outer__momentum": 0.9, "layout__replicate": 1, "layout__dp": 2}
-    together = written(corpus, tmp_path, **usual, **one)
-    ended = start(together, out, "--train.stop_at", "8")
-    assert ended.wait(120) == 0
+    one = {"outer__momentum": 0.9, "layout__replicate": 1, "layout__dp": 1, "train__stop_at": 8}
+    assert api.train(load(written(corpus, tmp_path, **usual, **one)), out=out, quiet=True)["steps"] == 8
     free = ["--outer.every", "2", "--outer.quorum", "1", "--outer.momentum", "0"]
-    free += ["--layout.dp", "1", "--layout.replicate", "2"]
+    free += ["--layout.replicate", "2"]
     again = start(out, out, *free, "--resume", "auto", "--train.stop_at", "16")
     printed, _ = again.communicate(timeout=120)
     assert again.returncode == 0, printed
@@ -120,9 +123,6 @@ def test_a_run_of_one_world_goes_on_as_free_islands(corpus: Path, tmp_path: Path
         rows = [json.loads(line) for line in (out / f"island.{island}" / "metrics.jsonl").open()]
         assert next(row["step"] for row in rows if "loss" in row) == 9
     assert (out / "checkpoints").is_symlink() and (out / "checkpoints").resolve().is_dir()
-    again = start(out, out, "--resume", "auto", "--train.stop_at", "20")
-    printed, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, printed
     _one_that_is_refused_is_named(out)
 
 
@@ -162,16 +162,34 @@ def test_a_damaged_file_of_free_islands_is_a_sentence_before_any_starts(
         train_islands(spec, tmp_path, "auto", quiet=True)
 
 
-def test_a_stop_that_would_come_too_late_is_told_in_time(corpus: Path, tmp_path: Path) -> None:
+def test_the_record_stays_where_all_islands_refuse_what_is_new(tmp_path: Path) -> None:
+    free = {"layout.replicate": 2, "layout.dp": 1, "outer.every": 2, "outer.quorum": 2}
+    spec = spec_of({"data.corpus": "synthetic", **free})
+    record = json.dumps({"spec": spec.to_json()})
+    (tmp_path / "run.json").write_text(record)
+
+    def refusing(number: int, _argv: list[str], cores: list[int], log: Path) -> Island:
+        return Island(number, ["nonsense"], cores, log)
+
+    with (
+        patch.object(island_runs, "Island", refusing),
+        pytest.warns(UserWarning, match="it is left out"),
+        pytest.raises(UserError, match=r"island 0: 'nonsense': unknown verb.*; no island came to its end"),
+    ):
+        train_islands(spec_of({"data.corpus": "synthetic", **free}, train__steps=3), tmp_path, "auto", True)
+    assert (tmp_path / "run.json").read_text() == record
+
+
+def test_a_stop_that_would_come_too_late_is_told_in_time(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"outer__every": 1000, "outer__quorum": "none", "recovery__grace_seconds": 0.1}
-    running = start(written(corpus, tmp_path, **keys, train__steps=6), tmp_path / "run")
-    printed, _ = running.communicate(timeout=120)
-    assert running.returncode == 0, printed
-    words = " ".join(printed.split())
-    assert words.count("recovery.grace_seconds: 0.1 is less than the ") == 1
+    spec = load(written(corpus, tmp_path, **keys, train__steps=6))
+    _, events = ranks.run(spec.layout, run_and_watch, spec, tmp_path / "run")[0]
+    (words,) = [fields["message"] for kind, fields in events if kind == "warning"]
+    assert "recovery.grace_seconds: 0.1 is less than the " in words
     assert "between exchanges of islands (outer.every = 1000)" in words
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_free_islands_as_any_run(corpus: Path, tmp_path: Path) -> None:
     out, file = tmp_path / "run", written(corpus, tmp_path, train__steps=4000)
     running = start(file, out)
@@ -197,14 +215,9 @@ def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:
     assert {entry.reason for entry in entries(out) if entry.kind == "leave"} == {"stopped"}
     assert list((out / "checkpoints").glob("step-*"))  # of the island that has followed most exchanges
     record = (out / "run.json").read_text()
-    for flags, words in (
-        (("--train.steps", "3"), "after the last step 3"),
-        (("--layout.replicate", "4"), "give layout.replicate = 2, or another --out"),
-    ):
-        refused = start(file, out, "--resume", "auto", *flags)
-        printed, _ = refused.communicate(timeout=180)
-        assert refused.returncode == 2 and words in printed, printed
-        assert (out / "run.json").read_text() == record
+    with pytest.raises(UserError, match=r"give layout.replicate = 2, or another --out"):
+        train_islands(load(file, [("layout.replicate", "4")]), out, "auto", quiet=True)
+    assert (out / "run.json").read_text() == record
     again = start(file, out, "--resume", "auto", "--train.steps", "400", "--train.stop_at", "80")
     printed, _ = again.communicate(timeout=180)
     assert again.returncode == 0, printed
@@ -271,3 +284,6 @@ def test_a_stop_names_the_islands_that_did_not_save(tmp_path: Path) -> None:
     assert stopped.code == 128 + signal.SIGTERM
     islands[1].code = REQUEUE
     assert _stopped(signal.SIGTERM, islands).code == REQUEUE
+    interrupted = _stopped(signal.SIGINT, islands)
+    assert str(interrupted) == "stopped by SIGINT, and each island is saved; go on with --resume auto"
+    assert interrupted.code == 130

@@ -171,7 +171,10 @@ def endpoints_of(run: subprocess.Popen[str]) -> list[str]:
     return [*(f"127.0.0.1:{port}" for port in ports), *sorted(paths)]
 
 
-@pytest.mark.parametrize("islands", [False, True], ids=["two ranks", "two islands"])
+@pytest.mark.parametrize(
+    "islands",
+    [pytest.param(False, id="two ranks"), pytest.param(True, id="two islands", marks=pytest.mark.full)],
+)
 def test_who_speaks_the_stores_protocol_without_the_secret_changes_nothing(
     islands: bool, tmp_path: Path
 ) -> None:

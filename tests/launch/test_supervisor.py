@@ -196,7 +196,12 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_signals(module: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_no_rank_outlives_its_launcher(
     number: signal.Signals, code: int, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

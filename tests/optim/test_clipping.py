@@ -49,7 +49,10 @@ def test_the_least_limit_holds(ranks: Ranks, corpus: Path) -> None:
         assert ranks.run(spec.layout, third_factor, spec)[0] * 10.0 == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [{"layout__dp": 2, "layout__zero": 2}, {"layout__pp": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({"layout__dp": 2, "layout__zero": 2}, marks=pytest.mark.full), {"layout__pp": 2}],
+)
 def test_a_resume_goes_on_with_zclip_to_the_bit(
     ranks: Ranks, corpus: Path, tmp_path: Path, layout: dict[str, object]
 ) -> None:

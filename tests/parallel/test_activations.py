@@ -23,13 +23,14 @@ from ranks import Ranks
 from small import spec_of
 
 BASE = {
-    "model.layers": 4, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
-    "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 4,
-    "layout.micro_batch": 2, "precision.compute": "bf16",
+    "model.layers": 4, "model.hidden": 64, "model.ffn": 192, "model.heads": 8, "model.kv_heads": 4,
+    "data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 128 * 4,
+    "layout.micro_batch": 2, "precision.compute": "bf16", "train.seed": 5,
 }  # fmt: skip
+"""By this seed a sequence of either microbatch holds several documents, and so has a mask of its own."""
 GPT = {
     "model__family": "gpt2", "model__norm": "layernorm", "model__activation": "gelu_tanh",
-    "model__position": "learned", "model__kv_heads": 8, "model__ffn": 512,
+    "model__position": "learned", "model__kv_heads": 8, "model__ffn": 256,
 }  # fmt: skip
 LATENTS = {
     "model__head_dim": 24, "model__kv_heads": 8, "model__mla__q_rank": 64, "model__mla__kv_rank": 32,
@@ -39,18 +40,20 @@ WINDOWS = {
     "model__layer_types": "sliding_attention,full_attention", "model__sliding_window": 48,
     "model__rope_local_base_freq": 100,
 }  # fmt: skip
+LARGER = {"model__hidden": 128, "model__ffn": 384, "data__seq_len": 256, "train__batch_tokens": 256 * 4}
+"""By these sizes the last block holds the peak, and not the head."""
 LAYOUTS: list[dict[str, object]] = [
     {},
-    {"precision__compute": "fp32"},
+    LARGER | {"precision__compute": "fp32"},
     {"layout__tp": 2, "layout__sequence_parallel": "false"},
-    {"layout__tp": 2, "precision__compute": "fp64", "model__qk_norm": "true"},
+    LARGER | {"layout__tp": 2, "precision__compute": "fp64", "model__qk_norm": "true"},
     GPT | {"layout__tp": 4},
     {"layout__cp": 2},
     {"layout__cp": 4, "layout__context_mode": "gather"},
     {"layout__cp": 2, "layout__context_mode": "ulysses"},
     {"layout__tp": 2, "layout__cp": 2},
     LATENTS,
-    LATENTS | {"model__mla__q_rank": "none", "precision__compute": "fp32"},
+    LATENTS | LARGER | {"model__mla__q_rank": "none", "precision__compute": "fp32"},
     LATENTS | {"layout__tp": 2},
     LATENTS | {"layout__tp": 2, "layout__sequence_parallel": "false", "model__mla__q_rank": "none"},
     LATENTS | {"layout__cp": 2},
@@ -65,10 +68,8 @@ POLICIES = ["none", "selective", "full"]
 CASES: list[dict[str, object]] = [
     {**layout, "recompute__policy": policy} for layout in LAYOUTS for policy in POLICIES
 ]
-QUICK = [
-    case for number, case in enumerate(CASES) if number // 3 in (0, 2, 5, 9) or number % 3 == number // 3 % 3
-]
-"""Each layout with one policy, and one device, either axis and latents with all."""
+QUICK = [case for number, case in enumerate(CASES) if number < 3 or number % 3 == number // 3 % 3]
+"""Each layout with one policy, and one device with all; the modes of an axis have different ones."""
 
 
 def measured(
@@ -127,7 +128,7 @@ def measure_offloading(mesh: Mesh, spec: RunSpec, pause: float) -> tuple[int, in
         return measure(mesh, spec, pause)
 
 
-LARGE_ONLY = Tiling(offload_bytes=2**14)
+LARGE_ONLY = Tiling(offload_bytes=2**12)
 """By which numbers of norms stay."""
 OFFLOADING: list[dict[str, object]] = [
     *({"recompute__policy": policy} for policy in POLICIES),
@@ -150,9 +151,9 @@ def test_formulas_hold_of_offloaded_activations(ranks: Ranks, case: dict[str, ob
 
 
 MOE = BASE | {
-    "model.layers": 3, "layout.micro_batch": 4, "model.moe.experts": 8, "model.moe.top_k": 2,
+    "model.layers": 3, "data.seq_len": 256, "model.moe.experts": 8, "model.moe.top_k": 2,
     "model.moe.ffn": 96, "model.moe.shared_ffn": 64, "model.moe.aux_loss": 0.01,
-    "train.batch_tokens": 256 * 32,
+    "train.batch_tokens": 256 * 8,
 }  # fmt: skip
 LARGE = {"model__moe__ffn": 512, "model__moe__top_k": 4, "model__vocab_size": 256}
 EXPERTS: list[dict[str, object]] = [
@@ -181,11 +182,9 @@ EXPERT_CASES: list[dict[str, object]] = [
     {**layout, "recompute__policy": policy} for layout in EXPERTS for policy in POLICIES
 ]
 QUICK_EXPERTS = [
-    case
-    for number, case in enumerate(EXPERT_CASES)
-    if number // 3 == 1 or number % 3 in (number // 3 % 3, (number // 3 + 1) % 3)
+    case for number, case in enumerate(EXPERT_CASES) if number // 3 == 1 or number % 3 == number // 3 % 3
 ]
-"""Each layout with two policies, and large experts on one device with all."""
+"""Each layout with one policy, and large experts on one device with all."""
 
 
 @pytest.mark.parametrize("case", marked(EXPERT_CASES, QUICK_EXPERTS))

@@ -174,6 +174,10 @@ def _calls_of_the_compiler() -> tuple[int, int]:
 
 PIPELINES: dict[str, dict[str, object]] = {
     "1f1b": {"pp": 2, "schedule": "1f1b"},
+    "interleaved": {
+        "pp": 2, "schedule": "interleaved", "virtual": 2, "model__layers": 4,
+        "recompute__policy": "selective",
+    },
     "interleaved-zero3": {
         "pp": 2, "dp": 2, "zero": 3, "schedule": "interleaved", "virtual": 2, "model__layers": 4,
         "recompute__policy": "selective",
@@ -191,7 +195,7 @@ PIPELINES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.full if case in ("1f1b", "gpipe-cp2") else ())
+        pytest.param(case, marks=() if case in ("interleaved", "experts") else pytest.mark.full)
         for case in PIPELINES
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -121,12 +121,21 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 
 
+FULL = ("hybrid, zero 1", "experts", "hybrid experts")
+"""Those whose choices others make too."""
+
+
+def names(chosen: Iterable[str]) -> list[Any]:
+    """Names of layouts as parameters, with the marker `full` for those of `FULL`."""
+    return [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in chosen]
+
+
 @cache
 def trace_of_layout(name: str) -> Trace:
     return trace_of(spec_of(BASE | LAYOUTS[name]))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", names(LAYOUTS))
 def test_between_start_and_wait_of_every_reduction_lies_compute(name: str) -> None:
     reductions = trace_of_layout(name).of("reduce_scatter", "all_reduce")
     assert len(reductions) >= 3
@@ -134,7 +143,7 @@ def test_between_start_and_wait_of_every_reduction_lies_compute(name: str) -> No
     assert not exposed
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "replicas alone"])
+@pytest.mark.parametrize("name", names(name for name in LAYOUTS if name != "replicas alone"))
 def test_only_the_first_gather_of_a_step_is_waited_for_at_once(name: str) -> None:
     spec = spec_of(BASE | LAYOUTS[name])
     gathers = trace_of_layout(name).of("all_gather")

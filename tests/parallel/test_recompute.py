@@ -47,7 +47,8 @@ def as_on_cuda(
 
 
 def make(recompute: RecomputeSpec, packed: bool) -> Decoder:
-    spec = load(None, [("model.layers", str(LAYERS)), ("model.vocab_size", "64")]).model
+    sizes = {"layers": LAYERS, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab_size": 64}
+    spec = load(None, [(f"model.{key}", str(value)) for key, value in sizes.items()]).model
     decoder = init_whole_(Decoder(spec, Hooks(mask=as_on_cuda) if packed else None), 0)
     apply_recompute(decoder.blocks, recompute)
     return decoder

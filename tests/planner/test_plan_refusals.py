@@ -16,14 +16,15 @@ WISH: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": "256k"}
 
 
 def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
+    wish: dict[str, Any] = {"seq_len": 8192, "batch_tokens": "1M", "max_stages": 1}
     with pytest.raises(UserError) as error:
-        api.plan("llama3-70b", "h100", gpus=8, seq_len=8192, batch_tokens="1M")
+        api.plan("llama3-70b", "h100", gpus=8, **wish)
     text = str(error.value)
     assert text.startswith("llama3-70b: nothing fits 8 x H100 SXM 80 GB: of 85.9 GB a plan may fill 78.02 GB")
     assert "states" in text and "activations" in text
     count = int(text.partition("power of two of nodes that does is ")[2].split()[0])
     assert count > 8
-    found = api.plan("llama3-70b", "h100", gpus=count, seq_len=8192, batch_tokens="1M", top=1)
+    found = api.plan("llama3-70b", "h100", gpus=count, top=1, **wish)
     assert found.best.memory.device <= found.capacity == pytest.approx(78.02e9, rel=1e-4)
 
 
@@ -118,6 +119,7 @@ def test_layers_beyond_any_model_are_refused() -> None:
         api.plan("llama3-8b", "h100", overrides=[("model.layers", "3000000")], **WISH)
 
 
+@pytest.mark.full
 def test_a_very_deep_model_that_fits_nothing_is_answered_soon() -> None:
     begin = time.process_time()
     with pytest.raises(UserError, match="nothing fits 1 x H100") as error:

@@ -234,7 +234,7 @@ def test_a_sample_is_shown_letter_by_letter(tmp_path: Path) -> None:
 
 
 def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path) -> None:
-    steps, spike = 100_000, 61_803
+    steps, spike = 40_000, 31_803
     make_run(tmp_path, steps=10, result=None)
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from meshwright.schedule import (
     NAMES,
     Operation,
+    PostedKind,
     Schedule,
     ScheduleError,
-    Verb,
     check,
     forward_only,
     lane_rule,
@@ -130,13 +130,14 @@ def test_a_posting_computes_the_list_and_posts_every_message(
 ) -> None:
     schedule = make(name, ranks, virtual(name), microbatches)
     for rank, (listed, row) in enumerate(zip(postings(schedule), steps(schedule), strict=True)):
-        assert [each.action for each in listed if each.verb is Verb.COMPUTE] == [*schedule.actions[rank]]
-        received = [(each.action, each.peer) for each in listed if each.verb is Verb.RECEIVE]
-        sent = [(each.action, each.peer) for each in listed if each.verb is Verb.SEND]
+        computed = [each.action for each in listed if each.verb is PostedKind.COMPUTE]
+        assert computed == [*schedule.actions[rank]]
+        received = [(each.action, each.peer) for each in listed if each.verb is PostedKind.RECEIVE]
+        sent = [(each.action, each.peer) for each in listed if each.verb is PostedKind.SEND]
         assert received == [(step.action, step.source) for step in row if step.source is not None]
         assert sent == [(step.action, step.target) for step in row if step.target is not None]
         verbs = Counter(each.verb for each in listed)
-        assert verbs[Verb.RECEIVED] == len(received) and verbs[Verb.SENT] == len(sent)
+        assert verbs[PostedKind.RECEIVED] == len(received) and verbs[PostedKind.SENT] == len(sent)
 
 
 @given(st.sampled_from(NAMES), st.integers(2, 5), st.integers(1, 9), st.data())
@@ -149,7 +150,7 @@ def test_an_exchanged_order_is_found(name: str, ranks: int, microbatches: int, d
     def key(each: Operation) -> tuple[object, ...]:
         if each.peer < 0:
             return ("action", each.action)
-        ends = (rank, each.peer) if each.verb is Verb.SEND else (each.peer, rank)
+        ends = (rank, each.peer) if each.verb is PostedKind.SEND else (each.peer, rank)
         return ("lane", lane_of(each.action.kind.name != "F", *ends))
 
     pairs = [
@@ -166,8 +167,8 @@ def test_an_exchanged_order_is_found(name: str, ranks: int, microbatches: int, d
         replay(schedule, posted=posted)
 
 
-@pytest.mark.parametrize("verb", [Verb.RECEIVE, Verb.SEND])
-def test_a_missing_message_is_found(verb: Verb) -> None:
+@pytest.mark.parametrize("verb", [PostedKind.RECEIVE, PostedKind.SEND])
+def test_a_missing_message_is_found(verb: PostedKind) -> None:
     schedule = make("1f1b", 3, 1, 2)
     posted = [*postings(schedule)]
     posted[1] = tuple(each for each in posted[1] if each.verb not in (verb, verb + 1))

@@ -14,11 +14,11 @@ from meshwright.schedule import (
     NAMES,
     Action,
     Kind,
-    Link,
     Schedule,
     ScheduleError,
     Simulation,
     StageCost,
+    StageLink,
     make,
     simulate,
 )
@@ -138,7 +138,7 @@ def two_ranks() -> Schedule:
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth() -> None:
-    timed = simulate(two_ranks(), StageCost(1, 1, 1, output=6), Link(latency=0.5, bandwidth=4))
+    timed = simulate(two_ranks(), StageCost(1, 1, 1, output=6), StageLink(latency=0.5, bandwidth=4))
     # The first F leaves rank 0 at 1 and takes 0.5 + 1.5 s; the second leaves at 2.5, behind the first.
     assert timed.start[1] == (3.0, 4.5, 5.5, 7.5)
     assert timed.start[0] == (0, 1, 9.5, 11.5)
@@ -147,7 +147,7 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth() -> None:
 
 def test_messages_of_a_link_follow_each_other() -> None:
     """Bytes that take longer to send than to compute: the link is what the step waits for."""
-    timed = simulate(make("gpipe", 2, 1, 4), StageCost(1, 1, 1, output=3), Link(bandwidth=1))
+    timed = simulate(make("gpipe", 2, 1, 4), StageCost(1, 1, 1, output=3), StageLink(bandwidth=1))
     assert timed.start[1][:4] == (4, 7, 10, 13)
     assert timed.idle[1].fill == 4
     assert timed.idle[1].link == 6
@@ -157,13 +157,13 @@ def test_messages_of_a_link_follow_each_other() -> None:
 def test_each_pair_of_ranks_has_its_link() -> None:
     slow = {(1, 2): 5.0, (2, 1): 7.0}
     timed = simulate(
-        make("gpipe", 4, 1, 1), UNIT, lambda source, target: Link(slow.get((source, target), 0.0))
+        make("gpipe", 4, 1, 1), UNIT, lambda source, target: StageLink(slow.get((source, target), 0.0))
     )
     assert timed.makespan == 4 * 3 + 5 + 7
 
 
 def test_a_turn_in_a_v_costs_no_link() -> None:
-    timed = simulate(make("zb-v", 1, 2, 3), UNIT, Link(latency=100.0))
+    timed = simulate(make("zb-v", 1, 2, 3), UNIT, StageLink(latency=100.0))
     assert timed.makespan == 18
 
 
@@ -179,11 +179,11 @@ def test_final_steps_are_work_at_the_end() -> None:
 
 
 costs = st.builds(StageCost, seconds, seconds, seconds, st.floats(0, 9), st.floats(0, 9), st.floats(0, 1))
-links = st.builds(Link, st.floats(0, 3), st.floats(0.5, 100))
+links = st.builds(StageLink, st.floats(0, 3), st.floats(0.5, 100))
 
 
 @st.composite
-def simulations(draw: st.DrawFn) -> tuple[Simulation, list[StageCost], Link]:
+def simulations(draw: st.DrawFn) -> tuple[Simulation, list[StageCost], StageLink]:
     name, ranks = draw(st.sampled_from(NAMES)), draw(st.integers(1, 5))
     schedule = make(name, ranks, virtual_of(name), draw(st.integers(1, 9)))
     by_stage = draw(st.lists(costs, min_size=schedule.stages, max_size=schedule.stages))
@@ -192,7 +192,7 @@ def simulations(draw: st.DrawFn) -> tuple[Simulation, list[StageCost], Link]:
 
 
 @given(simulations())
-def test_each_action_begins_as_soon_as_it_can(drawn: tuple[Simulation, list[StageCost], Link]) -> None:
+def test_each_action_begins_as_soon_as_it_can(drawn: tuple[Simulation, list[StageCost], StageLink]) -> None:
     """After the rank's action before, and after its message: latency and bytes later, at the least."""
     timed, by_stage, link = drawn
     flow = timed.schedule.flow
@@ -215,7 +215,7 @@ def test_each_action_begins_as_soon_as_it_can(drawn: tuple[Simulation, list[Stag
 
 
 @given(simulations())
-def test_time_is_work_or_idle(drawn: tuple[Simulation, list[StageCost], Link]) -> None:
+def test_time_is_work_or_idle(drawn: tuple[Simulation, list[StageCost], StageLink]) -> None:
     timed, by_stage, _ = drawn
     for rank, listed in enumerate(timed.schedule.actions):
         work = sum(
@@ -234,7 +234,7 @@ def test_time_is_work_or_idle(drawn: tuple[Simulation, list[StageCost], Link]) -
 
 
 @given(simulations())
-def test_bytes_held_follow_the_list(drawn: tuple[Simulation, list[StageCost], Link]) -> None:
+def test_bytes_held_follow_the_list(drawn: tuple[Simulation, list[StageCost], StageLink]) -> None:
     timed, by_stage, _ = drawn
     for rank, listed in enumerate(timed.schedule.actions):
         most = held = 0.0
@@ -249,10 +249,10 @@ def test_bytes_held_follow_the_list(drawn: tuple[Simulation, list[StageCost], Li
 
 @given(simulations(), st.floats(1, 3))
 def test_nothing_gets_faster_by_slower_links(
-    drawn: tuple[Simulation, list[StageCost], Link], factor: float
+    drawn: tuple[Simulation, list[StageCost], StageLink], factor: float
 ) -> None:
     timed, by_stage, link = drawn
-    slower = Link(link.latency * factor, link.bandwidth / factor)
+    slower = StageLink(link.latency * factor, link.bandwidth / factor)
     final = timed.final[0][1] - timed.final[0][0]
     assert simulate(timed.schedule, by_stage, slower, final).makespan >= timed.makespan - 1e-9
 
@@ -269,10 +269,10 @@ def test_costs_that_cannot_be_are_refused() -> None:
         StageCost(1, 1, -1)
     with pytest.raises(ScheduleError, match=r"freed_by_input is 1\.5"):
         StageCost(1, 1, 1, freed_by_input=1.5)
-    with pytest.raises(ScheduleError, match=r"Link\.bandwidth is 0"):
-        Link(bandwidth=0)
-    with pytest.raises(ScheduleError, match=r"Link\.latency is nan"):
-        Link(latency=float("nan"))
+    with pytest.raises(ScheduleError, match=r"StageLink\.bandwidth is 0"):
+        StageLink(bandwidth=0)
+    with pytest.raises(ScheduleError, match=r"StageLink\.latency is nan"):
+        StageLink(latency=float("nan"))
     with pytest.raises(ScheduleError, match="a stage that takes time"):
         simulate(two_ranks(), StageCost(0, 0, 0))
     with pytest.raises(ScheduleError, match="at least 0 s"):

@@ -196,6 +196,7 @@ def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
             tmp_path / "gone" / "run.toml",
             ["there is no run file", "give a TOML file, or the folder of a run"],
         ),
+        (tmp_path / "llama3-8b", ["it is the name of a preset: give --model.preset llama3-8b"]),
     ]:
         with pytest.raises(UserError) as caught:
             read_tree(path)

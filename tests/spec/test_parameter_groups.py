@@ -83,12 +83,20 @@ def test_mup_is_not_in_what_is_exported() -> None:
     ("frozen", "told"),
     [
         (["embed.*", "blocks.9.*"], "train.frozen: 'blocks.9.*' matches no parameter of the model"),
-        (["*"], "train.frozen: '*' match every parameter, so nothing would be trained"),
+        (["*"], "train.frozen: no parameter is left to train beside those of '*'; leave some out"),
     ],
 )
 def test_a_set_of_frozen_parameters_that_makes_no_sense_is_refused(frozen: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
         spec_of({"frozen": frozen})
+
+
+@pytest.mark.parametrize("key", ["lr_factors", "weight_decays"])
+def test_a_rate_of_frozen_parameters_alone_is_refused(key: str) -> None:
+    told = f"train.{key}.embed.*: every parameter that it matches is frozen by train.frozen"
+    with pytest.raises(UserError, match=re.escape(told)):
+        spec_of({"frozen": ["embed.*"], key: {"embed.*": 0.5}})
+    spec_of({"frozen": ["embed.*"], key: {"*.weight": 0.5}})
 
 
 def test_frozen_parameters_are_those_of_the_patterns() -> None:

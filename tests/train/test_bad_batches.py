@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import small
-from covering import covered
+from covering import each_choice, marked
 from injected import arm
 from meshwright.chaos.faults import Fault, FaultPlan
 from meshwright.chaos.inject import Injection
@@ -190,7 +190,7 @@ def teacher(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("case", covered(CASES))
+@pytest.mark.parametrize("case", marked(CASES, each_choice(CASES)))
 def test_a_bad_batch_costs_its_step_and_leaves_no_trace(
     ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest, case: dict[str, str]
 ) -> None:

@@ -17,7 +17,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from ranks import Ranks
 from spiked_runs import FLAGS, never_seen, rollbacks, run_spiked
-from training_runs import Notes, spec_of, start
+from training_runs import Notes, go_on, spec_of, start
 
 T = 16
 WARMUP: dict[str, object] = {"train__batch_warmup": f"{4 * T}:{12 * T},{8 * T}:{25 * T}"}
@@ -96,30 +96,32 @@ def test_metrics_count_the_tokens_of_each_step(ranks: Ranks, corpus: Path, tmp_p
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"layout__dp": 4, "layout__zero": 3}, {"layout__pp": 2, "layout__dp": 2, "layout__zero": 1},
-     {"layout__dp": 2, "precision__compute": "fp8", "model__ffn": 48, "precision__amax_history": 3}],
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"layout__pp": 2, "layout__dp": 2, "layout__zero": 1},
+        {"layout__dp": 2, "precision__compute": "fp8", "model__ffn": 48, "precision__amax_history": 3},
+        pytest.param({"layout__dp": 4, "layout__zero": 3}, marks=pytest.mark.full),
+    ],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("stop", [2, 4])
+)
 def test_stop_and_resume_in_the_warm_up_are_bitwise_equal(
-    ranks: Ranks, corpus: Path, tmp_path: Path, layout: dict[str, object], stop: int
+    ranks: Ranks, corpus: Path, tmp_path: Path, layout: dict[str, object]
 ) -> None:
-    flags = BIG | layout
-    whole, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "whole")
-    half, _ = start(ranks, spec_of(corpus, **flags, train__stop_at=stop), tmp_path / "halves")
-    assert half["steps"] == stop
-    both, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "halves", "auto")
-    assert both["parameters_sha256"] == whole["parameters_sha256"] != half["parameters_sha256"]
-    assert both["samples_sha256"] == whole["samples_sha256"] and both["final_loss"] == whole["final_loss"]
+    spec = spec_of(corpus, **BIG, **layout, checkpoint__every=2, checkpoint__keep=9)
+    whole, _ = start(ranks, spec, tmp_path)
+    for step in (4, 2):
+        again, _ = go_on(ranks, spec, tmp_path, step)
+        assert again["steps"] == whole["steps"] == len(SIZES)
+        for what in ("parameters_sha256", "samples_sha256", "final_loss"):
+            assert again[what] == whole[what], what
 
 
 def test_a_resume_on_another_layout_goes_on_with_the_next_sample(
     ranks: Ranks, corpus: Path, tmp_path: Path
 ) -> None:
-    whole, wanted = start(ranks, spec_of(corpus, **BIG, layout__dp=4, layout__zero=3), tmp_path / "whole")
-    halted = spec_of(corpus, **BIG, layout__dp=4, layout__zero=3, train__stop_at=4)
-    start(ranks, halted, tmp_path / "halves")
-    both, found = start(ranks, spec_of(corpus, **BIG, layout__pp=2), tmp_path / "halves", "auto")
+    first = spec_of(corpus, **BIG, layout__dp=2, layout__zero=3, checkpoint__every=4)
+    whole, wanted = start(ranks, first, tmp_path)
+    both, found = go_on(ranks, spec_of(corpus, **BIG, layout__pp=2), tmp_path, 4)
     assert both["samples_sha256"] == whole["samples_sha256"]
     assert both["final_loss"] == pytest.approx(whole["final_loss"], abs=1e-5)
     assert found and found.keys() < wanted.keys()  # those of the first stage

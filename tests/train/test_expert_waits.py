@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.spec import load
 
-LAYERS, MICROBATCHES, SEQ_LEN = 3, 2, 64
+LAYERS, MICROBATCHES, SEQ_LEN = 2, 2, 16
 MOE: dict[str, object] = {
     "model.preset": "moe-tiny", "model.layers": LAYERS, "model.moe.dense_first": 0,
     "model.moe.aux_loss": 0.01, "model.moe.z_loss": 0.1, "model.moe.bias": "true",
@@ -40,8 +40,15 @@ def test_experts_of_one_kernel_wait_for_nothing(policy: str, monkeypatch: pytest
     assert waits(recompute__policy=policy) == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("parts", "policy"),
+    [
+        (1, "full"),
+        (2, "selective"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, "none"), (1, "selective"))),
+        *(pytest.param(2, policy, marks=pytest.mark.full) for policy in ("none", "full")),
+    ],
+)
 def test_a_dispatch_over_ranks_waits_once_to_learn_its_splits(parts: int, policy: str) -> None:
     found = waits(layout__dp=2, layout__ep=2, layout__expert_parts=parts, recompute__policy=policy)
     assert found == LAYERS * MICROBATCHES * parts

@@ -78,7 +78,7 @@ def test_the_sample_record_knows_order_and_layout_does_not_matter(
     short = {"train__steps": 3}
     digests = {
         start(ranks, spec_of(corpus, **short, layout__dp=dp), tmp_path / str(dp))[0]["samples_sha256"]
-        for dp in (1, 2, 4)
+        for dp in (1, 4)
     }
     assert len(digests) == 1
     other, _ = start(ranks, spec_of(corpus, **short, train__seed=1), tmp_path / "other")
@@ -93,6 +93,7 @@ def test_the_sample_record_knows_order_and_layout_does_not_matter(
         ({"train__lr_factors__embed.*": 0.5}, ": train.lr_factors.embed.* was 'none' and is 0.5"),
         ({"precision__compute": "bf16"}, "precision.compute was 'fp32' and is 'bf16'"),
         ({"data__seq_len": 8, "train__batch_tokens": 128}, "trained on other data"),
+        ({"train__steps": 1}, "the checkpoint is at step 2, after the last step 1"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -204,7 +205,7 @@ def test_skipped_steps_are_counted_in_the_result(ranks: Ranks, corpus: Path, tmp
 
 
 def test_fp16_trains(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
-    flags = {"layout__dp": 2, "train__steps": 40}
+    flags = {"layout__dp": 1, "train__steps": 30}
     spec = spec_of(corpus, **flags, precision__compute="fp16", precision__loss_scale=1024)
     result, _ = start(ranks, spec, tmp_path / "fp16")
     plain, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "fp32")
@@ -214,7 +215,7 @@ def test_fp16_trains(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
 def test_training_lowers_the_loss_and_the_validation_beats_chance(
     ranks: Ranks, corpus: Path, tmp_path: Path
 ) -> None:
-    result, _ = start(ranks, spec_of(corpus, layout__dp=2, layout__zero=3, train__steps=80), tmp_path)
+    result, _ = start(ranks, spec_of(corpus, layout__dp=2, layout__zero=3, train__steps=60), tmp_path)
     assert result["val_bits_per_byte"] < 0.7 * 8
     assert result["final_loss"] < 0.7 * math.log(VOCABULARY)
 
@@ -237,6 +238,7 @@ def test_compiled_blocks_train_alike(
     ranks: Ranks, corpus: Path, tmp_path: Path, model: dict[str, object], backend: str
 ) -> None:
     flags = {"train__steps": 2, "layout__dp": 2, "layout__zero": 3, "model__layers": 1} | model
+    flags |= {"model__layers": 2 if model else 1}
     plain, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "plain")
     spec = spec_of(corpus, **flags, train__compile="true")
     compiled, _ = ranks.run(spec.layout, run_compiled, spec, tmp_path / "compiled", backend)[0]

@@ -60,7 +60,7 @@ GPT2 = {
     [{"model__tied": "true"}, {"model__qk_norm": "true", "model__head_dim": 12}, GPT2],
     ids=["tied", "qwen3", "gpt2"],
 )
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_every_kind_of_model_equals_one_device(ranks: Ranks, model: dict[str, object], zero: int) -> None:
     spec = spec_of(BASE, **model, layout__dp=4, layout__zero=zero, layout__micro_batch=1)
     equal_to_one_device(ranks, spec, 1e-10, rules="gloo")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covering import name
+from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -41,7 +41,11 @@ CASES: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+QUICK = [CASES[number] for number in (2, 3, 4, 7, 9, 10)]
+"""Each axis."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
 def test_a_growing_batch_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     spec = spec_of(BASE, **case)
     assert [exact(spec, 2).train.batch_of_step(step) // T for step in range(1, 4)] == [4, 24, 24]

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from covering import covered, marked, name
+from covering import marked, name, pairwise
 from equality import equal_to_one_device
 from layout_cases import BASE, CASES
 from meshwright.verify.narrow import narrow
@@ -22,7 +22,12 @@ def check(ranks: Ranks, **flags: object) -> None:
     equal_to_one_device(ranks, spec_of(BASE, **flags), 1e-9)
 
 
-@pytest.mark.parametrize("case", covered(CASES))
+PLACES = [{key: case[f"layout__{key}"] for key in ("tp", "cp", "dp", "zero")} for case in CASES]
+QUICK = [case for case, place in zip(CASES, PLACES, strict=True) if place in pairwise(PLACES)]
+"""All pairs of axes, and of an axis and a stage of ZeRO; of the rest what is drawn for them."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK))
 def test_every_layout_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     """Over 3 samples for each data rank: as many microbatches, or one."""
     check(ranks, **case, train__batch_tokens=3 * int(str(case["layout__dp"])) * 32)
@@ -41,7 +46,10 @@ MODES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(MODES, MODES[1::3] + MODES[2::3]))
+QUICK_MODES = [MODES[3 * number + 1 + number % 2] for number in range(4)]
+
+
+@pytest.mark.parametrize("case", marked(MODES, QUICK_MODES))
 def test_every_context_mode_with_every_recomputation(ranks: Ranks, case: dict[str, object]) -> None:
     """Without recomputation, `make test` has them in the table above."""
     check(ranks, **case, layout__cp=4, model__kv_heads=8, layout__zero=3, layout__micro_batch=3)
@@ -54,8 +62,15 @@ GPT2 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sequence", ["true", "false"])
-@pytest.mark.parametrize(("tp", "cp", "replicate"), [(4, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp", "replicate", "sequence"),
+    [
+        (4, 1, 2, "true"),
+        (2, 2, 2, "false"),
+        pytest.param(4, 1, 2, "false", marks=pytest.mark.full),
+        pytest.param(2, 2, 2, "true", marks=pytest.mark.full),
+    ],
+)
 def test_biases_and_learned_positions(ranks: Ranks, tp: int, cp: int, replicate: int, sequence: str) -> None:
     flags = {"layout__tp": tp, "layout__cp": cp, "layout__sequence_parallel": sequence}
     rest = {"layout__replicate": replicate, "layout__zero": 2 if cp > 1 else 0}
@@ -64,7 +79,7 @@ def test_biases_and_learned_positions(ranks: Ranks, tp: int, cp: int, replicate:
     check(ranks, **GPT2, **flags, **rest)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_vocabulary_of_8191(ranks: Ranks, tp: int) -> None:
     """Padded and masked where the tensor axis does not divide it; three data ranks do not divide a part."""
     flags = {"model__vocab_size": 8191, "model__layers": 1, "layout__tp": tp, "layout__zero": 3}
@@ -90,16 +105,15 @@ def test_a_narrowed_copy_still_goes_with_its_layout() -> None:
     assert small.model.parameters < spec.model.parameters / 10
 
 
-@pytest.mark.parametrize(
-    ("order", "flags"),
-    [
-        ("replicate-pp-dp-tp", {"replicate": 2, "dp": 2, "pp": 2, "zero": 1}),
-        ("replicate-pp-dp-tp", {"replicate": 2, "pp": 2, "tp": 2, "zero": 3}),
-        ("replicate-dp-pp-tp", {"dp": 2, "pp": 2, "tp": 2, "zero": 2}),
-        ("replicate-dp-pp-tp", {"cp": 2, "dp": 2, "pp": 2, "zero": 1}),
-    ],
-)
-def test_ranks_may_be_numbered_in_another_order(ranks: Ranks, order: str, flags: dict[str, int]) -> None:
-    layout = {f"layout__{name}": size for name, size in flags.items()}
-    changed = {**layout, "layout__order": order, "train__batch_tokens": 8 * 32}
-    check(ranks, **changed)
+ORDERS: list[dict[str, object]] = [
+    {"order": "replicate-pp-dp-tp", "replicate": 2, "dp": 2, "pp": 2, "zero": 1},
+    {"order": "replicate-pp-dp-tp", "replicate": 2, "pp": 2, "tp": 2, "zero": 3},
+    {"order": "replicate-dp-pp-tp", "dp": 2, "pp": 2, "tp": 2, "zero": 2},
+    {"order": "replicate-dp-pp-tp", "cp": 2, "dp": 2, "pp": 2, "zero": 1},
+]
+
+
+@pytest.mark.parametrize("case", marked(ORDERS, [ORDERS[0], ORDERS[2]]), ids=name)
+def test_ranks_may_be_numbered_in_another_order(ranks: Ranks, case: dict[str, object]) -> None:
+    layout = {f"layout__{key}": value for key, value in case.items()}
+    check(ranks, **layout, train__batch_tokens=8 * 32)

@@ -31,7 +31,13 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in ("uneven", "zb-v", "experts") else ())
+        for name in LAYOUTS
+    ],
+)
 def test_every_layout_equals_one_device(ranks: Ranks, name: str) -> None:
     flags = LAYOUTS[name]
     sequences = (4 if "layout__pp" in flags else 2) * int(str(flags.get("layout__dp", 1)))

@@ -33,6 +33,8 @@ def test_another_tokenizer_than_the_weights_is_said(theirs: Path, tmp_path: Path
     trained(theirs, tmp_path / "run", **how)
     kept = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
     assert kept != json.loads((theirs / "tokenizer.json").read_text())
+    again = told(theirs, **how | {"model__weights": tmp_path / "run"})
+    assert "text by byte" in again and "not by" not in again
 
 
 def test_the_tokenizer_of_the_weights_by_another_path_is_not_another(

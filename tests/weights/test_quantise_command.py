@@ -26,18 +26,19 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a model of 0.1M parameters, trained on sources of Python's library for seconds.
+    """A run's folder with a model that is hardly trained."""
+    return run_of_steps(tmp_path_factory.mktemp("run"), 40)
 
-    After 120 steps 4 bits cost it 0.01%, which any rounding in training turns over; after 400 steps 0.3%.
-    """
-    folder = tmp_path_factory.mktemp("trained")
+
+def run_of_steps(folder: Path, steps: int) -> Path:
+    """A run's folder with a model of 0.1M parameters, trained on sources of Python's library."""
     (folder / "text").mkdir()
     for name in ("argparse", "textwrap", "pathlib", "shutil", "dataclasses", "random", "calendar", "ast"):
         shutil.copy(Path(json.__file__).parents[1] / f"{name}.py", folder / "text")
     text = b"".join(path.read_bytes() for path in sorted((folder / "text").iterdir()))
     fields = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "vocab_size": 257}
     decoder = init_whole_(Decoder(ModelSpec.model_validate({"preset": None, **fields})), seed=1)
-    train(decoder, torch.frombuffer(bytearray(text), dtype=torch.uint8).long())
+    train(decoder, torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), steps)
     (folder / "tokenizer").mkdir()
     byte_tokenizer().save(folder / "tokenizer")
     tokenizer = folder / "tokenizer" / "tokenizer.json"
@@ -50,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def train(decoder: Decoder, text: Tensor, steps: int = 400) -> None:
+def train(decoder: Decoder, text: Tensor, steps: int) -> None:
     """Train on random pieces of a text."""
     optimiser = torch.optim.AdamW(decoder.parameters(), lr=0.01)
     draw = torch.Generator().manual_seed(0)
@@ -63,22 +64,36 @@ def train(decoder: Decoder, text: Tensor, steps: int = 400) -> None:
         optimiser.step()
 
 
-def test_bits_per_byte_of_a_trained_model(run: Path) -> None:
-    told: list[str] = []
+@pytest.mark.full
+def test_bits_per_byte_of_a_trained_model(tmp_path: Path) -> None:
+    """After 120 steps 4 bits cost it 0.01%, which any rounding in training turns over; after 400 steps 0.3%.
+
+    That is seen over 16,384 tokens: over 4,096, int4 is ahead by 0.07% on one kind of processor.
+    """
     found = api.compare_quantisation(
-        run, recipe="int4", group_size=64, sensitivity="linear", calibration_tokens=4096,
-        eval_tokens=16384,  # over 4,096 tokens int4 is ahead by 0.07% on one kind of processor
-        told=lambda kind, row: told.append(row["recipe"]),
+        run_of_steps(tmp_path, 400), recipe="int4", group_size=64, sensitivity="linear",
+        calibration_tokens=4096, eval_tokens=16384,
     )  # fmt: skip
     table = {row["recipe"]: row for row in found["table"]}
-    assert told == list(table) == ["bf16", *get_args(Quantised), "int4 gptq"]
     assert 2 < table["bf16"]["bits_per_byte"] < 5, "an untrained model has 8"
     for recipe in ("int8", "int8-dynamic"):
         assert abs(table[recipe]["change_percent"]) < 0.5
     assert abs(table["fp8"]["change_percent"]) < 1
     assert 0 < table["int4"]["change_percent"] < 3
     assert table["int4 gptq"]["change_percent"] < table["int4"]["change_percent"]
+    assert found["sensitivity"][0]["change_percent"] > 0
+
+
+def test_recipes_and_layers_are_compared(run: Path) -> None:
+    told: list[str] = []
+    found = api.compare_quantisation(
+        run, recipe="int4", group_size=64, sensitivity="linear", calibration_tokens=1024, eval_tokens=1024,
+        told=lambda kind, row: told.append(row["recipe"]),
+    )  # fmt: skip
+    table = {row["recipe"]: row for row in found["table"]}
+    assert told == list(table) == ["bf16", *get_args(Quantised), "int4 gptq"]
     for row in table.values():
+        assert abs(row["change_percent"]) < 2
         assert 0 < row["file_bytes"] - row["computed_bytes"] < 16_000, "the header alone"
         assert row["tokens_per_second"] > 0
     sizes = [table[name]["computed_bytes"] for name in ("bf16", "int8", "int4")]
@@ -86,8 +101,7 @@ def test_bits_per_byte_of_a_trained_model(run: Path) -> None:
     layers = [row["layer"] for row in found["sensitivity"]]
     changes = [row["change_percent"] for row in found["sensitivity"]]
     assert len(set(layers)) == 14
-    assert changes == sorted(changes, reverse=True)
-    assert changes[0] > 0
+    assert changes == sorted(changes, reverse=True) and len(set(changes)) > 1
 
 
 def test_a_folder_is_written_generated_from_and_imported(

@@ -74,10 +74,10 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
     if model.weights != RANDOM:
         own = own_tokenizer(model.weights)
         text = f"text by {tokenizer}"
-        if own is not None and not _is_copy(tokenizer, own):
+        if own is not None and not (_is_copy(tokenizer, own) or _are_of_bytes(model.weights, tokenizer)):
             text += f", not by {own} of these weights, so a token may have another's id"
         return (
-            f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimizer and "
+            f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimiser and "
             f"the step count start anew; {text}"
         )
     anew = "random, the tokenizer new" if tokenizer.startswith("bpe") else f"random, text by {tokenizer}"
@@ -94,6 +94,14 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
             f"--model.weights {run}, to go on with it --resume auto without another --out"
         )
     return None
+
+
+def _are_of_bytes(weights: str, tokenizer: str) -> bool:
+    """Return True if both the run of the weights and this one read text by bytes."""
+    source = weight_source(weights)
+    if tokenizer != "byte" or source is None or source.is_hf:
+        return False
+    return load(source.folder).data.tokenizer == "byte"
 
 
 def _is_copy(tokenizer: str, own: Path) -> bool:

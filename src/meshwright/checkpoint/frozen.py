@@ -23,11 +23,13 @@ from meshwright.comm.mesh import TrafficCounter
 class FrozenTensors:
     """The tensors of a run that no step changes, in a directory beside its checkpoints.
 
-    `name` is that of the directory which further checkpoints refer to; None where there is none.
+    `name` is that of the directory which further checkpoints refer to; None where there is none. Rank 0 keeps
+    its manifest, so that a save reads nothing of it.
     """
 
     def __init__(self, writer: Writer, wire: TrafficCounter) -> None:
         self.name: str | None = None
+        self._manifest: Manifest | None = None
         self._writer, self._wire = writer, wire
 
     def save(self, tensors: Tensors) -> None:
@@ -50,11 +52,16 @@ class FrozenTensors:
             return
         path, ranks, disk = self._writer.directory / name, self._writer.ranks, self._writer.disk
         text = ranks.on_first(lambda: read_manifest_text(path, disk))
-        manifest = ranks.together(lambda: _parse(path, text))
+        manifest = ranks.together(lambda: parse_frozen(path, text))
         ranks.together(lambda: match_tensors(manifest, tensors, path))
         found = Reading(path, manifest, tensors, disk)
         ranks.together(found.read)
         found.commit(self._wire)
+        self._manifest = manifest
+
+    def refer_to(self, checkpoint: Manifest) -> None:
+        """Let further checkpoints refer to the directory that `checkpoint` refers to, if there is one."""
+        self.name, self._manifest = checkpoint.frozen, checkpoint.frozen_part()
 
     def fields(self) -> dict[str, str]:
         """Fields of a checkpoint's state by which `load` finds the directory."""
@@ -62,15 +69,14 @@ class FrozenTensors:
 
     def added_to(self, manifest: Manifest) -> Manifest:
         """The manifest of a checkpoint that refers to these tensors, too."""
-        if self.name is None:
+        if self.name is None or self._manifest is None:
             return manifest
-        path = self._writer.directory / self.name
-        return manifest.with_frozen(_parse(path, read_manifest_text(path, self._writer.disk)), self.name)
+        return manifest.with_frozen(self._manifest, self.name)
 
     def _publish(self, temporary: Path, parts: list[Any]) -> str:
         """On rank 0: the root and one rename; returns the new name."""
         writer, directory, disk = self._writer, self._writer.directory, self._writer.disk
-        manifest = writer.manifest(0, {}, parts)
+        manifest = self._manifest = writer.manifest(0, {}, parts)
         name = _name_of(manifest)
         with writer.explained("publish", 0):
             writer.lease.check()
@@ -101,7 +107,7 @@ class FrozenTensors:
         return used
 
 
-def _parse(path: Path, text: str) -> Manifest:
+def parse_frozen(path: Path, text: str) -> Manifest:
     """Return the manifest of a directory of frozen tensors, checked. Raises BadCheckpointError."""
     with reading(path / MANIFEST):
         manifest = Manifest.parse(text)

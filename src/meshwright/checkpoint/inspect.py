@@ -17,6 +17,7 @@ import torch
 from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, reading, retried
+from meshwright.checkpoint.frozen import parse_frozen
 from meshwright.checkpoint.manifest import DTYPES, Manifest, ManifestPart, StoredPiece
 from meshwright.checkpoint.reader import (
     opened,
@@ -123,6 +124,9 @@ def verify_checkpoint(
         return VerifyReport(None, path, 0, 0, 0, (str(error),))
     with _collected(problems):
         check(manifest.state, directory)
+    if manifest.frozen is not None:
+        with _collected(problems):
+            parse_frozen(directory / manifest.frozen, read_manifest_text(directory / manifest.frozen, disk))
     places: dict[str, list[Rectangle]] = {name: [] for name in manifest.tensors}
     for number in range(manifest.part_count):
         with _collected(problems):

@@ -221,6 +221,25 @@ class Manifest(_Head):
             parts=[*self.parts, *parts],
         )
 
+    def frozen_part(self) -> Manifest | None:
+        """Return the manifest that `with_frozen` was given; None where there was none."""
+        if self.frozen is None:
+            return None
+        first = next(n for n in range(self.part_count) if self.folder_of(n) != ".")
+        places = next(
+            n for n, listed in enumerate(self.spreads) if any(hull.part >= first for hull in listed)
+        )
+        parts = [file._replace(file=os.path.basename(file.file)) for file in self.parts[first:]]
+        spreads = [
+            [hull._replace(part=hull.part - first) for hull in listed] for listed in self.spreads[places:]
+        ]
+        tensors = {
+            name: replace(entry, spread=entry.spread - places)
+            for name, entry in self.tensors.items()
+            if entry.spread >= places
+        }
+        return replace(self, tensors=tensors, spreads=spreads, parts=parts)
+
     def render(self) -> str:
         """Return the text of manifest.json."""
         body = asdict(self)
@@ -295,7 +314,7 @@ def _from_version_1(old: _Version1) -> Manifest:
 
 
 def lists(content: bytes, rank: int, rows: Sequence[Sequence[Any]]) -> bool:
-    """True if a part's text has exactly these rows (`Part.of`) for the file of `rank`."""
+    """True if a part's text has exactly these rows (`ManifestPart.of`) for the file of `rank`."""
     file = rank_file(rank)
     found = [
         [name, offsets, sizes, start, length, digest]

@@ -63,7 +63,7 @@ class SlotHeader(NamedTuple):
 
 EMPTY = SlotHeader(-1, 0, 0, 0, 0, 0, "")
 PACKED_BYTES = _HEAD.size
-"""Bytes of `Head.pack`."""
+"""Bytes of `SlotHeader.pack`."""
 
 
 class Slot:

@@ -277,7 +277,7 @@ class CheckpointStore:
         reading = Reading(path, manifest, tensors, self._disk)
         self._ranks.together(reading.read)
         reading.commit(self._wire)
-        self.frozen.name = manifest.frozen
+        self.frozen.refer_to(manifest)
         return manifest.state
 
     # -- the steps of a save ---------------------------------------------------

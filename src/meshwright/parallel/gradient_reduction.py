@@ -168,7 +168,7 @@ class GradientReduction:
         self._norms = norms(self._counted())
 
     def _counted(self) -> list[Tensor]:
-        """What this rank counts of all gradients."""
+        """The parts of all gradients that this rank counts."""
         return [flat for unit in self._units for flat in unit.counted_gradients(self._elsewhere)]
 
     def clear(self) -> None:

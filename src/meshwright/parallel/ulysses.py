@@ -56,7 +56,7 @@ class HeadExchange:
 
 
 class ExchangeOp(FusedCommOp):
-    """`Exchange.to_heads` of any number of tensors, or else `Exchange.to_tokens`."""
+    """`HeadExchange.to_heads` of any number of tensors, or else `HeadExchange.to_tokens`."""
 
     kind = "exchange"
 

@@ -53,9 +53,11 @@ class StageLink:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf:
-            raise ScheduleError(f"Link.latency is {self.latency}; it should be at least 0 s, and finite")
+            raise ScheduleError(f"StageLink.latency is {self.latency}; it should be at least 0 s, and finite")
         if not self.bandwidth > 0:
-            raise ScheduleError(f"Link.bandwidth is {self.bandwidth}; it should be above 0 bytes per second")
+            raise ScheduleError(
+                f"StageLink.bandwidth is {self.bandwidth}; it should be above 0 bytes per second"
+            )
 
 
 Links = StageLink | Callable[[int, int], StageLink]

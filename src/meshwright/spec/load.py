@@ -18,6 +18,7 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
+from meshwright.spec.presets import PRESETS
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
@@ -156,6 +157,8 @@ def read_tree(path: Path) -> dict[str, Any]:
             )
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
         remedy = near or "; give a TOML file, or the folder of a run, which has a run.json"
+        if path.name in PRESETS:
+            remedy = f"; it is the name of a preset: give --model.preset {path.name}"
         raise UserError(f"there is no run file, and no run's folder, {path}{remedy}")
     try:
         if path.suffix != ".json":

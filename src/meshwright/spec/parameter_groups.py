@@ -1,8 +1,8 @@
 """The parameters that are trained, and the learning rate and weight decay of each: patterns of names in
 `[train]`, and factors of muP.
 
-In a pattern `*` stands for any characters and `?` for one. Of several that match a name the one with most
-other characters holds, wherever it stands: so a table means the same in any order.
+In a pattern `*` stands for any characters, `?` for one, and `[abc]` for one of these. Of several that match a
+name the one with most other characters holds, wherever it stands: so a table means the same in any order.
 """
 
 from __future__ import annotations
@@ -74,10 +74,17 @@ def patterns_match_parameters(spec: Sections) -> None:
     tables = {"lr_factors": spec.train.lr_factors, "weight_decays": spec.train.weight_decays}
     if not any(tables.values()):
         return
-    names = [parameter.name for unit in parameters(spec.model).values() for parameter in unit]
+    every = [parameter for unit in run_parameters(spec).values() for parameter in unit]
+    names = [parameter.name for parameter in every]
+    trained = [parameter.name for parameter in every if parameter.trainable]
     for key, table in tables.items():
         for pattern in table:
             _matches_one_of(names, pattern, f"train.{key}.{pattern}:")
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                raise UserError(
+                    f"train.{key}.{pattern}: every parameter that it matches is frozen by train.frozen, so "
+                    f"it has no effect; leave it out, or train one of them"
+                )
         for name in names:
             matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
             best = [pattern for pattern in matching if _specific(pattern) == max(map(_specific, matching))]
@@ -105,9 +112,9 @@ def something_is_trained(spec: Sections) -> None:
     for pattern in spec.train.frozen:
         _matches_one_of([parameter.name for parameter in every], pattern, f"train.frozen: '{pattern}'")
     if not any(parameter.trainable for parameter in every):
-        patterns = ", ".join(f"'{pattern}'" for pattern in spec.train.frozen)
+        patterns = " and ".join(f"'{pattern}'" for pattern in spec.train.frozen)
         raise UserError(
-            f"train.frozen: {patterns} match every parameter, so nothing would be trained; leave some out"
+            f"train.frozen: no parameter is left to train beside those of {patterns}; leave some out"
         )
 
 

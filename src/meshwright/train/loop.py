@@ -383,7 +383,8 @@ class TrainingRun:
         """End the run, whose last step is saved."""
         name = signal.Signals(number).name
         raise Stopped(
-            f"stopped by {name} after step {self.done}, which is saved; go on with --resume auto",
+            f"stopped by {name} after step {self.done}, which is saved; go on with meshwright train "
+            f"{self.out} --resume auto",
             128 + number if number == signal.SIGINT else REQUEUE,
             name,
         )

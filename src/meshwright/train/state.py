@@ -180,9 +180,10 @@ def check_same_run(
     """
     imported = state["data_digest"] is None
     if differ := _changed(spec, state, ("model",) if imported else ("model", "train", "precision")):
-        raise UserError(
-            f"{where} is of another run: {'; '.join(differ)}; give the same values, or another --out"
-        )
+        remedy = "give the same values, or another --out"
+        if any(each.startswith("train.frozen") for each in differ):
+            remedy += " with model.weights, which may freeze others"
+        raise UserError(f"{where} is of another run: {'; '.join(differ)}; {remedy}")
     if not imported and state["data_digest"] != data_digest:
         raise UserError(
             f"{where} was trained on other data (digest {state['data_digest'][:12]}, now {data_digest[:12]}):"

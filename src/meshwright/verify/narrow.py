@@ -97,13 +97,14 @@ def _drop_patterns(tree: dict[str, Any]) -> None:
     """Remove patterns of `[train]` that match none of the parameters that are left."""
     units = parameters(ModelSpec.model_validate(tree["model"])).values()
     names = [parameter.name for unit in units for parameter in unit]
-    for key in ("lr_factors", "weight_decays"):
-        table = tree["train"][key].items()
-        tree["train"][key] = {p: value for p, value in table if any(fnmatchcase(n, p) for n in names)}
     frozen = [p for p in tree["train"]["frozen"] if any(fnmatchcase(n, p) for n in names)]
     while all(any(fnmatchcase(n, p) for p in frozen) for n in names):  # of blocks that are left out
         frozen.pop()
     tree["train"]["frozen"] = frozen
+    trained = [n for n in names if not any(fnmatchcase(n, p) for p in frozen)]
+    for key in ("lr_factors", "weight_decays"):
+        table = tree["train"][key].items()
+        tree["train"][key] = {p: value for p, value in table if any(fnmatchcase(n, p) for n in trained)}
 
 
 def _note(small: RunSpec, spec: RunSpec) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
-from covering import covered
+from covering import marked
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
@@ -101,7 +101,10 @@ def essence(spec: RunSpec) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize(("model", "ranks"), [(DENSE, 4), (DENSE, 3), (EXPERTS, 2), (DENSE, 1)])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [pytest.param(DENSE, 4, marks=pytest.mark.full), (DENSE, 3), (EXPERTS, 2), (DENSE, 2), (DENSE, 1)],
+)
 def test_the_space_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -> None:
     base = run(model, seq_len=48, sequences=6 if ranks == 3 else 4)
     made = [essence(spec) for spec in every_spec(LayoutSpace(base, ranks, {"policy": "none"}))]
@@ -163,6 +166,10 @@ def test_every_layout_of_a_larger_space_validates() -> None:
         assert spec.layout.world_size == 8
 
 
+QUICK_SEEDS = {(0, 0.02), (1, 0.02), (2, 0.3), (3, 0.3)}
+"""Two seeds of dense models, two of experts."""
+
+
 class Drawn(NamedTuple):
     """A space of layouts, and each of them timed on devices that hold only some."""
 
@@ -193,8 +200,13 @@ def drawn(seed: int) -> Drawn:
     return Drawn(space, on, fixed, every, needs[len(needs) * chosen.choice([1, 5, 9]) // 10])
 
 
-@pytest.mark.parametrize("near", [0.02, 0.3])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("seed", "near"),
+    [
+        pytest.param(seed, near, marks=() if (seed, near) in QUICK_SEEDS else pytest.mark.full)
+        for seed, near in product(range(8), (0.02, 0.3))
+    ],
+)
 def test_the_search_finds_what_brute_force_does(
     seed: int, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,9 +262,16 @@ def timed(name: str, offload: str) -> list[TimedLayout]:
     ]
 
 
-@pytest.mark.parametrize("tenth", [1, 4, 8])
-@pytest.mark.parametrize("offload", ["none", "host"])
-@pytest.mark.parametrize("name", SPACES)
+QUICK = {("dense", "none", 4), ("experts", "host", 1), ("long context", "host", 8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "offload", "tenth"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.full)
+        for each in product(SPACES, ("none", "host"), (1, 4, 8))
+    ],
+)
 def test_the_search_finds_what_brute_force_does_by_the_exact_memory(
     name: str, offload: str, tenth: int
 ) -> None:
@@ -328,21 +347,17 @@ def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:
 
 
 FIXED: dict[str, dict[str, Any]] = {
-    "zero": {"zero": 1},
-    "whole": {"pp": 1},
+    "zero": {"zero": 1, "context_mode": "ring"},
+    "whole": {"pp": 1, "context_mode": "ring"},
     "stages": {"pp": 2, "policy": "none"},
 }
+TOO_LARGE: list[dict[str, Any]] = [
+    {"experts": experts, "seq_len": seq_len, "fixed": fixed}
+    for experts, seq_len, fixed in product((False, True), (32, 512), FIXED)
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    covered(
-        [
-            {"experts": experts, "seq_len": seq_len, "fixed": fixed}
-            for experts, seq_len, fixed in product((False, True), (32, 512), FIXED)
-        ]
-    ),
-)
+@pytest.mark.parametrize("case", marked(TOO_LARGE, [TOO_LARGE[number] for number in (0, 5, 7)]))
 def test_where_no_layout_fits_nothing_is_searched(case: dict[str, Any]) -> None:
     """By the least memory of all layouts, few microbatches of which hold fewer gradients at a time."""
     on, model = CostModel(cluster("h100", 4)), EXPERTS if case["experts"] else DENSE

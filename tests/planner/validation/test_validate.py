@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.planner.cost.uncertainty import SIGMA_TIME
+from meshwright.planner.explain.candidate import TIMED
 from meshwright.planner.validation import left_out, metrics
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
@@ -66,6 +67,16 @@ def test_step_time_of_the_frontier(frontier: ValidatedTable) -> None:
     dense, experts = errors[False], errors[True]
     assert sum(dense) / len(dense) <= 8 and sum(experts) / len(experts) <= 15
     assert sum(not each.fits for each in frontier.predictions) <= 0.02 * 151  # all of them ran
+
+
+def test_the_stacks_that_were_timed_are_those_of_the_published_runs(
+    whole: ValidatedTable, frontier: ValidatedTable
+) -> None:
+    timed: dict[str, set[str]] = {}
+    for each in [*whole.predictions, *frontier.predictions]:
+        if each.time_error_pct is not None:
+            timed.setdefault(each.case.cluster.device.name, set()).add(each.case.stack.name)
+    assert {device: set(stacks) for device, stacks in TIMED.items()} == timed
 
 
 def test_less_than_a_third_of_the_frontier_calibrates(frontier: ValidatedTable) -> None:
