@@ -62,7 +62,7 @@ def export_gguf(
     tokenizer, quantized = read_tokenizer(tokenizer_file, spec.vocab_size), GGUF_DTYPES[dtype]
     try:
         with atomic.file(file) as unfinished:
-            writer = gguf.GGUFWriter(unfinished, FAMILIES[spec.family].gguf)
+            writer = gguf.GGUFWriter(unfinished, str(FAMILIES[spec.family].gguf))
             writer.add_file_type(_FILE_TYPES[quantized])
             if quantized == "Q8_0":
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -187,7 +187,8 @@ def _narrow_types(model: ModelSpec, moe: MoeSpec | None, layers: int) -> dict[st
         return {}
     found: dict[bool, dict[tuple[LayerType | None, bool], None]] = {}
     for layer in range(model.layers):
-        own = types and types[layer % len(types)], not rotary or rotary[layer % len(rotary)]
+        kind = types[layer % len(types)] if types else None
+        own = kind, not rotary or rotary[layer % len(rotary)]
         found.setdefault(model.has_experts(layer), {})[own] = None
     turns = {routed: cycle(each) for routed, each in found.items()}
     chosen = [next(turns[moe is not None and moe.has_experts(layer)]) for layer in range(layers)]
