@@ -266,7 +266,8 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
         return found
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        outputs = 2 if layout.tp == 1 and s.channels(layer) and not layout.splits_backward else 1
+        read = s.spec.model.norms_after or (layout.tp == 1 and not layout.splits_backward)
+        outputs = 2 if read and s.channels(layer) else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
     if "attention" in recompute.save:
         found += [b * s.out, s.tokens * s.heads * s.width.exact]

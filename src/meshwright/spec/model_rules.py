@@ -83,6 +83,7 @@ def experts_are_gated(spec: Sections) -> None:
     if spec.model.moe is not None:
         part = "model.moe, whose experts are SwiGLU without biases"
         _check_fields(spec.model, part, {"activation": "swiglu", "mlp_bias": False})
+        _check_fields(spec.model, "model.moe, which has norms before it", {"norm_placement": "pre"})
 
 
 def tokens_find_their_experts(spec: Sections) -> None:
