@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from hf_models import CASES, LLAMA, TOKENS, TYPES, read_whole, same_files, save_theirs, their_logits
 from meshwright.exchange.hf import export_hf, import_hf, load_hf
 from meshwright.exchange.hf_config import write_hf_config
+from meshwright.exchange.hf_state_dict import hf_tensors
 from meshwright.infer import generate
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
@@ -32,6 +33,27 @@ def test_logits_and_generation_equal_transformers(case: str, tmp_path: Path) -> 
     prompt = TOKENS[:, :8]
     theirs = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(generate(decoder, prompt, 16), theirs[:, 8:])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_transformers(case: str, tmp_path: Path) -> None:
+    """Within 1e-5 of the largest element of each."""
+    model, (spec, _) = save_theirs(tmp_path, *CASES[case]), import_hf(tmp_path)
+    decoder, targets = load_hf(tmp_path).requires_grad_(), TOKENS.roll(-1, 1)
+    decoder.loss(TOKENS, targets).backward()
+    logits = model(TOKENS).logits.flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
+    ours = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    compared = 0
+    for piece in hf_tensors(spec, stacked=True):
+        if piece.parameters[0] in ours:  # a router's bias has no gradient
+            wanted = theirs[piece.hf]
+            difference = (piece.join(ours, torch.float32) - wanted).abs().max()
+            # A bias of keys without positions changes nothing: its gradient is rounding alone.
+            assert difference <= 1e-5 * wanted.abs().max() + 1e-6, piece.hf
+            compared += 1
+    assert compared == len(theirs)
 
 
 def test_a_mistral_with_types_of_layers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -95,6 +117,41 @@ OURS: dict[str, dict[str, Any]] = {
     "llama": {"preset": "small", "kv_heads": 2},
     "qwen3": {"preset": "qwen3-8b", "kv_heads": 2},
     "mistral": {"preset": "small", "kv_heads": 2},
+    "qwen2": {"preset": "small", "kv_heads": 2, "qkv_bias": True},
+    "smollm3": {"preset": "small", "kv_heads": 2, "rope_layers": [True, False]},
+    "granite": {"preset": "small", "embedding_scale": 3.0, "attention_scale": 0.2, "logit_scale": 0.125},
+    "phi3": {"preset": "small", "rope_dim": 6, "sliding_window": 9},
+    "starcoder2": {
+        "preset": "small",
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    },
+    "gemma3_text": {
+        "preset": "small",
+        "norm_placement": "both",
+        "norm_unit_offset": True,
+        "qk_norm": True,
+        "activation": "geglu_tanh",
+        "embedding_scale": 48**0.5,
+        "attention_scale": 0.25,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_local_base_freq": 100.0,
+    },
+    "glm4": {"preset": "small", "kv_heads": 2, "norm_placement": "both", "rope_dim": 6, "qkv_bias": True},
+    "cohere2": {
+        "preset": "small",
+        "parallel_block": True,
+        "norm": "layernorm",
+        "norm_bias": False,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_layers": [True, False],
+    },
+    "olmo2": {"preset": "small", "norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "gpt2": {"preset": "gpt3-175b"},
     "mixtral": {"preset": "mixtral-8x7b", "kv_heads": 2, "moe": {"ffn": 64}},
     "qwen3_moe": {"preset": "qwen3-30b-a3b", "kv_heads": 2, "moe": {"experts": 8, "ffn": 32}},
