@@ -36,6 +36,19 @@ FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
     "qwen3": {"model.qk_norm": "true", "model.tied": "true"},
     "mistral": {"model.sliding_window": 8},
+    "qwen2": {"model.qkv_bias": "true"},
+    "smollm3": {"model.rope_layers": "true,false"},
+    "granite": {"model.embedding_scale": 3, "model.residual_scale": 0.5, "model.attention_scale": 0.2},
+    "phi3": {"model.rope_dim": 12},
+    "starcoder2": {"model.norm": "layernorm", "model.activation": "gelu_tanh", "model.mlp_bias": "true"},
+    "gemma3_text": {
+        "model.norm_placement": "both", "model.norm_unit_offset": "true", "model.qk_norm": "true",
+        "model.activation": "geglu_tanh", "model.sliding_window": 8,
+        "model.layer_types": "sliding_attention,full_attention",
+    },
+    "glm4": {"model.norm_placement": "both", "model.rope_dim": 8},
+    "cohere2": {"model.parallel_block": "true", "model.norm": "layernorm", "model.norm_bias": "false"},
+    "olmo2": {"model.norm_placement": "post", "model.qk_norm": "true", "model.qk_norm_over": "all"},
     "gpt2": {
         "model.norm": "layernorm", "model.activation": "gelu_tanh", "model.position": "learned",
         "model.qkv_bias": "true", "model.out_bias": "true", "model.mlp_bias": "true", "model.tied": "true",
@@ -98,7 +111,7 @@ def norm_flops(model: ModelSpec) -> float:
     """FLOPs on a token of RMSNorm's backward: two scalar products, by token and by channel."""
     if model.norm != "rmsnorm":
         return 0.0
-    channels = model.hidden * (2 * model.layers + 1)
+    channels = model.hidden * (model.block_norms * model.layers + 1)
     if model.qk_norm:
         channels += model.layers * model.head_dim * (model.heads + model.kv_heads)
     if model.mla is not None:

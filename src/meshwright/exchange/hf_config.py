@@ -133,7 +133,7 @@ def _rope(model: ModelSpec, family: Family) -> dict[str, Any]:
         fields["rope_parameters"] = {"full_attention": newer, "sliding_attention": local}
         return fields
     share = (model.rope_dim or model.head_dim) / model.head_dim
-    if share != 1.0 or family.rope_share != 1.0:
+    if family.rope_share is not None:
         fields["partial_rotary_factor"] = newer["partial_rotary_factor"] = share
     if family.skips_rope == "no_rope_layers":
         fields["no_rope_layers"] = [int(kind.rope is not None) for kind in model.layer_kinds]

@@ -17,8 +17,10 @@ def read_rope(config: Config, family: Family, fields: dict[str, Any]) -> dict[st
     theta = (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, family.rope_theta)
     found = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, fields["max_seq_len"])}
     key = "partial_rotary_factor"
-    share = (rope if key in rope.values else config).read(key, NUMBER, family.rope_share)
-    if share != 1.0:
+    if family.rope_share is None:
+        for place in (rope, config):
+            place.check(key, 1.0)
+    elif (share := (rope if key in rope.values else config).read(key, NUMBER, family.rope_share)) != 1.0:
         found["rope_dim"] = int(fields["head_dim"] * share)
     return found | _skipped(config, family, fields)
 

@@ -80,8 +80,8 @@ class Family:
     """True if the heads must divide the hidden size where no `head_dim` is given."""
     rope_theta: float = 1e4
     """Default."""
-    rope_share: float = 1.0
-    """Default of `partial_rotary_factor`, the share of a head's channels that turn by position."""
+    rope_share: float | None = None
+    """Default of `partial_rotary_factor`, the share of channels that turn by position; None for all of them."""
     rope_pairs: bool = False
     """True if files have the channels that turn together in pairs, and not in halves."""
     rope_local: float | None = None
@@ -195,7 +195,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, windows=True,
+        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, rope_share=1.0, windows=True,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM", None,
