@@ -81,7 +81,7 @@ class Family:
     rope_theta: float = 1e4
     """Default."""
     rope_share: float | None = None
-    """Default of `partial_rotary_factor`, the share of channels that turn by position; None for all of them."""
+    """Default of `partial_rotary_factor`, the share of channels that turn by position; None for all."""
     rope_pairs: bool = False
     """True if files have the channels that turn together in pairs, and not in halves."""
     rope_local: float | None = None
