@@ -125,6 +125,13 @@ def test_another_run_is_told_by_its_keys(corpus: Path) -> None:
     assert refused(spec_of(corpus, **EXPERTS), True) == ""
 
 
+def test_other_frozen_parameters_are_those_of_a_new_run(corpus: Path) -> None:
+    record = {"spec": spec_of(corpus, train__frozen="embed.*").to_json(), "data_digest": "same"}
+    told = r"train\.frozen was .*; give the same values, or another --out with model\.weights"
+    with pytest.raises(UserError, match=told):
+        state.check_same_run(spec_of(corpus, train__frozen="blocks.0.*"), record, "same", "it")
+
+
 def test_a_gather_in_8_bits_may_end_on_resume(corpus: Path) -> None:
     """It changes no number, and a layout that it does not fit is one that a run may be resumed on."""
     flags = {"model__ffn": 48, "precision__compute": "fp8", "layout__dp": 2, "layout__zero": 3}
