@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -47,11 +48,15 @@ def _plant(deed: str, step: int) -> None:
     def planted_exit() -> None:
         os._exit(7)
 
+    def planted_kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     deeds: dict[str, Callable[[], None]] = {
         "sleep": planted_sleep,
         "raise": planted_error,
         "mistake": planted_mistake,
         "exit": planted_exit,
+        "kill": planted_kill,
     }
     gradients, begin = Trainer.gradients, TrainingRun._start
     done = 0

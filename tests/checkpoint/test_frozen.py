@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import CheckpointStore
-from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.checkpoint.errors import BadCheckpointError, SaveError
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.checkpoint.manifest import Manifest
 
@@ -50,6 +50,20 @@ def test_all_directories_stay_where_a_checkpoint_is_damaged(tmp_path: Path) -> N
     (tmp_path / "step-00000001" / "manifest.json").write_text("{")
     names.add(saved(tmp_path, 2.0, 2))
     assert {path.name for path in tmp_path.glob("frozen-*")} == names and len(names) == 2
+
+
+def test_no_checkpoint_refers_to_a_directory_that_is_gone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 3)
+    store.save_frozen({"model/frozen": torch.zeros(4, 2)})
+    assert store.frozen.name is not None
+    (tmp_path / store.frozen.name).rename(tmp_path / "moved")
+    with pytest.raises(SaveError, match=rf"{store.frozen.name} is gone.*put it back"):
+        store.save(1, {"model/trained": torch.ones(3)}, {"step": 1})
+    assert not list(tmp_path.glob("step-*"))
+    (tmp_path / "moved").rename(tmp_path / store.frozen.name)
+    store.save(2, {"model/trained": torch.ones(3)}, {"step": 2})
+    store.close()
+    assert verify_checkpoint(tmp_path).problems == ()
 
 
 def test_a_changed_byte_is_found(tmp_path: Path) -> None:

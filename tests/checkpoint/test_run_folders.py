@@ -66,7 +66,7 @@ def test_no_flipped_bit_of_the_tokenizer_is_used_unseen(run: Path) -> None:
     file, draw = run / "tokenizer.json", random.Random(0)
     original, before = file.read_bytes(), Tokenizer.open(file).digest
     unseen = 0
-    for position in draw.sample(range(len(original)), 80):
+    for position in draw.sample(range(len(original)), 200):
         data = bytearray(original)
         data[position] ^= 1 << draw.randrange(8)
         file.write_bytes(data)
@@ -77,7 +77,7 @@ def test_no_flipped_bit_of_the_tokenizer_is_used_unseen(run: Path) -> None:
         else:
             assert Tokenizer.open(file).digest == before, f"byte {position}"
             unseen += 1  # such as a bit of a key that has its default value
-    assert unseen < 8
+    assert unseen < 20
 
 
 def test_another_tokenizer_is_neither_used_nor_exported(run: Path) -> None:

@@ -86,7 +86,7 @@ def encoded(words: Words, piece: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(parts=TEXT)
 def test_ids_are_those_of_the_library(kind: str, parts: list[str]) -> None:
     text = "".join(parts)
@@ -98,7 +98,7 @@ def test_ids_are_those_of_the_library(kind: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(parts=TEXT, limit=st.integers(20, 60))
 def test_pieces_of_a_text_have_its_ids(kind: str, parts: list[str], limit: int) -> None:
     text = "".join(part[:9] + " " for part in parts)  # spaces, so that there is a place to cut
@@ -221,7 +221,7 @@ def test_a_vocabulary_that_lacks_bytes() -> None:
 
 
 @pytest.mark.skipif(not LIBRARY, reason="the library needs a C++ compiler")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(parts=TEXT, kind=st.sampled_from([*RULES]))
 def test_tables_number_words_alike(parts: list[str], kind: str) -> None:
     tables = [WordTable(RULES[kind]), CompiledWordTable(RULES[kind], LIBRARY)]

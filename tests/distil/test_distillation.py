@@ -104,7 +104,7 @@ def test_stored_answers_are_those_of_the_teacher(
     stored = sum(np.load(tmp_path / "answers" / name).nbytes for name in FILES[1:])
     assert stored == record["samples"] * writing.data.seq_len * (8 * 8 + 4)
     reading = {**TAUGHT, "distil__logits": tmp_path / "answers"}
-    for number, layout in enumerate(({"layout__tp": 2, "layout__pp": 2}, {"layout__cp": 2})):
+    for number, layout in enumerate(({}, {"layout__tp": 2, "layout__pp": 2}, {"layout__cp": 2})):
         found = learned(ranks, spec_of(corpus, **reading, **layout), tmp_path / f"stored-{number}")
         assert found["loss"] == pytest.approx(streamed["loss"], rel=1e-5)
 

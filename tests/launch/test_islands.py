@@ -199,7 +199,7 @@ def test_ctrl_c_ends_free_islands_as_any_run(corpus: Path, tmp_path: Path) -> No
     running.send_signal(signal.SIGINT)
     printed, _ = running.communicate(timeout=120)
     assert running.returncode == 130, printed
-    assert "stopped by SIGINT, and each island is saved; go on with --resume auto" in printed
+    assert "stopped by SIGINT, and each island is saved; go on with meshwright train" in printed
 
 
 def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:
@@ -279,11 +279,12 @@ def test_a_stop_names_the_islands_that_did_not_save(tmp_path: Path) -> None:
     islands = [Island(number, [], [], tmp_path / "log") for number in range(3)]
     (tmp_path / "log").write_text("meshwright: error: the disk is full\n")
     islands[0].code, islands[1].code, islands[2].code = REQUEUE, StorageError.code, 0
-    stopped = _stopped(signal.SIGTERM, islands)
+    stopped = _stopped(signal.SIGTERM, islands, Path("run"))
     assert str(stopped) == "stopped by SIGTERM, and not all islands are saved: island 1: the disk is full"
     assert stopped.code == 128 + signal.SIGTERM
     islands[1].code = REQUEUE
-    assert _stopped(signal.SIGTERM, islands).code == REQUEUE
-    interrupted = _stopped(signal.SIGINT, islands)
-    assert str(interrupted) == "stopped by SIGINT, and each island is saved; go on with --resume auto"
+    assert _stopped(signal.SIGTERM, islands, Path("run")).code == REQUEUE
+    interrupted = _stopped(signal.SIGINT, islands, Path("run"))
+    go_on = "go on with meshwright train run --resume auto"
+    assert str(interrupted) == f"stopped by SIGINT, and each island is saved; {go_on}"
     assert interrupted.code == 130

@@ -119,7 +119,6 @@ def test_layers_beyond_any_model_are_refused() -> None:
         api.plan("llama3-8b", "h100", overrides=[("model.layers", "3000000")], **WISH)
 
 
-@pytest.mark.full
 def test_a_very_deep_model_that_fits_nothing_is_answered_soon() -> None:
     begin = time.process_time()
     with pytest.raises(UserError, match="nothing fits 1 x H100") as error:

@@ -17,6 +17,7 @@ from meshwright.hardware.find import cluster
 from meshwright.hardware.measurements import attention_seconds, collective_seconds, matmul_seconds
 from meshwright.profile import clock, links
 from meshwright.profile.clock import Clock
+from meshwright.profile.compute import attention_shapes, product_shapes
 from meshwright.profile.links import collective_times, never_less, placements
 from meshwright.spec import Layout, UserError
 from ranks import Ranks
@@ -63,6 +64,15 @@ def test_collectives_tell_what_they_compute(profiled: Cluster) -> None:
     assert measured is not None
     assert measured.collective_compute.keys() == {point.operation for point in measured.collectives}
     assert all(0 < share <= 1 for share in measured.collective_compute.values())
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_machine_that_seems_slow_is_measured_over_a_range_too(cuda: bool) -> None:
+    """The probe of a busy machine allows hardly any shape."""
+    work = [prod(shape) for shape in product_shapes(1.0, cuda)]
+    assert max(work) > 100 * min(work)
+    assert len({shape[-1] for shape in attention_shapes(1.0, cuda)}) > 1
+    assert len(product_shapes(1e13, cuda)) > len(work)
 
 
 class Processor:

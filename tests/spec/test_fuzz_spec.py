@@ -52,19 +52,19 @@ def answer(tree: dict[str, Any], flags: list[tuple[str, str]]) -> None:
         assert from_tree(tomllib.loads(to_toml(spec))) == spec
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 def test_any_tree_is_a_spec_or_a_sentence(flat: dict[str, Any]) -> None:
     answer(nested(flat), [])
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(KEYS) | st.text(max_size=12), st.text(max_size=12)), max_size=3))
 def test_any_flags_are_a_spec_or_a_sentence(flags: list[tuple[str, str]]) -> None:
     answer({}, flags)
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(VALUES, st.sampled_from(["model", "train", "recompute", "data", "layout", "x"]))
 def test_any_value_for_a_table_is_a_spec_or_a_sentence(value: Any, table: str) -> None:
     answer({table: value}, [])

@@ -14,6 +14,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.parameter_groups import Group, frozen_names, group_of, run_parameters
 from meshwright.spec.stages import first_trained
 from meshwright.spec.training_flops import flops_per_token
+from meshwright.verify.reference.groups import factor_and_decay, is_frozen
 
 
 def spec_of(train: dict[str, Any], model: dict[str, Any] | None = None) -> RunSpec:
@@ -32,6 +33,20 @@ def test_the_most_specific_pattern_holds_in_any_order() -> None:
     assert group_of(spec, "blocks.0.attn_norm.weight", 1) == Group(3.0, 0.25)
     assert group_of(spec, "blocks.0.mlp_norm.weight", 1) == Group(3.0, 0.0)
     assert group_of(spec, "embed.weight", 2) == Group(2.0, 0.1)
+
+
+def test_a_set_of_characters_is_less_specific_than_one_of_them() -> None:
+    spec = spec_of({"lr_factors": {"blocks.[0-3].*": 2.0, "blocks.1.*": 3.0}})
+    for name, factor in (("blocks.0.attn.q.weight", 2.0), ("blocks.1.attn.q.weight", 3.0)):
+        assert group_of(spec, name, 2).factor == factor == factor_and_decay(spec, name, 2)[0]
+
+
+def test_the_reference_reads_sets_of_characters_likewise() -> None:
+    spec = spec_of({"frozen": ["blocks.[!01].*", "embed.[vw]eight"]})
+    every = [parameter.name for unit in run_parameters(spec).values() for parameter in unit]
+    frozen = {name for name in every if is_frozen(spec, name)}
+    assert frozen == frozen_names(spec) != set()
+    assert "embed.weight" in frozen and "blocks.1.attn.q.weight" not in frozen
 
 
 def test_without_patterns_matrices_are_decayed_at_the_rate_of_the_run() -> None:

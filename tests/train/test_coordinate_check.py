@@ -8,7 +8,7 @@ from coordinate_check import checked
 from meshwright.spec import Layout
 from ranks import Ranks
 
-WIDTHS = [32, 64, 128]
+WIDTHS = [32, 64, 128, 256]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_sample_record_knows_order_and_layout_does_not_matter(
     short = {"train__steps": 3}
     digests = {
         start(ranks, spec_of(corpus, **short, layout__dp=dp), tmp_path / str(dp))[0]["samples_sha256"]
-        for dp in (1, 4)
+        for dp in (1, 2, 4)
     }
     assert len(digests) == 1
     other, _ = start(ranks, spec_of(corpus, **short, train__seed=1), tmp_path / "other")
@@ -123,6 +123,13 @@ def test_another_run_is_told_by_its_keys(corpus: Path) -> None:
     )
     assert "model.moe.top_k was 1 and is 2; give" in refused(other, True)
     assert refused(spec_of(corpus, **EXPERTS), True) == ""
+
+
+def test_other_frozen_parameters_are_those_of_a_new_run(corpus: Path) -> None:
+    record = {"spec": spec_of(corpus, train__frozen="embed.*").to_json(), "data_digest": "same"}
+    told = r"train\.frozen was .*; give the same values, or another --out with model\.weights"
+    with pytest.raises(UserError, match=told):
+        state.check_same_run(spec_of(corpus, train__frozen="blocks.0.*"), record, "same", "it")
 
 
 def test_a_gather_in_8_bits_may_end_on_resume(corpus: Path) -> None:

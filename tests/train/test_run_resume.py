@@ -169,7 +169,7 @@ def test_a_checkpoint_of_a_pipeline_loads_anywhere(
 
     spec = at(pp=2, tp=2, dp=2, zero=2, schedule="1f1b")
     wanted = {k: v for found in ranks.run(spec.layout, trained, spec, tmp_path) for k, v in found.items()}
-    for spec in (at(dp=4, zero=3), at(pp=4, tp=2, stages="0,1,2,0"), at(pp=2, schedule="zb-v")):
+    for spec in (at(), at(dp=4, zero=3), at(pp=4, tp=2, stages="0,1,2,0"), at(pp=2, schedule="zb-v")):
         found = {k: v for held in ranks.run(spec.layout, loaded, spec, tmp_path) for k, v in held.items()}
         assert found == digests(wanted)
 

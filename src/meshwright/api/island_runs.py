@@ -83,7 +83,7 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
         _give_model(
             spec, out, max(range(spec.step_groups), key=lambda k: _merged(spec, island_folder(out, k)))
         )
-        raise _stopped(signal, islands)
+        raise _stopped(signal, islands, out)
     failed = sorted((island for island in islands if island.code), key=lambda island: island.number)
     if len(failed) == len(islands):
         if failed[0].code == UserError.code and before is not None:
@@ -110,12 +110,14 @@ def _failure(failed: Sequence[Island], what: str) -> UserError | RanksFailed:
     return RanksFailed(f"{sentence}; {what}", 128 - code if code < 0 else code)
 
 
-def _stopped(number: int, islands: Sequence[Island]) -> Stopped:
-    """Return the end of a run that the signal `number` has stopped; it names islands that did not save."""
+def _stopped(number: int, islands: Sequence[Island], out: Path) -> Stopped:
+    """Return the end of a run in `out` that the signal `number` has stopped; it names islands that did not
+    save."""
     name, saved = Signals(number).name, 128 + number if number == SIGINT else REQUEUE
     lost = [island for island in islands if not island.saved]
     if not lost:
-        return Stopped(f"stopped by {name}, and each island is saved; go on with --resume auto", saved)
+        go_on = f"go on with meshwright train {out} --resume auto"
+        return Stopped(f"stopped by {name}, and each island is saved; {go_on}", saved)
     words = "; ".join(f"island {island.number}: {island.last_words()}" for island in lost)
     return Stopped(f"stopped by {name}, and not all islands are saved: {words}", 128 + number)
 

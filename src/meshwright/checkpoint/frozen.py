@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import FROZEN, MANIFEST
-from meshwright.checkpoint.errors import BadCheckpointError, reading
+from meshwright.checkpoint.errors import BadCheckpointError, SaveError, reading
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.checkpoint.save_plan import Tensors, describe
@@ -68,9 +68,18 @@ class FrozenTensors:
         return {} if self.name is None else {"frozen": self.name}
 
     def added_to(self, manifest: Manifest) -> Manifest:
-        """The manifest of a checkpoint that refers to these tensors, too."""
+        """The manifest of a checkpoint that refers to these tensors, too.
+
+        Raises SaveError where their directory is gone: the checkpoint could not be loaded.
+        """
         if self.name is None or self._manifest is None:
             return manifest
+        path = self._writer.directory / self.name
+        if not path.is_dir():
+            raise SaveError(
+                f"{path} is gone, and with it the tensors that no step changes; put it back, or no "
+                f"checkpoint here can be loaded"
+            )
         return manifest.with_frozen(self._manifest, self.name)
 
     def _publish(self, temporary: Path, parts: list[Any]) -> str:

@@ -222,7 +222,7 @@ class Manifest(_Head):
         )
 
     def frozen_part(self) -> Manifest | None:
-        """Return the manifest that `with_frozen` was given; None where there was none."""
+        """Return this manifest with the tensors that `with_frozen` added alone; None where it added none."""
         if self.frozen is None:
             return None
         first = next(n for n in range(self.part_count) if self.folder_of(n) != ".")

@@ -289,10 +289,10 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
         """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
-        manifest = self.frozen.added_to(self._writer.manifest(step, state, parts))
         token = temporary.name.rpartition("-")[2]
         with self._writer.explained("publish", step):
             self._lease.check()
+            manifest = self.frozen.added_to(self._writer.manifest(step, state, parts))
             self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from operator import sub
 from typing import NamedTuple
 
 from meshwright.planner import activations_moe as experts
@@ -155,9 +156,8 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     """Activations of one rank, on a CPU or on another device, whose loss is taken in other chunks."""
     s, last = Sizes(spec), spec.model.layers - 1
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
-    of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
-    kinds = model.layer_kinds
-    whole = [of_kind[kind] for kind in kinds]
+    of_kind = [_block(s, layer) for layer in s.kinds.values()]
+    whole = [of_kind[number] for number in model.kind_numbers]
     if spec.train.frozen:
         whole = [bytes * training_of(spec, layer).feed_forward for layer, bytes in enumerate(whole)]
     moved = _moved(s)
@@ -165,9 +165,9 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     windows = {kind.window for kind in s.kinds}
     peaks = backward_peaks(s, last, cpu)
     return Activations(
-        tuple(kept - away for kept, away in zip(whole, moved, strict=True)),
+        tuple(map(sub, whole, moved)),
         moved,
-        kinds=kinds,
+        kinds=model.layer_kinds,
         tables={kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds},
         masks={window: b * _mask(spec, window) for window in windows},
         plan=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
@@ -288,12 +288,12 @@ def _moved(s: Sizes) -> tuple[int, ...]:
     model, found = s.spec.model, [0] * s.spec.model.layers
     if s.spec.train.offload_activations == "none":
         return tuple(found)
-    of_kind = {kind: movable(s, layer) for kind, layer in s.kinds.items()}
-    kinds = model.layer_kinds
+    of_kind = [movable(s, layer) for layer in s.kinds.values()]
+    numbers = model.kind_numbers
     given = s.width.compute * s.stream
     for stage in stages(model, s.spec.layout, s.spec.data.seq_len):
         for layer in stage.blocks[:-1]:
-            found[layer] = of_kind[kinds[layer]] * training_of(s.spec, layer).feed_forward
+            found[layer] = of_kind[numbers[layer]] * training_of(s.spec, layer).feed_forward
         moves = len(stage.blocks) > 1 and training_of(s.spec, stage.first).before
         if moves and not stage.embed and given >= tiling().offload_bytes:
             found[stage.first] -= given

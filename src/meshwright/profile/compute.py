@@ -36,6 +36,8 @@ _LARGE = (
     *((1024, 4096), (4096, 1024), (14336, 4096), (4096, 14336), (128256, 4096), (128, 4096), (4096, 128)),
 )
 _SEQUENCES = ((1, 128), (8, 128), (1, 512), (4, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192))
+_LEAST_PRODUCTS, _LEAST_ATTENTIONS = 24, 6
+"""Shapes that are measured however slow a machine seems: the largest product is 100 times the least."""
 _HEADS = ((4, 4, 32), (8, 8, 64), (8, 2, 64), (8, 8, 128), (32, 8, 128))
 
 
@@ -45,7 +47,7 @@ def product_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int]]:
     shapes = {(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows}
     # Gradients of weights
     shapes |= {(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]}
-    return _affordable(shapes, _product_work, flops)
+    return _affordable(shapes, _product_work, flops, _LEAST_PRODUCTS)
 
 
 def _product_work(shape: tuple[int, int, int]) -> int:
@@ -54,11 +56,17 @@ def _product_work(shape: tuple[int, int, int]) -> int:
     return 2 * m * n * k + 100 * (m * k + n * k + m * n)
 
 
-def _affordable(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float) -> list[Shape]:
-    """The smallest shapes of which `flops` allow three calls at half the rate; the largest first."""
+def _affordable(
+    shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float, least: int
+) -> list[Shape]:
+    """The smallest shapes of which `flops` allow three calls at half the rate; the largest first.
+
+    At least `least` of them, since a busy machine's probe allows hardly any and a table needs a range.
+    """
     ranked = sorted(shapes, key=lambda shape: (work(shape), shape))
     spent = accumulate(2 * 3 * work(shape) for shape in ranked)
-    return [shape for shape, total in zip(ranked, spent, strict=True) if total <= flops][::-1]
+    affordable = sum(total <= flops for total in spent)
+    return ranked[: max(least, affordable)][::-1]
 
 
 def products(
@@ -93,7 +101,12 @@ def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int,
     """
     heads = _HEADS if cuda else _HEADS[:4]
     shapes = [(batch, *shape, length) for batch, length in _SEQUENCES for shape in heads]
-    return _affordable(shapes, lambda shape: 4 * 7 * shape[0] * shape[1] * shape[3] * shape[4] ** 2, flops)
+
+    def work(shape: tuple[int, ...]) -> int:
+        batch, query_heads, _, dim, length = shape
+        return 4 * 7 * batch * query_heads * dim * length**2
+
+    return _affordable(shapes, work, flops, _LEAST_ATTENTIONS)
 
 
 def attentions(

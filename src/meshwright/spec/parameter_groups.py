@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -66,7 +67,7 @@ def _chosen(table: Mapping[str, float], name: str, usual: float) -> float:
 
 def _specific(pattern: str) -> int:
     """Number of characters that stand for themselves."""
-    return len(pattern) - pattern.count("*") - pattern.count("?")
+    return len(re.sub(r"\[!?[^]]+\]|[*?]", "", pattern))
 
 
 def patterns_match_parameters(spec: Sections) -> None:

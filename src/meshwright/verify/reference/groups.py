@@ -31,16 +31,26 @@ def factor_and_decay(spec: RunSpec, name: str, dims: int) -> tuple[float, float]
 
 
 def _of(table: Mapping[str, float], name: str, usual: float) -> float:
-    """The value of the pattern with most characters besides * and ? that matches the whole name."""
+    """The value of the pattern with most characters of its own that matches the whole name."""
     best, found = -1, usual
     for pattern, value in table.items():
-        own = len(re.sub(r"[*?]", "", pattern))
+        own = sum(len(part) == 1 and part not in "*?" for part in _parts(pattern))
         if own > best and _matches(pattern, name):
             best, found = own, value
     return found
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """True if the whole name is as the pattern, where * stands for any characters and ? for one."""
-    expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.fullmatch(expression, name) is not None
+    """True if the whole name is as the pattern, where * stands for any characters, ? for one, [abc] for one
+    of these, and [!abc] for another one."""
+    wild = {"*": ".*", "?": "."}
+    parts = [
+        part.replace("[!", "[^", 1) if len(part) > 1 else wild.get(part, re.escape(part))
+        for part in _parts(pattern)
+    ]
+    return re.fullmatch("".join(parts), name) is not None
+
+
+def _parts(pattern: str) -> list[str]:
+    """The sets of characters in a pattern, and its other characters."""
+    return re.findall(r"\[!?[^]]+\]|.", pattern)
