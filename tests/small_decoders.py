@@ -17,6 +17,8 @@ BLOCKS: dict[str, dict[str, object]] = {
     "parallel": {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
     "geglu": {"activation": "geglu_tanh", "mlp_bias": True},
     "scales": {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
+    "capped": {"attention_softcap": 2.0, "logit_softcap": 3.0, "attention_scale": 0.5},
+    "sinks": {"attention_sinks": True, "sliding_window": 5},
     "partial rope": {"rope_dim": 4},
     "rope in some layers": {"rope_layers": [False, True]},
 }

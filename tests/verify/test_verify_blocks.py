@@ -20,6 +20,16 @@ BLOCKS: dict[str, dict[str, object]] = {
         "model__activation": "geglu_tanh", "model__embedding_scale": 6, "model__attention_scale": 0.2,
         "model__tied": "true", "model__rope_layers": "true,false",
     },
+    "gemma2": {
+        "model__norm_placement": "both", "model__norm_unit_offset": "true", "model__tied": "true",
+        "model__attention_softcap": 1.5, "model__logit_softcap": 2, "model__attention_scale": 0.7,
+        "model__init_std": 0.2, "model__sliding_window": 9,
+        "model__layer_types": "sliding_attention,full_attention",
+    },
+    "sinks": {
+        "model__attention_sinks": "true", "model__attention_softcap": 2, "model__init_std": 0.2,
+        "model__sliding_window": 9, "model__layer_types": "sliding_attention,full_attention",
+    },
     "cohere": {
         "model__parallel_block": "true", "model__norm": "layernorm", "model__norm_bias": "false",
         "model__logit_scale": 0.25, "model__residual_scale": 0.5, "model__rope_dim": 4,
@@ -31,6 +41,9 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp2, whole tokens": {"layout__tp": 2, "layout__sequence_parallel": "false"},
     "compiled": {"layout__tp": 2, "train__compile": "true", "recompute__policy": "selective"},
     "zb-v": {"layout__pp": 2, "layout__schedule": "zb-v"},
+    "gather": {"layout__cp": 2, "layout__context_mode": "gather"},
+    "ulysses": {"layout__cp": 2, "layout__context_mode": "ulysses", "recompute__policy": "selective"},
+    "compiled ring": {"layout__cp": 2, "train__compile": "true"},
     "all": {"layout__dp": 2, "layout__tp": 2, "layout__cp": 2, "layout__zero": 2},
 }
 QUICK = {

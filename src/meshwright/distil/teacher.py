@@ -107,12 +107,21 @@ class Teacher:
         return torch.cat([F.pad(part, (0, self._rows - part.shape[1])), rows_NC[:, vocabulary:]], 1)
 
 
-def answers(how: DistilSpec, logits_of: Predict, x_BTD: Tensor, weight: Tensor, *_: object) -> Tensor:
+def answers(
+    how: DistilSpec,
+    logits_of: Predict,
+    x_BTD: Tensor,
+    weight: Tensor,
+    _targets: Tensor | None,
+    _scale: float,
+    _soft: SoftTargets | None,
+    softcap: float | None,
+) -> Tensor:
     """The teacher's answers (B, T, C): log-probabilities, then tokens' indices, then hidden states.
 
     The logits of one sample are there at a time.
     """
-    return torch.cat([_packed(how, logits_of(x, weight, None, 1.0, None), x) for x in x_BTD.split(1)])
+    return torch.cat([_packed(how, logits_of(x, weight, None, 1.0, None, softcap), x) for x in x_BTD.split(1)])
 
 
 def _packed(how: DistilSpec, logits: Tensor, x: Tensor) -> Tensor:

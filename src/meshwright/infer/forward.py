@@ -15,7 +15,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.infer.batching import ForwardBatch
 from meshwright.infer.paged_cache import PAGE_TOKENS, PagedCache, Places, places
 from meshwright.infer.sampling import Sampling
-from meshwright.model.decoder import Decoder
+from meshwright.model.decoder import Decoder, flash_channels
 from meshwright.model.rope import Rope, rope_table, with_signs
 from meshwright.spec import UserError
 from meshwright.spec.layers import RopeSpec
@@ -128,7 +128,7 @@ class StageForward:
         T, S)."""
         spec, count = self.decoder.spec, positions_BT.shape[1]
         if at.read is None:
-            return self.decoder.hooks.mask(count, count, window, None, like, spec.head_dim)
+            return self.decoder.hooks.mask(count, count, window, None, like, flash_channels(spec))
         keys = at.keys
         if count == 1 and min(first) == max(first) and (window is None or window >= keys):
             return None

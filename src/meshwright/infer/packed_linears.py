@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.infer.paged_cache import PagedCache
+from meshwright.kernels.score_changes import ScoreChanges, capped
 from meshwright.model.attention import KeyValueCache, attend
 from meshwright.model.attention_gqa import Attention
 from meshwright.model.decoder import Block, Decoder
@@ -77,6 +78,7 @@ class PackedAttention:
         self._qkv, self._out = JointLinear([q, k, v], reorder), JointLinear([attention.o], reorder)
         queries, keys, _ = self._qkv.sizes
         self._heads, self._kv_heads = queries // self.head_dim, keys // self.head_dim
+        self._changes = ScoreChanges(attention.softcap, attention.sinks)
         self._q_norm, self._k_norm = attention.q_norm, attention.k_norm
         self._norms_all_heads, self._query_factor = attention.norms_all_heads, attention.query_factor
 
@@ -99,7 +101,7 @@ class PackedAttention:
             exact = torch.promote_types(stored.dtype, torch.float32)
             q, stored = q.to(exact), stored.to(exact).contiguous()
         keys, values = stored.chunk(2, 2)
-        out = attend(q, keys, values, mask).to(qkv.dtype).reshape(rows * count, -1)
+        out = attend(q, keys, values, mask, self._changes).to(qkv.dtype).reshape(rows * count, -1)
         return self._out(out).view(rows, count, hidden)
 
 
@@ -173,6 +175,7 @@ def pack_linears(decoder: Decoder) -> Decoder:
     head = decoder.head
     if not decoder.spec.tied:
         logits = JointLinear([head], reorder)
-        head.hooks = replace(head.hooks, predict=lambda x_BTD, *_: logits(x_BTD))
+        softcap = decoder.spec.logit_softcap
+        head.hooks = replace(head.hooks, predict=lambda x_BTD, *_: capped(logits(x_BTD), softcap))
     decoder.requires_grad_(False)
     return decoder

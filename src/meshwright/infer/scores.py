@@ -17,6 +17,7 @@ from meshwright.infer.forward import no_token_dropped
 from meshwright.infer.sharded import MOST_TOKENS, ShardedDecoder
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Predict
+from meshwright.model.soft_targets import SoftTargets
 
 MOST_LOGITS = 2**26
 """Logits that are held at a time."""
@@ -104,7 +105,14 @@ def _predicted_tokens(decoder: Decoder) -> Iterator[None]:
 
 
 def _picked(predict: Predict) -> Predict:
-    def picked(x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, *_: object) -> Tensor:
+    def picked(
+        x_BTD: Tensor,
+        weight: Tensor,
+        targets_BT: Tensor | None,
+        _scale: float,
+        _soft: SoftTargets | None,
+        softcap: float | None,
+    ) -> Tensor:
         assert targets_BT is not None
         counted = targets_BT != IGNORE
         x_ND, targets_N = x_BTD[counted], targets_BT[counted]
@@ -113,7 +121,7 @@ def _picked(predict: Predict) -> Predict:
         rows: list[Tensor] = []
         size = max(1, MOST_LOGITS // len(weight))
         for x, target in zip(x_ND.split(size), targets_N.split(size), strict=True):
-            logits_NV = predict(x.unsqueeze(0), weight, None, 1.0, None)[0]
+            logits_NV = predict(x.unsqueeze(0), weight, None, 1.0, None, softcap)[0]
             exact = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
             nats = exact.log_softmax(-1).gather(1, target.unsqueeze(1))[:, 0]
             rows.append(torch.stack([nats.double(), (exact.argmax(-1) == target).double()], 1))

@@ -22,6 +22,7 @@ using meshwright::cast;
 using meshwright::copy_columns;
 using meshwright::copy_rows;
 using meshwright::exponential;
+using meshwright::hyperbolic_tangent;
 using meshwright::pack_columns;
 using meshwright::pack_rows;
 using meshwright::SIDE;
@@ -35,6 +36,7 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 struct Sizes {
   int64_t batch, queries, keys, heads, key_heads, dim, value_dim, bias_batch, threads;
+  float softcap;  // 0 for none
 };
 
 constexpr int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
@@ -181,8 +183,14 @@ class Forward : Work {
   // what was mixed so far to the greatest score that is known now.
   void soften(int64_t r, const T* added, int64_t seen, int64_t width) {
     float *row = scores + r * line, top = -INF, sum = 0, step = scale;
+    if (s.softcap != 0.0f) {
+      const float over = scale / s.softcap;
+#pragma omp simd
+      for (int64_t j = 0; j < seen; ++j) row[j] = s.softcap * hyperbolic_tangent(row[j] * over);
+      step = 1.0f;
+    }
     if (added != nullptr) {
-      for (int64_t j = 0; j < seen; ++j) row[j] = row[j] * scale + static_cast<float>(added[j]);
+      for (int64_t j = 0; j < seen; ++j) row[j] = row[j] * step + static_cast<float>(added[j]);
       step = 1.0f;
     }
     std::fill_n(row + seen, LANES, -INF);  // then only whole vectors are left
@@ -345,8 +353,19 @@ class Backward : Work {
   // queries from `hidden` on.
   void slope(int64_t j, const float* bias, int32_t hidden) {
     float *score = scores + j * QUERIES, *product = products + j * QUERIES, step = scale;
+    float steep[QUERIES];  // the cap's derivative
+    if (s.softcap != 0.0f) {
+      const float over = scale / s.softcap;
+#pragma omp simd
+      for (int32_t r = 0; r < QUERIES; ++r) {
+        const float share = hyperbolic_tangent(score[r] * over);
+        score[r] = s.softcap * share;
+        steep[r] = 1.0f - share * share;
+      }
+      step = 1.0f;
+    }
     if (bias != nullptr) {
-      for (int32_t r = 0; r < QUERIES; ++r) score[r] = score[r] * scale + bias[r];
+      for (int32_t r = 0; r < QUERIES; ++r) score[r] = score[r] * step + bias[r];
       step = 1.0f;
     }
     const float *log = logs, *mean = means;
@@ -356,6 +375,8 @@ class Backward : Work {
       score[r] = chance;
       product[r] = chance * (product[r] - mean[r]);
     }
+    if (s.softcap != 0.0f)
+      for (int32_t r = 0; r < QUERIES; ++r) product[r] *= steep[r];
   }
 
   const BackwardTensors<T> x;

@@ -22,25 +22,55 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from meshwright.kernels import attention_cpu_kernel
-from meshwright.kernels.partial_attention import by_query_head, from_key_head
+from meshwright.kernels.partial_attention import by_query_head, from_key_head, row_products
+from meshwright.kernels.score_changes import (
+    UNCHANGED,
+    ScoreChanges,
+    add_sinks_,
+    cap_,
+    cap_slope,
+    keys_share,
+    sinks_gradient,
+)
 from meshwright.spec.tiling import query_rows
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(d) + bias) v for q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), out (B, T, H, v);
     and the log-sum-exp of the scores (B, H, T) in fp32 (fp64 for fp64).
 
     The queries are the last T of the S positions, and see keys up to their own. `bias` (1 or B, 1, T, S), in
-    q's dtype, is added to the scores; -inf hides more than the causal mask does.
+    q's dtype, is added to the scores; -inf hides more than the causal mask does. Scores are capped by
+    `softcap` before, and the softmax has `sinks` (H,), too.
     """
+    out, lse = _attend(q, k, v, bias, softcap)
+    if sinks is not None:
+        out.mul_(add_sinks_(lse, sinks.unsqueeze(1)).transpose(1, 2).unsqueeze(-1))
+    return out, lse
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend_in_blocks` without sinks."""
     if attention_cpu_kernel.takes(q, k, v, bias):
-        return attention_cpu_kernel.forward(q, k, v, bias)
+        return attention_cpu_kernel.forward(q, k, v, bias, softcap)
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     out, lse = _empty_outputs(q, v)
     sums = lse.unflatten(1, (k.shape[2], -1))
     for first, last, seen in _blocks(q, k):
         block = queries[:, :, first:last].flatten(1, 2)
-        scores = _scores(block, _first(keys, seen), bias, first, last)
+        scores = _scores(block, _first(keys, seen))
+        if softcap is not None:
+            cap_(scores, softcap)
+        _add_bias(scores, bias, first, last)
         probabilities = torch.softmax(scores, -1)
         found = scores.amax(-1).to(lse.dtype) - probabilities.amax(-1).to(lse.dtype).log_()
         del scores
@@ -49,43 +79,62 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tu
     return out, lse
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+def blocked_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, changes: ScoreChanges = UNCHANGED
+) -> Tensor:
     """Attention (B, T, H, v) of `attend_in_blocks`, as one operator."""
-    return torch.ops.meshwright.blocked_attention.default(q, k, v, bias)[0]
+    operator = torch.ops.meshwright.blocked_attention.default
+    return operator(q, k, v, bias, changes.sinks, changes.softcap)[0]
 
 
 def _differentiate_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if attention_cpu_kernel.takes(q, k, v, bias):
-        return attention_cpu_kernel.backward(q, k, v, bias, out, lse, grad)
+        return attention_cpu_kernel.backward(q, k, v, bias, softcap, out, lse, grad)
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     grads = by_query_head(grad, k.shape[2])
     exact = torch.promote_types(q.dtype, torch.float32)
     grad_q = q.new_empty(q.shape)
     grad_k, grad_v = torch.zeros_like(keys, dtype=exact), torch.zeros_like(values, dtype=exact)
     scale = q.shape[-1] ** -0.5
+    shares = None if sinks is None else keys_share(lse, sinks.unsqueeze(1)).unflatten(1, (k.shape[2], -1))
     for first, last, seen in _blocks(q, k):
         block, block_grad = queries[:, :, first:last].flatten(1, 2), grads[:, :, first:last].flatten(1, 2)
         seen_keys = _first(keys, seen)
-        probabilities = torch.softmax(_scores(block, seen_keys, bias, first, last), -1)
+        scores, slope = _scores(block, seen_keys), None
+        if softcap is not None:
+            slope = cap_slope(cap_(scores, softcap), softcap)
+        _add_bias(scores, bias, first, last)
+        probabilities = torch.softmax(scores, -1)
+        del scores
+        if shares is not None:
+            probabilities.mul_(shares[..., first:last].reshape(len(block), -1, 1))
         grad_v[:, :seen] += torch.bmm(probabilities.transpose(1, 2), block_grad)
         grad_probabilities = torch.bmm(block_grad, _first(values, seen).transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
         del probabilities, grad_probabilities
+        if slope is not None:
+            grad_scores.mul_(slope)
         grad_k[:, :seen] += torch.bmm(grad_scores.transpose(1, 2), block)
         _write_queries(grad_q, k, first, last, torch.bmm(grad_scores, seen_keys).mul_(scale))
-        del grad_scores, seen_keys
+        del grad_scores, slope, seen_keys
     return grad_q, from_key_head(grad_k.mul_(scale), k), from_key_head(grad_v, v)
 
 
-def _like_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _like_forward(q: Tensor, k: Tensor, v: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
     return _empty_outputs(q, v)
 
 
-def _like_backward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _like_backward(q: Tensor, k: Tensor, v: Tensor, *_others: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -100,13 +149,20 @@ for _name, _function, _fake in (
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    *tensors, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp's gradient, which is not used
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     backward = torch.ops.meshwright.blocked_attention_backward.default
-    return (*backward(*ctx.saved_tensors, grad), None)
+    *inputs, sinks, out, lse = ctx.saved_tensors
+    found = backward(*inputs, sinks, ctx.softcap, out, lse, grad)
+    of_sinks = None
+    if sinks is not None:
+        delta = row_products(grad, out).transpose(1, 2)
+        of_sinks = sinks_gradient(delta, lse, sinks.unsqueeze(1)).sum((0, 2)).to(sinks.dtype)
+    return *found, None, of_sinks, None
 
 
 torch.library.register_autograd("meshwright::blocked_attention", _differentiate, setup_context=_keep)
@@ -150,19 +206,22 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
         yield first, last, before + last
 
 
-def _scores(block: Tensor, keys: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
-    """Scores of a block of queries (N, G * Q, d), those from `first` to `last`, on the keys up to the last
-    one's (N, S, d): (N, G * Q, S)."""
+def _scores(block: Tensor, keys: Tensor) -> Tensor:
+    """Scores of a block of queries (N, G * Q, d) on keys (N, S, d): (N, G * Q, S)."""
     scores = block.new_empty(*block.shape[:2], keys.shape[1])
-    scores.baddbmm_(block, keys.transpose(1, 2), beta=0, alpha=block.shape[-1] ** -0.5)
-    rows = last - first
+    return scores.baddbmm_(block, keys.transpose(1, 2), beta=0, alpha=block.shape[-1] ** -0.5)
+
+
+def _add_bias(scores: Tensor, bias: Tensor | None, first: int, last: int) -> None:
+    """Add to the scores (N, G * Q, S) of the queries from `first` to `last` on the keys up to the last
+    one's."""
+    rows, keys = last - first, scores.shape[2]
     if bias is not None:
-        bias = bias[:, :, first:last, : keys.shape[1]]
+        bias = bias[:, :, first:last, :keys]
         scores.view(bias.shape[0], -1, *bias.shape[2:]).add_(bias)
     else:  # the last Q keys are the queries' own positions, the others are all seen
-        later = block.new_full((rows, rows), float("-inf")).triu_(1)
-        scores.view(len(block), -1, rows, keys.shape[1])[..., -rows:].add_(later)
-    return scores
+        later = scores.new_full((rows, rows), float("-inf")).triu_(1)
+        scores.view(len(scores), -1, rows, keys)[..., -rows:].add_(later)
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

@@ -23,7 +23,7 @@ class _Sizes(ctypes.Structure):
         for name in (
             "batch", "queries", "keys", "heads", "key_heads", "dim", "value_dim", "bias_batch", "threads"
         )
-    ]  # fmt: skip
+    ] + [("softcap", ctypes.c_float)]  # fmt: skip
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_others: Tensor) -> bool:
@@ -43,27 +43,37 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_others: Tensor
     return fits and enough and _name(q.dtype) is not None and _works(q.dtype)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention (B, T, H, v) and its log-sum-exp (B, H, T) in fp32, as `attention_cpu.attend_in_blocks`."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    _call("forward", _sizes(q, v, bias), q, k, v, bias, out, lse)
+    _call("forward", _sizes(q, v, bias, softcap), q, k, v, bias, out, lse)
     return out, lse
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from that of `out`."""
+    """The gradients of q, k and v from that of `out`; `out` and `lse` may be those over more keys."""
     found = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _call("backward", _sizes(q, v, bias), grad, q, k, v, bias, out, lse, *found)
+    _call("backward", _sizes(q, v, bias, softcap), grad, q, k, v, bias, out, lse, *found)
     return found
 
 
-def _sizes(q: Tensor, v: Tensor, bias: Tensor | None) -> _Sizes:
+def _sizes(q: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None) -> _Sizes:
     (batch, queries, heads, dim), (_, keys, key_heads, value_dim) = q.shape, v.shape
     bias_batch = 1 if bias is None else bias.shape[0]
-    return _Sizes(batch, queries, keys, heads, key_heads, dim, value_dim, bias_batch, torch.get_num_threads())
+    shapes = batch, queries, keys, heads, key_heads, dim, value_dim, bias_batch
+    return _Sizes(*shapes, torch.get_num_threads(), softcap or 0.0)
 
 
 def _call(direction: str, sizes: _Sizes, first: Tensor, *others: Tensor | None) -> None:
@@ -96,7 +106,7 @@ def _works(dtype: torch.dtype) -> bool:
         return False
     q, k = torch.zeros(1, 70, 1, 16, dtype=dtype), torch.zeros(1, 200, 1, 16, dtype=dtype)
     try:
-        backward(q, k, k, None, *forward(q, k, k, None), q)
+        backward(q, k, k, None, None, *forward(q, k, k, None), q)
     except RuntimeError as error:
         warnings.warn(f"{error}, as is done now", stacklevel=2)
         return False

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from meshwright.kernels.attention_intervals import AttentionIntervals, document_starts
-from meshwright.kernels.partial_attention import TILES, PartOperators, merge
+from meshwright.kernels.partial_attention import PartOperators, merge, row_products, tiles
+from meshwright.kernels.score_changes import add_sinks_, sinks_gradient
 
 _MOST_CHANNELS = 256
 
@@ -53,8 +54,9 @@ def varlen_attention(
     most_keys: int,
     causal: bool,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out (n, H, d), log-sum-exp (H, n) in fp32) for q (n, H, d), k and v (m, K, d).
+    """(out (n, H, d), log-sum-exp (H, n) in fp32) for q (n, H, d), k and v (m, K, d), with `sinks` (H,).
 
     Sequence i has the queries from `query_ends[i]` to `query_ends[i + 1]` (int32) and the keys likewise, of
     each at least one and at most `most_queries` and `most_keys`. Causal: its last query sees its last key,
@@ -66,6 +68,8 @@ def varlen_attention(
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *ends, 0.0, causal and window is None, False, **limits
     )
+    if sinks is not None:
+        out.mul_(add_sinks_(lse, sinks.unsqueeze(1)).t().unsqueeze(-1))
     return out, lse
 
 
@@ -116,13 +120,20 @@ def _limits(causal: bool, window: int | None) -> dict[str, int]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, query_ends, key_ends, *ctx.bounds = inputs
-    ctx.save_for_backward(*output, q, k, v, query_ends, key_ends)
+    q, k, v, query_ends, key_ends, *ctx.bounds, sinks = inputs
+    ctx.save_for_backward(*output, q, k, v, query_ends, key_ends, sinks)
     ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp's gradient, which is not used
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return (*varlen_attention_backward(grad, *ctx.saved_tensors, *ctx.bounds), *[None] * 6)
+    *saved, sinks = ctx.saved_tensors
+    out, lse, *_ = saved
+    found = varlen_attention_backward(grad, *saved, *ctx.bounds)
+    of_sinks = None
+    if sinks is not None:
+        delta = row_products(grad, out).t()
+        of_sinks = sinks_gradient(delta, lse, sinks.unsqueeze(1)).sum(1).to(sinks.dtype)
+    return *found, *[None] * 6, of_sinks
 
 
 varlen_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -171,11 +182,19 @@ def pack(
     return Packed(_to(ends.int(), device), _bound(int(ends.diff().max())), window)
 
 
-def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, packed: Packed) -> Tensor:
+def whole_rows(batch: int, length: int, device: torch.device) -> Packed:
+    """The sequences of rows that are one document each, without a window."""
+    ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+    return Packed(ends, _bound(length), None)
+
+
+def packed_attention(
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, packed: Packed, sinks_H: Tensor | None = None
+) -> Tensor:
     """Causal attention within the sequences of `packed`: (B, T, H, d)."""
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTKd, v_BTKd))
     ends, longest, window = packed
-    out, _ = varlen_attention(q, k, v, ends, ends, longest, longest, True, window)
+    out, _ = varlen_attention(q, k, v, ends, ends, longest, longest, True, window, sinks_H)
     return out.unflatten(0, q_BTHd.shape[:2])
 
 
@@ -372,6 +391,10 @@ def _tokens(x: Tensor, batch: int, at: Rows) -> Tensor:
 FLASH = PartOperators(make_flash_part, flash_forward, _whole_output, flash_backward)
 
 
-def part_operators(q_BTHd: Tensor) -> PartOperators:
-    """The operators for partial attention of these queries: flash kernels where supported, else tiles."""
-    return FLASH if flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES
+def part_operators(q_BTHd: Tensor, softcap: float | None = None) -> PartOperators:
+    """The operators for partial attention of these queries: flash kernels where supported, else tiles.
+
+    torch's flash kernel has no soft cap.
+    """
+    flash = softcap is None and flash_takes(q_BTHd, q_BTHd.shape[-1])
+    return FLASH if flash else tiles(softcap)

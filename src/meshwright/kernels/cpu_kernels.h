@@ -67,4 +67,16 @@ inline float exponential(float x) {
   return x > 88.0f ? x * 1e38f : y;
 }
 
+// tanh(x) within some ulp: its series near 0, where 1 - 2 / (e^2x + 1) would cancel.
+inline float hyperbolic_tangent(float x) {
+  const float square = x * x, bounded = std::fabs(x) > 9.0f ? 9.0f : std::fabs(x);
+  float series = 62.0f / 2835.0f;
+  series = std::fma(series, square, -17.0f / 315.0f);
+  series = std::fma(series, square, 2.0f / 15.0f);
+  series = std::fma(series, square, -1.0f / 3.0f);
+  series = std::fma(series * square, x, x);
+  const float far = 1.0f - 2.0f / (exponential(2.0f * bounded) + 1.0f);
+  return std::fabs(x) < 0.3f ? series : std::copysign(far, x);
+}
+
 }  // namespace meshwright

@@ -5,7 +5,8 @@ Gimelshein 2018; Dao et al. 2022). `part_forward` merges one part into a running
 one part's share of the gradients from the whole's log-sum-exp; both compute tile by tile with batched
 matmuls, like `attention_cpu`, and keep no probabilities. `PartOperators` is what they and their like on CUDA
 (`attention_flash`) have in common. Sums and merges are in fp32 (fp64 for fp64); a
-tile's scores are rounded to the input's format, in which its matmuls run.
+tile's scores are rounded to the input's format, in which its matmuls run. With a soft cap each score is
+capped before it is merged (`score_changes`).
 
 Since what a query sees is an interval of places, and the keys of a part lie in the order of their places,
 it sees an interval of the part's rows. A tile spans those that some query of it sees: the others are
@@ -18,14 +19,16 @@ d channels; a tile has n of the N, Q queries and W keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.attention_intervals import AttentionIntervals
+from meshwright.kernels.score_changes import cap_, cap_slope
 from meshwright.spec.tiling import SEEN_PER_QUERY, tiling
 
 
@@ -152,15 +155,26 @@ def empty_result(q_NGTd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_NGTd, dtype=exact), q_NGTd.new_full(q_NGTd.shape[:3], -math.inf, dtype=exact)
 
 
-def part_forward(q: Tensor, k: Tensor, v: Tensor, part: TiledPart, out: Tensor, lse: Tensor) -> None:
+def part_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: TiledPart,
+    out: Tensor,
+    lse: Tensor,
+    softcap: float | None = None,
+) -> None:
     """Merge the attention of q (N, G, T, d) to a part's k and v (N, S, d) into `out` and `lse`, in place."""
     if not part.tiles:
         return
-    bounded = _bounded(q, k)
+    bounded = _bounded(q, k, softcap)
     (scratch,) = _scratch(q, part, 1)
     for tile in part.tiles:
         at = (tile.groups, slice(None), tile.rows)
-        weights = _scores(q[at], k[tile.groups, tile.columns], tile, part, scratch)
+        weights = _scores(q[at], k[tile.groups, tile.columns], scratch)
+        if softcap is not None:
+            cap_(weights, softcap)
+        _hide(weights, q[at].shape, tile, part)
         peak = None
         if not bounded:
             peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)
@@ -172,7 +186,15 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, part: TiledPart, out: Tensor, 
 
 
 def part_backward(
-    grad: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, part: TiledPart, grad_q: Tensor
+    grad: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: TiledPart,
+    grad_q: Tensor,
+    softcap: float | None = None,
 ) -> Tensor:
     """This part's share of the gradients: adds to `grad_q` (N, G, T, d), gives those of k and v (2, N, S, d).
 
@@ -183,21 +205,27 @@ def part_backward(
     grad_kv = torch.zeros((2, *k.shape), dtype=grad_q.dtype, device=k.device)
     if not part.tiles:
         return grad_kv
-    shift = None if _bounded(q, k) else lse.to(q.dtype)
+    shift = None if _bounded(q, k, softcap) else lse.to(q.dtype)
     grads = _weighted(grad, delta, lse, shift)
     values = torch.cat([v, v.new_ones(*v.shape[:2], 2)], -1)
-    scratch = _scratch(q, part, 2)
+    scratch = _scratch(q, part, 2 if softcap is None else 3)
     for tile in part.tiles:
         at, keys = (tile.groups, slice(None), tile.rows), (tile.groups, tile.columns)
         block, block_grads = q[at].flatten(1, 2), grads[at].flatten(1, 2)
-        weights = _scores(q[at], k[keys], tile, part, scratch[0])
+        weights = _scores(q[at], k[keys], scratch[0])
+        slope = None
+        if softcap is not None:
+            slope = cap_slope(cap_(weights, softcap), softcap, _part_of(scratch[2], weights.shape))
+        _hide(weights, q[at].shape, tile, part)
         if shift is not None:
             weights.sub_(shift[at].flatten(1).unsqueeze(-1))
         weights.exp_()
         grad_kv[1][keys] += torch.bmm(weights.transpose(1, 2), block_grads[..., : q.shape[-1]])
-        grad_scores = scratch[1][: weights.numel()].view(weights.shape)
+        grad_scores = _part_of(scratch[1], weights.shape)
         torch.bmm(block_grads, values[keys].transpose(1, 2), out=grad_scores)
         grad_scores.mul_(weights)
+        if slope is not None:
+            grad_scores.mul_(slope)
         grad_kv[0][keys] += torch.bmm(grad_scores.transpose(1, 2), block).mul_(scale)
         grad_q[at] += torch.bmm(grad_scores, k[keys]).mul_(scale).view(q[at].shape)
     return grad_kv
@@ -244,13 +272,15 @@ def _limit(dtype: torch.dtype) -> float:
     return 0.7 * math.log(torch.finfo(dtype).max)
 
 
-def _bounded(q: Tensor, k: Tensor) -> bool:
-    """True if all scores are so small that exp needs no maximum subtracted: |q k| <= |q| |k|.
+def _bounded(q: Tensor, k: Tensor, softcap: float | None) -> bool:
+    """True if all scores are so small that exp needs no maximum subtracted: |q k| <= |q| |k|, and a cap.
 
     Saves two passes over the scores. Not asked on devices that would have to be waited for.
     """
     if q.device.type != "cpu":
         return False
+    if softcap is not None and softcap <= 0.99 * _limit(q.dtype):
+        return True
     longest = [float(torch.linalg.vector_norm(x, dim=-1).max()) for x in (q, k)]
     return longest[0] * longest[1] * q.shape[-1] ** -0.5 <= 0.99 * _limit(q.dtype)
 
@@ -261,21 +291,28 @@ def _scratch(q: Tensor, part: TiledPart, count: int) -> list[Tensor]:
     return [q.new_empty(most) for _ in range(count)]
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, part: TiledPart, scratch: Tensor) -> Tensor:
-    """q (n, G, Q, d) k^T (n, W, d) / sqrt(d), -inf where a query does not see the key: (n, G * Q, W)."""
+def _part_of(scratch: Tensor, shape: Sequence[int]) -> Tensor:
+    return scratch[: math.prod(shape)].view(shape)
+
+
+def _scores(q: Tensor, k: Tensor, scratch: Tensor) -> Tensor:
+    """q (n, G, Q, d) k^T (n, W, d) / sqrt(d): (n, G * Q, W)."""
     n, group, rows, dim = q.shape
-    shape = (n, group * rows, k.shape[1])
-    scores = scratch[: math.prod(shape)].view(shape)
-    scores.baddbmm_(q.flatten(1, 2), k.transpose(1, 2), beta=0, alpha=dim**-0.5)
+    scores = _part_of(scratch, (n, group * rows, k.shape[1]))
+    return scores.baddbmm_(q.flatten(1, 2), k.transpose(1, 2), beta=0, alpha=dim**-0.5)
+
+
+def _hide(scores: Tensor, queries: Sequence[int], tile: Tile, part: TiledPart) -> None:
+    """Set scores (n, G * Q, W) of `queries` (n, G, Q, d) to -inf where one does not see the key."""
+    n, group, rows, _ = queries
     batch = tile.batch.stop - tile.batch.start
     by_row = scores.view(batch, n // batch * group, rows, -1)
     for border in tile.borders:
-        columns = torch.arange(border.start, border.stop, device=q.device)
+        columns = torch.arange(border.start, border.stop, device=scores.device)
         low, high = (x[tile.batch, tile.rows].unsqueeze(-1) for x in (part.low, part.high))
         hidden = ((columns < low) | (columns >= high)).unsqueeze(1)
         first = tile.columns.start
         by_row[..., border.start - first : border.stop - first].masked_fill_(hidden, -math.inf)
-    return scores
 
 
 def row_products(grad: Tensor, out: Tensor) -> Tensor:
@@ -297,6 +334,15 @@ class PartOperators(NamedTuple):
 
 
 TILES = PartOperators(make_part, part_forward, row_products, part_backward)
+
+
+@lru_cache  # plans are kept by operators
+def tiles(softcap: float | None) -> PartOperators:
+    """`TILES`, with scores that are capped if there is a cap."""
+    if softcap is None:
+        return TILES
+    forward, backward = (partial(each, softcap=softcap) for each in (part_forward, part_backward))
+    return PartOperators(make_part, forward, row_products, backward)
 
 
 # Layouts --------------------------------------------------------------------------------------------

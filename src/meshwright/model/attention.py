@@ -5,7 +5,6 @@ Shapes: B batch, T queries, S keys, H heads, K key-value heads, d channels of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,13 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention_cpu import blocked_attention
-from meshwright.kernels.attention_flash import Packed, flash_takes, pack, packed_attention
+from meshwright.kernels.attention_flash import Packed, flash_takes, pack, packed_attention, whole_rows
+from meshwright.kernels.score_changes import UNCHANGED, ScoreChanges, add_sinks_, cap_
 
 _FEW = 16
 """Queries of a row that are few: all the query heads of a key head then take part in one product with it."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""(q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), mask) -> (B, T, H, v)."""
+
+class Attend(Protocol):
+    """Attention (B, T, H, v) of q (B, T, H, d) to k (B, S, K, d) and v (B, S, K, v)."""
+
+    def __call__(
+        self, q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Any, changes: ScoreChanges = UNCHANGED, /
+    ) -> Tensor:
+        """Attend; `mask` comes from the function that goes with this one."""
+        ...
 
 
 class KeyValueCache(Protocol):
@@ -39,20 +46,49 @@ class KeyValueCache(Protocol):
         ...
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed | None) -> Tensor:
-    """Causal attention of the last T of S positions: (B, T, H, v). `mask` comes from `attention_mask`."""
+def attend(
+    q_BTHd: Tensor,
+    k_BSKd: Tensor,
+    v_BSKv: Tensor,
+    mask: Tensor | Packed | None,
+    changes: ScoreChanges = UNCHANGED,
+    /,
+) -> Tensor:
+    """Causal attention of the last T of S positions: (B, T, H, v). `mask` comes from `attention_mask`.
+
+    On other devices than the CPU, too, changed scores are for `blocked_attention`, but for sinks where flash
+    attention takes the queries: no kernel of torch's caps scores, and SDPA's give no log-sum-exp.
+    """
     if isinstance(mask, Packed):
-        return with_wide_values(packed_attention)(q_BTHd, k_BSKd, v_BSKv, mask)
+        return with_wide_values(_packed)(q_BTHd, k_BSKd, v_BSKv, mask, changes)
     queries, keys = q_BTHd.shape[1], k_BSKd.shape[1]
     few = queries == 1 or (queries <= _FEW and queries < keys and mask is not None)
     if few and not torch.is_grad_enabled():
-        return attend_few_queries(q_BTHd, k_BSKd, v_BSKv, mask)
-    if q_BTHd.device.type == "cpu":
-        return blocked_attention(q_BTHd, k_BSKd, v_BSKv, mask)
+        return attend_few_queries(q_BTHd, k_BSKd, v_BSKv, mask, changes)
+    if not changes.none and mask is None and queries == keys and _flash_takes(q_BTHd, changes):
+        mask = whole_rows(len(q_BTHd), queries, q_BTHd.device)
+        return with_wide_values(_packed)(q_BTHd, k_BSKd, v_BSKv, mask, changes)
+    if q_BTHd.device.type == "cpu" or not changes.none:
+        return blocked_attention(q_BTHd, k_BSKd, v_BSKv, mask, changes)
     return sdpa(q_BTHd, k_BSKd, v_BSKv, mask)
 
 
-def attend_few_queries(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) -> Tensor:
+def _flash_takes(q: Tensor, changes: ScoreChanges) -> bool:
+    return changes.softcap is None and flash_takes(q, q.shape[-1])
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Packed, changes: ScoreChanges = UNCHANGED, /) -> Tensor:
+    assert changes.softcap is None  # `attention_mask` makes no `Packed` for it
+    return packed_attention(q, k, v, mask, changes.sinks)
+
+
+def attend_few_queries(
+    q_BTHd: Tensor,
+    k_BSKd: Tensor,
+    v_BSKv: Tensor,
+    mask: Tensor | None,
+    changes: ScoreChanges = UNCHANGED,
+) -> Tensor:
     """Attention (B, T, H, v) of few queries a row to all keys that `mask`, (1 or B, 1, T, S), leaves.
 
     The query heads of a key head stand as its queries, so that no kernel copies keys for them.
@@ -64,22 +100,44 @@ def attend_few_queries(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Ten
     else:
         q = q_BTHd.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = None if mask is None else mask.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(q, k_BSKd.transpose(1, 2), v_BSKv.transpose(1, 2), attn_mask=mask)
+    k, v = k_BSKd.transpose(1, 2), v_BSKv.transpose(1, 2)
+    if changes.none:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    else:
+        out = _attend_all(q, k, v, mask, changes)
     if queries == 1:
         return out.reshape(batch, 1, heads, -1)
     return out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, changes: ScoreChanges) -> Tensor:
+    """Attention (B, K, Q, v) of q (B, K, Q, d), of G heads one after another, to k (B, K, S, d)."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(2, 3)).to(exact).mul_(q.shape[-1] ** -0.5)
+    if changes.softcap is not None:
+        cap_(scores, changes.softcap)
+    if mask is not None:
+        scores.add_(mask)
+    chances = scores.softmax(-1)
+    if changes.sinks is not None:
+        by_head = changes.sinks.view(q.shape[1], -1, 1)
+        of_queries = by_head.expand(-1, -1, q.shape[2] // by_head.shape[1]).flatten(1).unsqueeze(-1)
+        chances.mul_(add_sinks_(scores.logsumexp(-1, keepdim=True), of_queries))
+    return chances.to(q.dtype) @ v
 
 
 def with_wide_values(attend: Attend) -> Attend:
     """Wrap an `attend` that needs d channels in the values so that it accepts fewer: zeros are appended to
     the values and cut off the output, which is exact."""
 
-    def attend_narrow(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Any) -> Tensor:
+    def attend_narrow(
+        q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Any, changes: ScoreChanges = UNCHANGED, /
+    ) -> Tensor:
         channels = v_BSKv.shape[-1]
         if channels == k_BSKd.shape[-1]:
-            return attend(q_BTHd, k_BSKd, v_BSKv, mask)
+            return attend(q_BTHd, k_BSKd, v_BSKv, mask, changes)
         v_BSKd = F.pad(v_BSKv, (0, k_BSKd.shape[-1] - channels))
-        return attend(q_BTHd, k_BSKd, v_BSKd, mask)[..., :channels]
+        return attend(q_BTHd, k_BSKd, v_BSKd, mask, changes)[..., :channels]
 
     return attend_narrow
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.score_changes import ScoreChanges
 from meshwright.model.attention import KeyValueCache
 from meshwright.model.hooks import AttentionHooks
 from meshwright.model.linear import Linear
@@ -24,7 +26,8 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, hooks: AttentionHooks) -> None:
         super().__init__()
         self.hooks = hooks
-        self.head_dim = spec.head_dim
+        self.head_dim, self.softcap = spec.head_dim, spec.attention_softcap
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.attention_sinks else None
         self.q = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
@@ -51,4 +54,5 @@ class Attention(nn.Module):
             q = q * self.query_factor
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.hooks.output(self.hooks.attend(q, k, v, mask).flatten(2), self.o)
+        mixed = self.hooks.attend(q, k, v, mask, ScoreChanges(self.softcap, self.sinks))
+        return self.hooks.output(mixed.flatten(2), self.o)

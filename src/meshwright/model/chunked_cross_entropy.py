@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.kernels import elementwise_cpu
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
+from meshwright.kernels.score_changes import cap_, cap_slope
 from meshwright.model.soft_targets import SoftTargetLoss, SoftTargets, VocabularyRows
 from meshwright.spec.tiling import loss_rows
 
@@ -66,6 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part: VocabularyPart | None,
         scale: float,
         soft: SoftTargets | None,
+        softcap: float | None,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
@@ -81,15 +83,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(first, first + len(logits), piece):
                 tokens = slice(start, min(start + piece, first + len(logits)))
                 part_logits = logits[start - first : tokens.stop - first]
+                slope = None
+                if softcap is not None:
+                    cap_(part_logits, softcap)
+                    slope = cap_slope(part_logits, softcap) if with_grad else None
                 if soft is None:
                     total += _loss(part_logits, targets[tokens], with_grad, part, scale)
-                    continue
-                answers = soft.each(itemgetter(tokens))
-                loss, of_piece = _soft_loss(
-                    part_logits, x[tokens], targets[tokens], answers, with_grad, part, scale
-                )
-                of_pieces.append((tokens, of_piece))
-                total += loss
+                else:
+                    answers = soft.each(itemgetter(tokens))
+                    loss, of_piece = _soft_loss(
+                        part_logits, x[tokens], targets[tokens], answers, with_grad, part, scale
+                    )
+                    of_pieces.append((tokens, of_piece))
+                    total += loss
+                if slope is not None:
+                    part_logits.mul_(slope)
             if grad_x is not None:  # the logits have become their gradients
                 torch.mm(logits, weight, out=grad_x[rows])
                 for tokens, of_piece in of_pieces:
@@ -110,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
         if grad_x is not None:
             grad_x = grad_x.mul_(grad.to(grad_x.dtype))
-        return grad_x, grad_weight, *[None] * 7
+        return grad_x, grad_weight, *[None] * 8
 
 
 def _loss(
@@ -188,6 +196,7 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     scale: float = 1.0,
     soft: SoftTargets | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without the targets that are IGNORE.
 
@@ -196,7 +205,7 @@ def linear_cross_entropy(
     compute, the forward computes the loss only. With `part`, `weight_VD` is that part
     of the vocabulary (rows beyond it are ignored), the loss is the whole's, and the gradient of x is this
     part's share, to be summed. With `soft` of the tokens (N, C) a token's loss is that of
-    `soft_targets.py`.
+    `soft_targets.py`. Logits are capped by `softcap`.
     """
     rows, piece = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
     if soft is not None:  # what is kept of a piece until its products is larger than they are
@@ -204,4 +213,6 @@ def linear_cross_entropy(
     if chunk is not None:
         rows = piece = chunk
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, piece, with_grad, part, scale, soft)
+    return _LinearCrossEntropy.apply(
+        *(x_ND, weight_VD, targets_N, rows, piece, with_grad, part, scale, soft, softcap)
+    )

@@ -89,7 +89,7 @@ class Head(nn.Module):
         super().__init__()
         self.hooks = hooks
         self.norm = make_norm(spec)
-        self.scale = spec.logit_scale
+        self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
         self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
 
     def forward(
@@ -101,7 +101,12 @@ class Head(nn.Module):
     ) -> Tensor:
         x_BTD = self.norm(x_BTD)
         x_BTD = x_BTD if self.scale == 1.0 else x_BTD * self.scale
-        return self.hooks.predict(x_BTD, self.weight, targets_BT, scale, soft)
+        return self.hooks.predict(x_BTD, self.weight, targets_BT, scale, soft, self.softcap)
+
+
+def flash_channels(spec: ModelSpec) -> int | None:
+    """Channels of a head for flash attention; None for a model whose scores it cannot compute."""
+    return spec.head_dim if spec.attention_softcap is None else None
 
 
 class Decoder(nn.Module):
@@ -176,7 +181,7 @@ class Decoder(nn.Module):
             for rope in dict.fromkeys(kind.rope for kind in kinds)
         }
         masks = {
-            window: self.hooks.mask(length, length, window, documents_BT, x_BTD, spec.head_dim)
+            window: self.hooks.mask(length, length, window, documents_BT, x_BTD, flash_channels(spec))
             for window in dict.fromkeys(kind.window for kind in kinds)
         }
         for layer, kind in zip(layers, kinds, strict=True):

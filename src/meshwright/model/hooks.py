@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.gradient_accumulation_fusion import GradientSum, no_sum
+from meshwright.kernels.score_changes import capped
 from meshwright.model.attention import Attend, attend, attention_mask
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embed_tokens
@@ -47,15 +48,15 @@ Dispatch = Callable[[Tensor, Tensor | None, int, bool], TokenDispatcher]
 """(experts (N, k), admitted copies (N, k) or None, number of experts, whether they may be computed without
 their sizes on the host) -> the dispatcher of these tokens."""
 
-Mask = Callable[[int, int, int | None, Tensor | None, Tensor, int], Any]
+Mask = Callable[[int, int, int | None, Tensor | None, Tensor, int | None], Any]
 """`attention_mask`'s parameters -> the mask that `Attend` takes."""
 
 EmbedTokens = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(tokens (B, T), positions, weight (V, D), position weight or None) -> (B, T, D)."""
 
-Predict = Callable[[Tensor, Tensor, Tensor | None, float, SoftTargets | None], Tensor]
-"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale, soft targets (B, T, C) or None) ->
-`scale` x summed loss, or logits (B, T, V)."""
+Predict = Callable[[Tensor, Tensor, Tensor | None, float, SoftTargets | None, float | None], Tensor]
+"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale, soft targets (B, T, C) or None, soft cap of the
+logits or None) -> `scale` x summed loss, or logits (B, T, V)."""
 
 
 NormHeads = Callable[[Tensor, Tensor, RmsNorm, RmsNorm], tuple[Tensor, Tensor]]
@@ -78,12 +79,13 @@ def predict(
     targets_BT: Tensor | None,
     scale: float,
     soft: SoftTargets | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Logits (B, T, V), or with targets (B, T) the scalar `scale` x summed loss."""
     if targets_BT is None:
-        return F.linear(x_BTD, weight)
+        return capped(F.linear(x_BTD, weight), softcap)
     tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-    return linear_cross_entropy(tokens, weight, targets, scale=scale, soft=flat(soft))
+    return linear_cross_entropy(tokens, weight, targets, scale=scale, soft=flat(soft), softcap=softcap)
 
 
 def flat(soft: SoftTargets | None) -> SoftTargets | None:

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.kernels.attention_intervals import AttentionIntervals, attention_intervals
+from meshwright.kernels.score_changes import UNCHANGED, ScoreChanges
 from meshwright.model.attention import Attend, with_wide_values
 from meshwright.model.hooks import Mask
 from meshwright.parallel.fused_comm_ops import Tensors
@@ -96,6 +97,11 @@ class _Groups:
         """The context ranks' rows in the order of positions."""
         return runs_of(self._places(length))
 
+    def own_heads(self, heads: Tensor) -> Tensor:
+        """The part of numbers of all heads (H,) that this rank has of its group's exchange."""
+        count = len(heads) // self.heads.size
+        return heads.narrow(0, self.heads.rank * count, count) if self.heads.size > 1 else heads
+
     def _united(self, length: int) -> list[Tensor]:
         """Positions (u T,) of each group together, ascending."""
         u, places = self.heads.size, self._places(length)
@@ -123,8 +129,18 @@ class ContextAttention:
     custom operators of a compiled block.
     """
 
-    def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache | None, windows: int = 1) -> None:
-        """`windows` is the number of different windows of the layers."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        mode: ContextMode,
+        cache: RecomputeCache | None,
+        windows: int = 1,
+        softcap: float | None = None,
+        sinks: bool = False,
+    ) -> None:
+        """`windows` is the number of different windows of the layers; they are called with this cap, and with
+        sinks or without."""
+        self._changes = softcap, sinks
         self._groups, self._cache, self._device = _Groups(mesh), cache, mesh.context.device
         self._gathers, self._ring = mode == "gather", mesh.ring
         self._compiled = self._make(self._parts_of, None)
@@ -132,11 +148,20 @@ class ContextAttention:
         self._to_heads = ExchangeOp(mesh.ulysses, self._groups.exchange, True, cache)
         self._to_tokens = ExchangeOp(mesh.ulysses, self._groups.exchange, False, cache)
 
-    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: KeyParts | Tensor) -> Tensor:
+    def __call__(
+        self,
+        q_BTHd: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        mask: KeyParts | Tensor,
+        changes: ScoreChanges = UNCHANGED,
+        /,
+    ) -> Tensor:
         """(B, T, H, d) for queries whose positions are those of `zigzag`; `mask` is what `mask` returns."""
-        tensors: list[Tensor] = []
+        assert (changes.softcap, changes.sinks is not None) == self._changes
+        tensors = [] if changes.sinks is None else [self._groups.own_heads(changes.sinks)]
         if isinstance(mask, Tensor):
-            tensors, attend = [mask], self._compiled
+            tensors, attend = [*tensors, mask], self._compiled
         else:
             parts = mask
             attend = self._make(lambda _: parts, self._cache)
@@ -154,8 +179,8 @@ class ContextAttention:
         self, parts: Callable[[Tensors], KeyParts], cache: RecomputeCache | None
     ) -> RingAttention | GatherAttention:
         if self._gathers:
-            return GatherAttention(self._groups.axis, parts, cache, self._groups.runs)
-        return RingAttention(self._ring, parts, cache)
+            return GatherAttention(self._groups.axis, parts, cache, *self._changes, self._groups.runs)
+        return RingAttention(self._ring, parts, cache, *self._changes)
 
     def _parts_of(self, tensors: Tensors) -> KeyParts:
         """The keys that come to this rank's queries, part by part; planned already if met lately.
@@ -180,10 +205,11 @@ def context_parallel_hooks(
     whole sequences.
     """
     axis = mesh.context
-    attention = ContextAttention(mesh, mode, cache, len({kind.window for kind in model.kinds}))
+    windows = len({kind.window for kind in model.kinds})
+    attention = ContextAttention(mesh, mode, cache, windows, model.attention_softcap, model.attention_sinks)
 
     def mask(
-        queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int
+        queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int | None
     ) -> KeyParts | Tensor:
         length = queries * axis.size
         positions = zigzag(length, axis.size, axis.rank)

@@ -23,7 +23,9 @@ from meshwright.kernels.partial_attention import (
     empty_result,
     from_key_head,
     from_query_head,
+    row_products,
 )
+from meshwright.kernels.score_changes import add_sinks_, sinks_gradient
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ulysses import Run
@@ -56,10 +58,13 @@ class KeyParts:
 class _Queries:
     """A rank's queries, which attend to keys and values block by block."""
 
-    def __init__(self, q: Tensor, k: Tensor, parts: KeyParts) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, parts: KeyParts, softcap: float | None, sinks: Tensor | None
+    ) -> None:
         self._like, self._kv_heads = q, k.shape[2]
-        self._operators = part_operators(q)
+        self._operators = part_operators(q, softcap)
         self._q = by_query_head(q, self._kv_heads)
+        self._sinks = None if sinks is None else self._by_query_head(sinks)
         self.plans = parts.plans(self._operators, self._kv_heads, self._q.shape[1])
 
     def attend(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -68,27 +73,46 @@ class _Queries:
         for kv, plan in blocks:
             self._operators.forward(self._q, kv[0], kv[1], plan, out, lse)
             del kv  # a ring receives a block into the memory of the one before
+        if self._sinks is not None:
+            out.mul_(add_sinks_(lse, self._sinks).unsqueeze(-1))
         return from_query_head(out, self._like), lse
 
     def differentiate(self, grad: Tensor, out: Tensor, lse: Tensor, blocks: Blocks) -> Iterator[Tensor]:
-        """Gradients (2, N, S, d) of each block of keys and values; adds up `grad_q` (N, G, T, d)."""
-        grad_out = by_query_head(grad, self._kv_heads)
-        delta = self._operators.remember(grad_out, by_query_head(out, self._kv_heads))
+        """Gradients (2, N, S, d) of each block of keys and values; adds up `grad_q` (N, G, T, d), and finds
+        `grad_sinks` (H,), empty without sinks."""
+        grad_out, whole = by_query_head(grad, self._kv_heads), by_query_head(out, self._kv_heads)
+        delta = self._operators.remember(grad_out, whole)
+        self.grad_sinks = self._differentiate_sinks(grad_out, whole, lse)
+        del whole
         self.grad_q = torch.zeros_like(self._q, dtype=lse.dtype)
         for kv, plan in blocks:
             yield self._operators.backward(grad_out, delta, lse, self._q, kv[0], kv[1], plan, self.grad_q)
             del kv
 
     def gradients(self, total: Tensor, k: Tensor) -> Tensors:
-        """Gradients of q, k and v, given the sum (2, N, S, d) over ranks of those of k and v."""
-        return [from_query_head(self.grad_q, self._like), *(from_key_head(x, k) for x in total)]
+        """Gradients of q, k, v and sinks, given the sum (2, N, S, d) over ranks of those of k and v."""
+        of_keys = (from_key_head(x, k) for x in total)
+        return [from_query_head(self.grad_q, self._like), *of_keys, *self.grad_sinks]
+
+    def _by_query_head(self, sinks: Tensor) -> Tensor:
+        """(H,) -> (N, G, 1)."""
+        by_head = sinks.view(1, self._kv_heads, -1, 1)
+        return by_head.expand(self._like.shape[0], -1, -1, -1).flatten(0, 1)
+
+    def _differentiate_sinks(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensors:
+        """The gradient (H,) of the sinks, in a list; none without sinks."""
+        if self._sinks is None:
+            return []
+        found = sinks_gradient(row_products(grad_out, out), lse, self._sinks)
+        by_head = found.unflatten(0, (-1, self._kv_heads)).sum((0, 3)).flatten()
+        return [by_head.to(self._sinks.dtype)]
 
 
 class _ContextAttentionOp(FusedCommOp):
     """Attention of q (B, T, H, d), k and v (B, T, K, d) to keys of all ranks of an axis: out (B, T, H, d).
 
-    `parts` gives what the queries attend to from the further inputs, which only a compiled block has. The
-    results but the first are saved for the backward.
+    The next input are sinks (H,), if there are any. `parts` gives what the queries attend to from the further
+    inputs, which only a compiled block has. The results but the first are saved for the backward.
     """
 
     kind = "attention"
@@ -99,9 +123,16 @@ class _ContextAttentionOp(FusedCommOp):
         axis: Axis,
         parts: Callable[[Tensors], KeyParts],
         cache: RecomputeCache | None,
+        softcap: float | None,
+        sinks: bool,
     ) -> None:
         super().__init__(cache)
-        self._axis, self._parts = axis, parts
+        self._axis, self._parts, self._softcap, self._sinks = axis, parts, softcap, int(sinks)
+
+    def queries(self, q: Tensor, k: Tensor, rest: Tensors) -> _Queries:
+        """This rank's queries, given the inputs after q, k and v."""
+        sinks = rest[0] if self._sinks else None
+        return _Queries(q, k, self._parts(rest[self._sinks :]), self._softcap, sinks)
 
     def results_like(self, inputs: Tensors) -> Tensors:
         q, k, *_ = inputs
@@ -109,7 +140,8 @@ class _ContextAttentionOp(FusedCommOp):
         return [empty(q), q.new_empty(lse_shape, dtype=torch.promote_types(q.dtype, torch.float32))]
 
     def gradients_like(self, saved: Tensors, grads: Tensors) -> Tensors:
-        return [empty(saved[0]), empty(saved[1]), empty(saved[1])]
+        *_, sinks = saved[: 5 + self._sinks]
+        return [empty(saved[0]), empty(saved[1]), empty(saved[1]), *[empty(sinks)] * self._sinks]
 
 
 class RingAttention(_ContextAttentionOp):
@@ -117,7 +149,7 @@ class RingAttention(_ContextAttentionOp):
 
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
-        queries = _Queries(q, k, self._parts(rest))
+        queries = self.queries(q, k, rest)
         return queries.attend(self._arriving(by_key_head(k, v), queries.plans))
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
@@ -125,7 +157,7 @@ class RingAttention(_ContextAttentionOp):
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, v, out, lse, *rest = saved
-        queries = _Queries(q, k, self._parts(rest))
+        queries = self.queries(q, k, rest)
         blocks = self._arriving(by_key_head(k, v), queries.plans)
         total: Tensor | None = None
         arriving: Pending = DONE
@@ -167,15 +199,17 @@ class GatherAttention(_ContextAttentionOp):
         axis: Axis,
         parts: Callable[[Tensors], KeyParts],
         cache: RecomputeCache | None,
+        softcap: float | None,
+        sinks: bool,
         runs: Callable[[int], Sequence[Run]],
     ) -> None:
         """`runs` maps the length of a sequence to the ranks' rows in the order of positions."""
-        super().__init__(axis, parts, cache)
+        super().__init__(axis, parts, cache, softcap, sinks)
         self._runs = runs
 
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
-        queries = _Queries(q, k, self._parts(rest))
+        queries = self.queries(q, k, rest)
         whole = self._gather(by_key_head(k, v))
         return *queries.attend(zip([whole], queries.plans, strict=True)), whole
 
@@ -185,7 +219,7 @@ class GatherAttention(_ContextAttentionOp):
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, whole, out, lse, *rest = saved
-        queries = _Queries(q, k, self._parts(rest))
+        queries = self.queries(q, k, rest)
         (grad_whole,) = queries.differentiate(grads[0], out, lse, zip([whole], queries.plans, strict=True))
         return queries.gradients(self._reduce_scatter(grad_whole), k)
 

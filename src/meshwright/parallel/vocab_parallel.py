@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwright.comm.collectives import gather_rows
 from meshwright.comm.mesh import Axis
+from meshwright.kernels.score_changes import capped
 from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
 from meshwright.model.embedding import embedding
 from meshwright.model.hooks import flat
@@ -54,16 +55,17 @@ class VocabParallel:
         targets_BT: Tensor | None,
         scale: float,
         soft: SoftTargets | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """`scale` times the summed loss, a scalar, for which no rank gathers another's logits; or without
         targets the logits (B, T, V) of all ranks, without their gradient."""
         shard = self._head
         x_BTD = self._enter(x_BTD)[0]  # one name, so that the shard of tokens is freed before the loss
         if targets_BT is None:
-            parts = gather_rows(F.linear(x_BTD, weight).detach(), self._axis)
+            parts = gather_rows(capped(F.linear(x_BTD, weight).detach(), softcap), self._axis)
             return torch.cat(list(parts), -1)[..., : shard.global_shape[0]]
         axis = self._axis
         gather, rows = partial(gather_rows, axis=axis), shard.size - shard.padding
         part = VocabularyPart(shard.first, rows, gather, axis.rank, axis.size)
         tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale, soft=flat(soft))
+        return linear_cross_entropy(tokens, weight, targets, None, part, scale, flat(soft), softcap)

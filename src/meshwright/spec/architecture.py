@@ -65,6 +65,15 @@ class Architecture(FrozenModel):
     attention_scale: float | None = Field(
         None, gt=0, description="factor on the scores of attention; default 1 / sqrt(head_dim)"
     )
+    attention_softcap: float | None = Field(
+        None, gt=0, description="c of c tanh(score / c), which takes the place of a score of attention"
+    )
+    logit_softcap: float | None = Field(
+        None, gt=0, description="c of c tanh(logit / c), which takes the place of a logit"
+    )
+    attention_sinks: bool = Field(
+        False, description="a learned logit of each head in the sum of its softmax, without a value"
+    )
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = Field(10000.0, gt=0)
     rope_scaling: RopeScaling | None = None

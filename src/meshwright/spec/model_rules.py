@@ -132,6 +132,7 @@ def latents_make_heads(spec: Sections) -> None:
     _check_fields(model, part, {"kv_heads": model.heads})
     computed = {"position": "rope", "qkv_bias": False, "out_bias": False, "qk_norm": False, "rope_dim": None}
     computed |= {"rope_layers": None, "attention_scale": None, "norm_unit_offset": False}
+    computed |= {"attention_softcap": None, "attention_sinks": False}
     _check_fields(model, "model.mla", computed)
 
 

@@ -90,6 +90,8 @@ def block_parameters(model: Architecture, layer: int) -> Iterator[Parameter]:
 
 def _attention(model: Architecture, name: str) -> Iterator[Parameter]:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if model.attention_sinks:
+        yield Parameter(f"{name}.sinks", (model.heads,), "heads")
     yield from _linear(f"{name}.q", q, model.hidden, model.qkv_bias, "heads")
     for which in ("k", "v"):
         yield from _linear(f"{name}.{which}", kv, model.hidden, model.qkv_bias, "kv_heads")

@@ -97,7 +97,7 @@ class ReferenceDecoder:
                 y = self._mlp(f"{path}.mlp", normed)
             x = self.tap(path, x + spec.residual_scale * self._norm(f"{path}.mlp_post_norm", y))
         weight = self.weights["embed.weight" if spec.tied else "head.weight"]
-        logits = spec.logit_scale * (self._norm("head.norm", x) @ weight.T)
+        logits = _capped(spec.logit_scale * (self._norm("head.norm", x) @ weight.T), spec.logit_softcap)
         return self.tap("head", logits), routings
 
     # Layers -----------------------------------------------------------------------------------------
@@ -142,8 +142,12 @@ class ReferenceDecoder:
         computed: Callable[..., Tensor] = attend
         if 2 * spec.layers * spec.heads * visible.numel() * x.itemsize > MOST_SCORES:
             computed = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+        sinks = self.weights[f"{path}.sinks"] if spec.attention_sinks else [None] * spec.heads
         mixed = [
-            computed(q[:, :, head], k[:, :, head // group], v[:, :, head // group], visible, scale)
+            computed(
+                *(q[:, :, head], k[:, :, head // group], v[:, :, head // group]),
+                *(visible, scale, spec.attention_softcap, sinks[head]),
+            )
             for head in range(spec.heads)
         ]
         return self.tap(path, self._linear(f"{path}.o", torch.cat(mixed, -1)))
@@ -258,10 +262,27 @@ def visible_keys(documents: Tensor, window: int | None) -> Tensor:
     return near & (documents.unsqueeze(2) == documents.unsqueeze(1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attention (n, T, v) of one head: q and k (n, T, d), v (n, T, v), `visible` (n, T, T)."""
-    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, -math.inf)
-    return torch.softmax(scores, -1) @ v
+def _capped(x: Tensor, softcap: float | None) -> Tensor:
+    """Logits that stay between -softcap and softcap (Gemma Team 2024, Gemma 2, §2)."""
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """Attention (n, T, v) of one head: q and k (n, T, d), v (n, T, v), `visible` (n, T, T). A `sink` is one
+    key more, with this score for all queries and the value 0 (OpenAI 2025, gpt-oss)."""
+    seen = _capped(q @ k.transpose(1, 2) * scale, softcap).masked_fill(~visible, -math.inf)
+    if sink is None:
+        return torch.softmax(seen, -1) @ v
+    with_sink = torch.cat([seen, sink.expand(*seen.shape[:2], 1)], -1)
+    return torch.softmax(with_sink, -1)[..., :-1] @ v
 
 
 # Experts -------------------------------------------------------------------------------------------------
