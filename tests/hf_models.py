@@ -49,6 +49,10 @@ GEMMA3 = LLAMA | {
     "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 7, "tie_word_embeddings": True,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
+GEMMA2 = LLAMA | {
+    "head_dim": 16, "query_pre_attn_scalar": 4, "sliding_window": 7, "tie_word_embeddings": True,
+    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
+}  # fmt: skip
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -115,6 +119,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "logit_scale": 0.25}),
     "olmo2": ("Olmo2", LLAMA | SPECIAL),
     "olmo2 tied, biases": ("Olmo2", LLAMA | SPECIAL | {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2 without caps": (
+        "Gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                            "layer_types": TYPES, "attention_bias": True}),
+    "olmo3": ("Olmo3", LLAMA | SPECIAL | {"sliding_window": 7, "num_hidden_layers": 5}),
+    "olmo3 yarn on full layers": (
+        "Olmo3", LLAMA | SPECIAL | {"sliding_window": 7, "layer_types": TYPES, "rope_scaling": YARN}),
     "gpt2": ("GPT2", GPT2),
     "gpt2 erf, narrow": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80}),
     "gpt2 untied": ("GPT2", GPT2 | {"tie_word_embeddings": False}),

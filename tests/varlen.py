@@ -19,6 +19,7 @@ from meshwright.kernels.partial_attention import (
     from_key_head,
     from_query_head,
 )
+from meshwright.kernels.score_changes import add_sinks_
 
 
 @contextmanager
@@ -49,6 +50,7 @@ def _forward(
     most_keys: int,
     causal: bool,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan, dtype=exact)
@@ -56,6 +58,8 @@ def _forward(
         scores = _scores(q[queries], k[keys], most_keys, causal, window)
         lse[:, queries] = scores.logsumexp(-1)
         out[queries] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), _each_head(v[keys], q)).to(q.dtype)
+    if sinks is not None:
+        out.mul_(add_sinks_(lse, sinks.unsqueeze(1)).t().unsqueeze(-1))
     return out, lse
 
 

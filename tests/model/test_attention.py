@@ -109,11 +109,14 @@ def test_operators_are_as_their_fakes_say(dtype: torch.dtype, v_dim: int) -> Non
     mask = attention_mask(8, 8, 3, None, like=inputs[0])
     forward = torch.ops.meshwright.blocked_attention.default
     backward = torch.ops.meshwright.blocked_attention_backward.default
-    for added in (None, mask):
-        torch.library.opcheck(forward, (*inputs, added))
-        plain = [x.detach() for x in inputs]
+    sinks = torch.ones(4, dtype=dtype, requires_grad=True)
+    for added, changes in ((None, (None, None)), (mask, (None, None)), (mask, (sinks, 2.0))):
+        torch.library.opcheck(forward, (*inputs, added, *changes))
+        plain, (its_sinks, softcap) = [x.detach() for x in inputs], changes
+        given = plain, added, None if its_sinks is None else its_sinks.detach(), softcap
         grad = torch.ones(2, 8, 4, v_dim, dtype=dtype)
-        torch.library.opcheck(backward, (*plain, added, *forward(*plain, added), grad))
+        found = forward(*given[0], *given[1:])
+        torch.library.opcheck(backward, (*given[0], *given[1:], *found, grad))
 
 
 def test_operator_counts_its_flops() -> None:

@@ -41,6 +41,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     "granite": {"model.embedding_scale": 3, "model.residual_scale": 0.5, "model.attention_scale": 0.2},
     "phi3": {"model.rope_dim": 12},
     "starcoder2": {"model.norm": "layernorm", "model.activation": "gelu_tanh", "model.mlp_bias": "true"},
+    "gemma2": {
+        "model.norm_placement": "both", "model.norm_unit_offset": "true", "model.activation": "geglu_tanh",
+        "model.attention_softcap": 50, "model.logit_softcap": 30, "model.sliding_window": 8,
+        "model.layer_types": "sliding_attention,full_attention", "model.tied": "true",
+    },
     "gemma3_text": {
         "model.norm_placement": "both", "model.norm_unit_offset": "true", "model.qk_norm": "true",
         "model.activation": "geglu_tanh", "model.sliding_window": 8,
@@ -49,6 +54,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     "glm4": {"model.norm_placement": "both", "model.rope_dim": 8},
     "cohere2": {"model.parallel_block": "true", "model.norm": "layernorm", "model.norm_bias": "false"},
     "olmo2": {"model.norm_placement": "post", "model.qk_norm": "true", "model.qk_norm_over": "all"},
+    "olmo3": {
+        "model.norm_placement": "post", "model.qk_norm": "true", "model.qk_norm_over": "all",
+        "model.sliding_window": 8, "model.layer_types": "sliding_attention,full_attention",
+    },
     "gpt2": {
         "model.norm": "layernorm", "model.activation": "gelu_tanh", "model.position": "learned",
         "model.qkv_bias": "true", "model.out_bias": "true", "model.mlp_bias": "true", "model.tied": "true",

@@ -48,7 +48,8 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 QUICK = {
     ("olmo2", "tp4"), ("olmo2", "compiled"), ("olmo2", "all"), ("gemma", "zero3"), ("gemma", "zb-v"),
-    ("cohere", "tp2, whole tokens"), ("cohere", "all"),
+    ("cohere", "tp2, whole tokens"), ("cohere", "all"), ("gemma2", "ulysses"), ("gemma2", "tp4"),
+    ("sinks", "all"), ("sinks", "gather"), ("sinks", "compiled ring"),
 }  # fmt: skip
 
 

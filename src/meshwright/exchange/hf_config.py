@@ -126,10 +126,11 @@ def _rope(model: ModelSpec, family: Family) -> dict[str, Any]:
         rope = {"rope_type": scaling.kind, **{name: value for name, value in keys if value is not None}}
     fields: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": rope}
     newer = {"rope_theta": model.rope_theta, **(rope or {"rope_type": "default"})}
-    if family.rope_local is not None:
+    if family.rope_by_type:
         base = model.rope_local_base_freq or model.rope_theta
         local = {"rope_type": "default", "rope_theta": base}
-        fields["rope_local_base_freq"] = base
+        if family.rope_local is not None:
+            fields["rope_local_base_freq"] = base
         fields["rope_parameters"] = {"full_attention": newer, "sliding_attention": local}
         return fields
     share = (model.rope_dim or model.head_dim) / model.head_dim

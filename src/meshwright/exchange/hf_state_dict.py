@@ -114,6 +114,8 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
         ours, theirs = f"blocks.{layer}", f"{names.model}.{names.layers}.{layer}"
         if spec.mla is None:
             yield from _linears(spec, family, ours, theirs, "attn")
+            if spec.attention_sinks:
+                yield HfTensor(f"{theirs}.self_attn.sinks", (f"{ours}.attn.sinks",))
             for x in "qk" if spec.qk_norm else "":
                 yield from _leaves(f"{theirs}.self_attn.{x}_norm", f"{ours}.attn.{x}_norm")
         else:

@@ -63,8 +63,10 @@ def model_fields(config: Config) -> dict[str, Any]:
 def _llama_like(config: Config, family: Family) -> dict[str, Any]:
     fields = {**config.fields(family.keys), "activation": _activation(config, family)}
     heads, layers = fields["heads"], fields["layers"]
+    read = {key.name for key in family.keys.values()}
     for key, value in NOT_COMPUTED.items():
-        config.check(key, value)
+        if key not in read and config.values.get(key) is not None:  # null is as if it were absent
+            config.check(key, value)
     fields["sliding_window"] = None
     if family.windows:
         fields |= _windows(config, family, layers)

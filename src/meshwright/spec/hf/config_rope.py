@@ -12,7 +12,7 @@ from meshwright.spec.hf.json_object import NUMBER, SIZE, Config
 def read_rope(config: Config, family: Family, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` about rotary positions; `fields` are those read so far."""
     rope = _rope(config)
-    if family.rope_local is not None:  # an object for each type of layers, or keys of the config
+    if family.rope_by_type:  # an object for each type of layers, or keys of the config
         return _by_type(config, family, rope, fields)
     theta = (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, family.rope_theta)
     found = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, fields["max_seq_len"])}
@@ -44,7 +44,7 @@ def _by_type(config: Config, family: Family, rope: Config, fields: dict[str, Any
     if "rope_theta" in local.values:
         base = local.read("rope_theta", NUMBER)
     else:
-        base = config.read("rope_local_base_freq", NUMBER, family.rope_local)
+        base = config.read("rope_local_base_freq", NUMBER, family.rope_local or theta)
     local.check("rope_type", "default")
     slides = fields.get("layer_types") is not None or fields.get("sliding_window") is not None
     return {

@@ -27,8 +27,8 @@ from meshwright.spec.hf.tensor_names import (
 from meshwright.spec.layers import Activation
 
 FamilyName = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma3_text", "glm4",
-    "cohere2", "olmo2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma2", "gemma3_text",
+    "glm4", "cohere2", "olmo2", "olmo3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
 ]  # fmt: skip
 
 
@@ -84,8 +84,10 @@ class Family:
     """Default of `partial_rotary_factor`, the share of channels that turn by position; None for all."""
     rope_pairs: bool = False
     """True if files have the channels that turn together in pairs, and not in halves."""
+    rope_by_type: bool = False
+    """True if layers with a window have rotary positions of their own, which are not scaled."""
     rope_local: float | None = None
-    """Default of the base of layers with a window, where it may differ from that of the others."""
+    """Default of the base of these; None for that of the others."""
     skips_rope: Literal["no_rope_layers", "full_attention"] | None = None
     """Which layers have no rotary positions: those of a list, or those without a window."""
     scaled_embedding: bool = False
@@ -210,11 +212,23 @@ FAMILIES: dict[str, Family] = {
         STARCODER2, {"norm": "layernorm"}, ("hidden_act", {"gelu_pytorch_tanh": "gelu_tanh"}),
         attention_bias=None, kv_heads=2, windows=True,
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", None,
+        {
+            **_llama(8192, tied=True),
+            "attention_softcap": JsonKey("attn_logit_softcapping", NUMBER, 50.0, nullable=True),
+            "logit_softcap": JsonKey("final_logit_softcapping", NUMBER, 30.0, nullable=True),
+        },
+        GEMMA, {"norm_placement": "both", "norm_unit_offset": True}, ("hidden_activation", _TANH),
+        kv_heads=4, head_dim=256, scaled_embedding=True, query_scalar=256,
+        windows=True, window=4096, layer_types=True, window_pattern=2,
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", None, _llama(131072, tied=True), GEMMA,
         {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
         ("hidden_activation", _TANH),
-        kv_heads=4, head_dim=256, rope_theta=1e6, rope_local=1e4, scaled_embedding=True, query_scalar=256,
+        kv_heads=4, head_dim=256, rope_theta=1e6, rope_by_type=True, rope_local=1e4,
+        scaled_embedding=True, query_scalar=256,
         windows=True, window=4096, layer_types=True, window_pattern=6,
     ),
     "glm4": Family(
@@ -235,6 +249,11 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "Olmo2ForCausalLM", None, _llama(2048, 1e-5), OLMO2,
         {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", None, _llama(2048, 1e-5), OLMO2,
+        {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
+        rope_theta=5e5, rope_by_type=True, windows=True, window=4096, layer_types=True, window_pattern=4,
     ),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, GPT2, learned_positions=True),
     "mixtral": Family(
