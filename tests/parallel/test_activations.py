@@ -40,6 +40,7 @@ WINDOWS = {
     "model__layer_types": "sliding_attention,full_attention", "model__sliding_window": 48,
     "model__rope_local_base_freq": 100,
 }  # fmt: skip
+CAPS = {"model__attention_softcap": 20, "model__logit_softcap": 10, "model__attention_sinks": "true"}
 LARGER = {"model__hidden": 128, "model__ffn": 384, "data__seq_len": 256, "train__batch_tokens": 256 * 4}
 """By these sizes the last block holds the peak, and not the head."""
 LAYOUTS: list[dict[str, object]] = [
@@ -61,6 +62,10 @@ LAYOUTS: list[dict[str, object]] = [
     LATENTS | {"layout__cp": 2, "layout__context_mode": "ulysses"},
     WINDOWS,
     WINDOWS | {"layout__cp": 2},
+    CAPS,
+    CAPS | LARGER | {"precision__compute": "fp32"},
+    CAPS | LARGER | {"layout__cp": 2},
+    CAPS | {"layout__cp": 2, "layout__context_mode": "gather"},
 ]
 
 

@@ -82,22 +82,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             of_pieces = []
             for start in range(first, first + len(logits), piece):
                 tokens = slice(start, min(start + piece, first + len(logits)))
-                part_logits = logits[start - first : tokens.stop - first]
-                slope = None
-                if softcap is not None:
-                    cap_(part_logits, softcap)
-                    slope = cap_slope(part_logits, softcap) if with_grad else None
-                if soft is None:
-                    total += _loss(part_logits, targets[tokens], with_grad, part, scale)
-                else:
-                    answers = soft.each(itemgetter(tokens))
-                    loss, of_piece = _soft_loss(
-                        part_logits, x[tokens], targets[tokens], answers, with_grad, part, scale
-                    )
+                loss, of_piece = _capped_loss(
+                    logits[start - first : tokens.stop - first],
+                    x[tokens],
+                    targets[tokens],
+                    None if soft is None else soft.each(itemgetter(tokens)),
+                    with_grad,
+                    part,
+                    scale,
+                    softcap,
+                )
+                total += loss
+                if of_piece is not None:
                     of_pieces.append((tokens, of_piece))
-                    total += loss
-                if slope is not None:
-                    part_logits.mul_(slope)
             if grad_x is not None:  # the logits have become their gradients
                 torch.mm(logits, weight, out=grad_x[rows])
                 for tokens, of_piece in of_pieces:
@@ -119,6 +116,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_x is not None:
             grad_x = grad_x.mul_(grad.to(grad_x.dtype))
         return grad_x, grad_weight, *[None] * 8
+
+
+def _capped_loss(
+    logits: Tensor,
+    x: Tensor,
+    targets: Tensor,
+    soft: SoftTargets | None,
+    with_grad: bool,
+    part: VocabularyPart | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, SoftTargetLoss | None]:
+    """`_soft_loss`, or `_loss` with None, of capped logits; the gradient is by those before the cap."""
+    slope = None
+    if softcap is not None:
+        cap_(logits, softcap)
+        slope = cap_slope(logits, softcap) if with_grad else None
+    of_piece = None
+    if soft is None:
+        loss = _loss(logits, targets, with_grad, part, scale)
+    else:
+        loss, of_piece = _soft_loss(logits, x, targets, soft, with_grad, part, scale)
+    if slope is not None:
+        logits.mul_(slope)
+    return loss, of_piece
 
 
 def _loss(

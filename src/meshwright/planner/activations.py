@@ -334,7 +334,8 @@ def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
     b, exact, hidden = s.width.compute, s.width.exact, s.spec.model.hidden
     chunk, piece = (min(s.tokens, rows) * s.rows for rows in loss_rows(s.rows, cpu))
     weight, mixed = s.rows * hidden, b != exact
-    softmax = b * chunk + piece * (2 * exact if mixed else exact)
+    slope = b * piece if s.spec.model.logit_softcap is not None else 0
+    softmax = b * chunk + piece * (2 * exact if mixed else exact) + slope
     added = b * chunk + (weight * (b + (exact if cpu else 0)) if mixed else 0)
     return (
         b * (s.stream + s.gathered) + max(softmax, added),
@@ -380,7 +381,8 @@ def _at_attention(s: Sizes, layer: int) -> int:
     keys, sequences = spec.data.seq_len, spec.micro_batch
     rows = min(keys, query_rows(sequences, s.heads, keys, b))
     tile = b * sequences * s.heads * rows * keys
-    return there - freed + 3 * tile + 2 * b * s.queries * rows // keys
+    held = 3 if spec.model.attention_softcap is None else 4  # the cap's slope, too
+    return there - freed + held * tile + 2 * b * s.queries * rows // keys
 
 
 def _across_ranks(s: Sizes) -> int:
@@ -403,7 +405,7 @@ def _across_ranks(s: Sizes) -> int:
 
 
 def _of_tiles(s: Sizes, ring: int) -> int:
-    """Bytes of two tiles of scores, copies of their queries and of all values, and masks or key gradients.
+    """Bytes of tiles of scores, copies of their queries and of all values, and masks or key gradients.
 
     Documents of a packed sample are taken to be its halves.
     """
@@ -416,4 +418,5 @@ def _of_tiles(s: Sizes, ring: int) -> int:
     run = length if ring == 1 else length // 2
     rows, scores = part_tile(seen, run, groups, s.queries // s.keys)
     copies = 2 * (s.queries * rows // length + groups * keys) + s.keys * keys // length
-    return b * (2 * scores + copies) + max(b * s.keys, 3 * sequences * rows**2)
+    held = 2 if spec.model.attention_softcap is None else 3  # the cap's slope, too
+    return b * (held * scores + copies) + max(b * s.keys, 3 * sequences * rows**2)

@@ -230,7 +230,9 @@ class LayerCost:
         heads = model.heads // layout.tp
         seen = 2 * kind.keys_visible(self.length)
         pairs = self.tokens * seen * heads  # of queries and keys, without the causal mask
-        if self.stack.fused_attention:
+        # Flash attention has no soft cap; the kernel of processors has one.
+        blocked = self.stack.own and model.attention_softcap is not None and not self.shape.on_cpu
+        if self.stack.fused_attention and not blocked:
             measured = self._measured_core(backward) if self.stack.own else None
             if measured is not None:
                 return measured * seen / self.length, 0.0
@@ -243,6 +245,9 @@ class LayerCost:
         core = sum(self.kernels.matmul(self.sixteen, *p) for p in shapes)
         # counted: softmax reads and writes 2 bytes twice; dropout its result, and a mask of 1 byte
         scored = (13 if self.stack.dropout else 8) * pairs
+        if blocked:  # half of the pairs; counted: the cap reads and writes scores three times, its slope, too
+            times = 2 if backward else 1
+            return core * (2.5 if backward else 1) / 2, self.kernels.moved(times * 10 * pairs)
         return core * (2 if backward else 1), self.kernels.moved(scored)
 
     def _measured_core(self, backward: bool) -> float | None:
@@ -373,8 +378,9 @@ class LayerCost:
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
         # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
-        # made of the fp32 copy, and read by both products
-        logits, back = self.kernels.moved(n * rows * 16.0), self.kernels.moved(n * rows * 10.0)
+        # made of the fp32 copy, and read by both products; a cap and its slope read and write three times each
+        capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
+        logits, back = (self.kernels.moved(n * rows * (each + capped)) for each in (16.0, 10.0))
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
         host = self.stack.ends / 2 * self.launch
         return PassSeconds(
