@@ -100,6 +100,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 window, partial rotation": (
         "Phi3", LLAMA | SPECIAL | {"sliding_window": 7, "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "phi3 longrope": (
+        "Phi3", LLAMA | SPECIAL | {"original_max_position_embeddings": 32, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [1.0 + 2.0 * i for i in range(8)]}}),
+    "phi3 longrope, partial rotation": (
+        "Phi3", LLAMA | SPECIAL | {"original_max_position_embeddings": 64, "rope_parameters": {
+            "rope_type": "longrope", "short_factor": [1.5, 1.0, 2.0, 3.0, 1.0, 4.0],
+            "long_factor": [1.0] * 6, "attention_factor": 1.3, "rope_theta": 1e3,
+            "partial_rotary_factor": 0.75}}),
     "starcoder2": ("Starcoder2", LLAMA | SPECIAL),
     "starcoder2 window, tied, no biases": (
         "Starcoder2",

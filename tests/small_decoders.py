@@ -20,6 +20,15 @@ BLOCKS: dict[str, dict[str, object]] = {
     "capped": {"attention_softcap": 2.0, "logit_softcap": 3.0, "attention_scale": 0.5},
     "sinks": {"attention_sinks": True, "sliding_window": 5},
     "partial rope": {"rope_dim": 4},
+    "longrope": {
+        "rope_scaling": {
+            "kind": "longrope",
+            "factor": 4.0,
+            "original_max_seq_len": 64,
+            "short_factors": [1.0 + i for i in range(8)],
+            "long_factors": [2.0] * 8,
+        },
+    },
     "rope in some layers": {"rope_layers": [False, True]},
 }
 """Blocks that differ from Llama's in the places of norms, factors, activations or rotary positions."""

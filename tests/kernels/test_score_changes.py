@@ -136,7 +136,11 @@ def test_parts_with_a_cap_add_up_to_the_whole(softcap: float, dtype: torch.dtype
     whole = eager(*exact, bias, ScoreChanges(softcap))
     of_q, of_k, _ = torch.autograd.grad(whole.sum(), exact)
     bound = 1e-10 if dtype == torch.float64 else 2e-3
-    for found, wanted in ((from_query_head(out, q), whole), (from_query_head(grad_q, q), of_q), (grad_k, of_k)):
+    for found, wanted in (
+        (from_query_head(out, q), whole),
+        (from_query_head(grad_q, q), of_q),
+        (grad_k, of_k),
+    ):
         assert float((found.double() - wanted.detach()).norm() / wanted.detach().norm()) < bound
 
 
@@ -167,9 +171,7 @@ def test_sinks_are_those_of_transformers_gpt_oss() -> None:
     theirs = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     inputs, changes = inputs_of(30, torch.float64), changes_of("sinks")
     mask = attention_mask(30, 30, 8, None, inputs[0])
-    module = SimpleNamespace(
-        sinks=changes.sinks, num_key_value_groups=HEADS // KV_HEADS, training=False
-    )
+    module = SimpleNamespace(sinks=changes.sinks, num_key_value_groups=HEADS // KV_HEADS, training=False)
     out, _ = theirs.eager_attention_forward(module, *(x.transpose(1, 2) for x in inputs), mask, DIM**-0.5)
     found = with_gradients(attend(*inputs, mask, changes), inputs, changes)
     for ours, wanted in zip(found, with_gradients(out, inputs, changes), strict=True):

@@ -33,6 +33,9 @@ BLOCKS: dict[str, dict[str, object]] = {
     "cohere": {
         "model__parallel_block": "true", "model__norm": "layernorm", "model__norm_bias": "false",
         "model__logit_scale": 0.25, "model__residual_scale": 0.5, "model__rope_dim": 4,
+        "model__rope_scaling__kind": "longrope", "model__rope_scaling__factor": 4,
+        "model__rope_scaling__original_max_seq_len": 16, "model__rope_scaling__short_factors": "1,1.5",
+        "model__rope_scaling__long_factors": "3,40",
     },
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, object]] = {

@@ -121,7 +121,9 @@ def answers(
 
     The logits of one sample are there at a time.
     """
-    return torch.cat([_packed(how, logits_of(x, weight, None, 1.0, None, softcap), x) for x in x_BTD.split(1)])
+    return torch.cat(
+        [_packed(how, logits_of(x, weight, None, 1.0, None, softcap), x) for x in x_BTD.split(1)]
+    )
 
 
 def _packed(how: DistilSpec, logits: Tensor, x: Tensor) -> Tensor:

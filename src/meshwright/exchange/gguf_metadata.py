@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.model.rope import attention_factor, frequencies
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
-from meshwright.spec.layers import LinearRope, Llama3Rope, RopeSpec, YarnRope
+from meshwright.spec.layers import LinearRope, Llama3Rope, LongRope, RopeSpec, YarnRope
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -55,6 +55,8 @@ def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "activation", "the exact GELU (it has gelu_tanh)"
     if arch in ("qwen3", "qwen3moe") and spec.out_bias:
         yield "out_bias", "a bias after attention"
+    if isinstance(scaling, LongRope):
+        yield "rope_scaling", "LongRoPE as it is here"
     if isinstance(scaling, Llama3Rope) and arch != "llama":
         yield "rope_scaling", "Llama 3's scaling of positions"
     if isinstance(scaling, YarnRope) and not scaling.truncate:

@@ -10,6 +10,7 @@ from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, written
 from meshwright.spec.hf.config_read import model_fields
 from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import Config
+from meshwright.spec.layers import LongRope
 from meshwright.spec.model import ModelSpec
 
 _TABLES = {
@@ -125,6 +126,8 @@ def _rope(model: ModelSpec, family: Family) -> dict[str, Any]:
         keys = written(scaling, ROPE_KEYS[scaling.kind]).items()
         rope = {"rope_type": scaling.kind, **{name: value for name, value in keys if value is not None}}
     fields: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": rope}
+    if family.original_max_seq_len is not None and isinstance(scaling, LongRope):
+        fields |= _phi3_longrope(model, scaling, rope or {})
     newer = {"rope_theta": model.rope_theta, **(rope or {"rope_type": "default"})}
     if family.rope_by_type:
         base = model.rope_local_base_freq or model.rope_theta
@@ -139,6 +142,16 @@ def _rope(model: ModelSpec, family: Family) -> dict[str, Any]:
     if family.skips_rope == "no_rope_layers":
         fields["no_rope_layers"] = [int(kind.rope is not None) for kind in model.layer_kinds]
     return fields | {"rope_parameters": newer}
+
+
+def _phi3_longrope(model: ModelSpec, scaling: LongRope, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of LongRoPE in Phi-3's configs; v4 takes three where the others have their defaults."""
+    key = "original_max_position_embeddings"
+    fields: dict[str, Any] = {key: scaling.original_max_seq_len}
+    if scaling.attention_factor is None and scaling.factor == model.max_seq_len / fields[key]:
+        three = {"type": "longrope", **{name: rope[name] for name in ("short_factor", "long_factor")}}
+        fields["rope_scaling"] = three
+    return fields
 
 
 def _windows(model: ModelSpec, family: Family) -> dict[str, Any]:

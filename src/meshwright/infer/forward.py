@@ -117,6 +117,7 @@ class StageForward:
             return None
         if rope not in self._ropes or len(self._ropes[rope][0]) < count:
             every = torch.arange(max(_LEAST_POSITIONS, 2 * count), device=positions_BT.device)
+            # Lengths at which LongRoPE takes its long factors are refused before.
             self._ropes[rope] = with_signs(rope_table(rope, every, self._like.dtype))
         cosine, sine = self._ropes[rope]
         return cosine[positions_BT], sine[positions_BT]

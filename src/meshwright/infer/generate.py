@@ -16,6 +16,7 @@ from meshwright.infer.paged_cache import PAGE_TOKENS, PageTable, pages_of
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.layers import LongRope
 
 Tokens = TypeVar("Tokens", list[int], Tensor)
 Show = Callable[[Request], None]
@@ -127,6 +128,13 @@ def check_request(
             )
     if most < 0:
         raise UserError(f"generate: max_new_tokens {most} is negative; give 0 or more")
+    scaling, every = spec.rope_scaling, len(prompt) + most
+    if isinstance(scaling, LongRope) and every > scaling.original_max_seq_len:
+        raise UserError(
+            f"generate: {name} has {len(prompt)} tokens, which with {most} new ones are more than the "
+            f"{scaling.original_max_seq_len} up to which LongRoPE's short factors hold; give fewer, or export "
+            f"the model to a server that computes keys again with the long ones"
+        )
     room = spec.max_seq_len - len(prompt)
     if spec.position == "learned" and most > room:
         instead = f"at most {room} new ones, or a shorter one" if room > 0 else "a shorter one"

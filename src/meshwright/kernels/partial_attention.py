@@ -341,7 +341,7 @@ def tiles(softcap: float | None) -> PartOperators:
     """`TILES`, with scores that are capped if there is a cap."""
     if softcap is None:
         return TILES
-    forward, backward = (partial(each, softcap=softcap) for each in (part_forward, part_backward))
+    forward, backward = partial(part_forward, softcap=softcap), partial(part_backward, softcap=softcap)
     return PartOperators(make_part, forward, row_products, backward)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class ScoreChanges(NamedTuple):
-    """What attention does to scores besides scaling them, and hiding some."""
+    """Changes to the scores of attention besides scaling them, and hiding some."""
 
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -43,7 +43,7 @@ def capped(x: Tensor, softcap: float | None) -> Tensor:
 
 
 def cap_slope(capped: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
-    """The derivative 1 - (capped / softcap)^2 of a cap by its argument, in `out` or a tensor like `capped`."""
+    """The derivative 1 - (capped / softcap)^2 of a cap by its argument, in `out` or a new tensor."""
     return torch.mul(capped, capped, out=out).mul_(-(softcap**-2)).add_(1)
 
 

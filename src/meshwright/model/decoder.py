@@ -176,8 +176,9 @@ class Decoder(nn.Module):
         table of rotary positions and one attention mask."""
         spec = self.spec
         kinds = [spec.layer_kinds[layer] for layer in layers]
+        whole = self.hooks.whole_length(length)
         ropes = {
-            rope: None if rope is None else rope_table(rope, positions, x_BTD.dtype)
+            rope: None if rope is None else rope_table(rope, positions, x_BTD.dtype, whole)
             for rope in dict.fromkeys(kind.rope for kind in kinds)
         }
         masks = {

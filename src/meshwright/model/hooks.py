@@ -147,6 +147,8 @@ class Hooks:
     """All replaceable operations of a `Decoder`."""
 
     mask: Mask = attention_mask
+    whole_length: Callable[[int], int] = lambda length: length
+    """Tokens of a sequence that this rank has -> those of the whole sequence."""
     embed: EmbedTokens = embed_tokens
     predict: Predict = predict
     attention: AttentionHooks = field(default_factory=AttentionHooks)

@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.kernels import elementwise_cpu
-from meshwright.spec.layers import Llama3Rope, RopeSpec, YarnRope
+from meshwright.spec.layers import Llama3Rope, LongRope, RopeSpec, YarnRope
 
 Rope = tuple[Tensor, Tensor]
 """(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once.
 `with_signs` makes the sines (..., T, 1, d), first negated, which a training step would keep for nothing."""
 
 
-def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
-    """Cosines and sines for `positions` (T,) or (B, T), from fp32 angles (fp64 for fp64), in `dtype`."""
+def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype, length: int = 1) -> Rope:
+    """Cosines and sines for `positions` (T,) or (B, T) in sequences of `length` tokens, from fp32 angles
+    (fp64 for fp64), in `dtype`."""
     exact = torch.promote_types(dtype, torch.float32)
-    angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
+    angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact, length)
     factor = attention_factor(spec)
     cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return torch.cat([cosine, cosine], -1).unsqueeze(-2), sine.unsqueeze(-2)
@@ -36,8 +37,11 @@ def with_signs(rope: Rope) -> Rope:
     return cosine, torch.cat([-sine, sine], -1)
 
 
-def frequencies(spec: RopeSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Radians per position of each channel pair (d/2,), after the spec's scaling for long contexts."""
+def frequencies(
+    spec: RopeSpec, device: torch.device, dtype: torch.dtype = torch.float32, length: int = 1
+) -> Tensor:
+    """Radians per position of each channel pair (d/2,) in sequences of `length` tokens, after the spec's
+    scaling for long contexts."""
     steps = torch.arange(0, spec.dim, 2, dtype=dtype, device=device) / spec.dim
     base = 1.0 / (spec.theta**steps)
     scaling = spec.scaling
@@ -47,6 +51,8 @@ def frequencies(spec: RopeSpec, device: torch.device, dtype: torch.dtype = torch
         return _llama3(base, scaling)
     if isinstance(scaling, YarnRope):
         return _yarn(base, scaling, spec.theta)
+    if isinstance(scaling, LongRope):
+        return base / torch.tensor(scaling.factors(length), dtype=dtype, device=device)
     return base / scaling.factor
 
 
@@ -80,12 +86,15 @@ def _yarn(base: Tensor, scaling: YarnRope, theta: float) -> Tensor:
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """Factor of cosines and sines with YaRN; 1 without it."""
+    """Factor of cosines and sines with YaRN and LongRoPE; 1 without them."""
     scaling = spec.scaling
-    if not isinstance(scaling, YarnRope):
+    if not isinstance(scaling, (YarnRope, LongRope)):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if isinstance(scaling, LongRope):
+        longer = max(math.log(scaling.factor), 0.0)
+        return math.sqrt(1 + longer / math.log(scaling.original_max_seq_len))
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
     return _mscale(scaling.factor, 1.0)

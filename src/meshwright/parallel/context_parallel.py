@@ -209,7 +209,12 @@ def context_parallel_hooks(
     attention = ContextAttention(mesh, mode, cache, windows, model.attention_softcap, model.attention_sinks)
 
     def mask(
-        queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int | None
+        queries: int,
+        _keys: int,
+        window: int | None,
+        documents_BS: Tensor | None,
+        like: Tensor,
+        _dim: int | None,
     ) -> KeyParts | Tensor:
         length = queries * axis.size
         positions = zigzag(length, axis.size, axis.rank)

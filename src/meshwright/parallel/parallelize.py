@@ -128,7 +128,8 @@ def decoder_hooks(
         hooks = replace(hooks, embed=vocabulary.embed, predict=vocabulary.predict)
     if mesh.context.size > 1:
         attend, mask = context_parallel_hooks(mesh, spec.layout.context_mode, model, cache)
-        hooks = replace(hooks, attention=replace(attention, attend=attend), mask=mask)
+        ranks, attention = mesh.context.size, replace(attention, attend=attend)
+        hooks = replace(hooks, attention=attention, mask=mask, whole_length=lambda length: ranks * length)
     if model.moe is not None:
         hooks = replace(hooks, moe=expert_parallel_hooks(mesh, balance.admit, moe_cache, store, products))
     return hooks

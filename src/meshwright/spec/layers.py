@@ -14,6 +14,8 @@ from pydantic import Field
 
 from meshwright.spec.base import FrozenModel
 
+PairFactor = Annotated[float, Field(gt=0)]
+
 
 class LinearRope(FrozenModel):
     """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
@@ -52,7 +54,28 @@ class YarnRope(FrozenModel):
     truncate: bool = Field(True, description="the ramp begins and ends at whole channels")
 
 
-RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
+class LongRope(FrozenModel):
+    """LongRoPE: the angle of each pair of channels is divided by a factor of its own (Ding et al. 2024).
+
+    Sequences of more than `original_max_seq_len` tokens take `long_factors`, others `short_factors`. Cosines
+    and sines are multiplied by `attention_factor`, by default sqrt(1 + ln(factor) / ln(original_max_seq_len))
+    where `factor` is more than 1.
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    factor: float = Field(gt=0, description="the longest sequences over the original ones")
+    original_max_seq_len: int = Field(ge=2)
+    short_factors: tuple[PairFactor, ...] = Field(min_length=1)
+    long_factors: tuple[PairFactor, ...] = Field(min_length=1)
+    attention_factor: float | None = Field(None, gt=0)
+
+    def factors(self, length: int) -> tuple[float, ...]:
+        """The factor of each pair of channels in sequences of `length` tokens."""
+        return self.long_factors if length > self.original_max_seq_len else self.short_factors
+
+
+Scaling = LinearRope | Llama3Rope | YarnRope | LongRope
+RopeScaling = Annotated[Scaling, Field(discriminator="kind")]
 
 
 Activation = Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"]
@@ -71,7 +94,7 @@ class RopeSpec:
     """Base of the wavelengths."""
     dim: int
     """Channels of a head that turn."""
-    scaling: LinearRope | Llama3Rope | YarnRope | None
+    scaling: Scaling | None
 
 
 @dataclass(frozen=True)

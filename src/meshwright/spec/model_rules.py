@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides
 from meshwright.spec.errors import UserError
+from meshwright.spec.layers import LongRope
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.sections import Sections
 
@@ -60,6 +61,30 @@ def yarn_has_wavelengths(spec: Sections) -> None:
         raise UserError(
             f"model.rope_theta: {model.rope_theta} gives no growing wavelengths, as model.rope_scaling.kind "
             f"= 'yarn' needs; give more than 1, such as 10000"
+        )
+
+
+def pairs_have_their_factors(spec: Sections) -> None:
+    """LongRoPE has two factors for each pair of channels that turns."""
+    model, scaling = spec.model, spec.model.rope_scaling
+    if not isinstance(scaling, LongRope):
+        return
+    pairs = (model.rope_dim or model.head_dim) // 2
+    for key in ("short_factors", "long_factors"):
+        if (given := len(getattr(scaling, key))) != pairs:
+            raise UserError(
+                f"model.rope_scaling.{key}: {given} factors are not one for each of the {pairs} pairs of "
+                f"channels that turn; give {pairs}"
+            )
+
+
+def attention_has_a_kernel(spec: Sections) -> None:
+    """No implementation of flash attention that torch calls caps scores: torch's own operators do."""
+    softcap, chosen = spec.model.attention_softcap, spec.train.flash_attention
+    if softcap is not None and chosen != "FA2":
+        raise UserError(
+            f"train.flash_attention: {chosen!r} has no effect with model.attention_softcap = {softcap:g}, as "
+            f"torch calls no flash attention that caps scores; leave it out"
         )
 
 
@@ -134,6 +159,10 @@ def latents_make_heads(spec: Sections) -> None:
     computed |= {"rope_layers": None, "attention_scale": None, "norm_unit_offset": False}
     computed |= {"attention_softcap": None, "attention_sinks": False}
     _check_fields(model, "model.mla", computed)
+    if isinstance(model.rope_scaling, LongRope):
+        raise UserError(
+            "model.rope_scaling.kind: 'longrope' is not computed with model.mla; give another kind, or none"
+        )
 
 
 def layer_types_have_windows(spec: Sections) -> None:
@@ -167,6 +196,8 @@ MODEL_RULES = (
     rotary_layers_are_layers,
     norms_have_what_they_are_given,
     yarn_has_wavelengths,
+    pairs_have_their_factors,
+    attention_has_a_kernel,
     layer_types_have_windows,
     sequence_fits_positions,
     experts_are_gated,

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.batch_warmup import one_step_each
-from meshwright.spec.layers import LayerType
+from meshwright.spec.layers import LayerType, LongRope
 from meshwright.spec.parameters import parameters
 from meshwright.spec.stages import stages
 
@@ -170,7 +170,8 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> d
         "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim, block),
         "moe": moe and moe.model_dump(mode="json"),
         "sliding_window": window,
-        "rope_dim": model.rope_dim and max(2, head_dim * model.rope_dim // model.head_dim // 2 * 2),
+        "rope_dim": model.rope_dim and _narrow_rope_dim(model, head_dim),
+        "rope_scaling": _narrow_scaling(spec, head_dim, seq_len),
         **_narrow_types(model, moe, layers),
         # Each of tp ranks has rows, however few are left for the last one, from tp^2 on.
         "vocab_size": _reduced(model.vocab_size, max(256, layout.tp**2), lcm(64, layout.tp)),
@@ -178,6 +179,34 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> d
         "hf": None,
         "weights": RANDOM,
     }
+
+
+def _narrow_scaling(spec: RunSpec, head_dim: int, seq_len: int) -> dict[str, object] | None:
+    """The scaling of positions for fewer channels and tokens: LongRoPE's factors are those of the run."""
+    model, scaling = spec.model, spec.model.rope_scaling
+    if not isinstance(scaling, LongRope):
+        return None if scaling is None else scaling.model_dump(mode="json")
+    pairs = _narrow_rope_dim(model, head_dim) // 2
+    original = scaling.original_max_seq_len
+    if spec.data.seq_len > original:
+        original = max(2, min(original, seq_len - 1))
+    return {
+        **scaling.model_dump(mode="json"),
+        "original_max_seq_len": original,
+        "short_factors": _spread(scaling.short_factors, pairs),
+        "long_factors": _spread(scaling.long_factors, pairs),
+    }
+
+
+def _narrow_rope_dim(model: ModelSpec, head_dim: int) -> int:
+    """Channels of a head of `head_dim` that turn."""
+    turning = model.rope_dim or model.head_dim
+    return head_dim if turning == model.head_dim else max(2, head_dim * turning // model.head_dim // 2 * 2)
+
+
+def _spread(factors: Sequence[float], count: int) -> list[float]:
+    """Some of the factors, from first to last."""
+    return [factors[place * len(factors) // count] for place in range(count)]
 
 
 def _narrow_types(model: ModelSpec, moe: MoeSpec | None, layers: int) -> dict[str, object]:

@@ -378,7 +378,7 @@ class LayerCost:
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
         # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
-        # made of the fp32 copy, and read by both products; a cap and its slope read and write three times each
+        # made of the fp32 copy, and read by both products; a cap reads and writes three times, its slope, too
         capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
         logits, back = (self.kernels.moved(n * rows * (each + capped)) for each in (16.0, 10.0))
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)

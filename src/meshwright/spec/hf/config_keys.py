@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec.hf.json_object import FACTOR, FLAG, NUMBER, PAIR, SIZE, JsonKey
+from meshwright.spec.hf.json_object import FACTOR, FACTORS, FLAG, NUMBER, PAIR, SIZE, JsonKey
 
 Keys = dict[str, JsonKey]
 """Field of a part of the spec -> its key. Keys with defaults may be absent: those are of transformers."""
@@ -37,10 +37,18 @@ ROPE_KEYS: dict[str, Keys] = {
         "mscale": JsonKey("mscale", FACTOR, 0.0),
         "mscale_all_dim": JsonKey("mscale_all_dim", FACTOR, 0.0),
     },
+    "longrope": {
+        **_FACTOR,
+        **_ORIGINAL,
+        "short_factors": JsonKey("short_factor", FACTORS),
+        "long_factors": JsonKey("long_factor", FACTORS),
+        "attention_factor": JsonKey("attention_factor", NUMBER, nullable=True),
+    },
 }
 """`rope_type` -> the keys of its scaling."""
 
 
 def written(part: Any, keys: Keys) -> dict[str, Any]:
     """Return the keys of `config.json` for the fields of a part of the spec."""
-    return {key.name: key.convert(getattr(part, field)) for field, key in keys.items()}
+    fields = {key.name: key.convert(getattr(part, field)) for field, key in keys.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}

@@ -15,7 +15,7 @@ def read_rope(config: Config, family: Family, fields: dict[str, Any]) -> dict[st
     if family.rope_by_type:  # an object for each type of layers, or keys of the config
         return _by_type(config, family, rope, fields)
     theta = (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, family.rope_theta)
-    found = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, fields["max_seq_len"])}
+    found = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, family, fields["max_seq_len"])}
     key = "partial_rotary_factor"
     if family.rope_share is None:
         for place in (rope, config):
@@ -49,7 +49,7 @@ def _by_type(config: Config, family: Family, rope: Config, fields: dict[str, Any
     slides = fields.get("layer_types") is not None or fields.get("sliding_window") is not None
     return {
         "rope_theta": theta,
-        "rope_scaling": _scaling(scaling, config, fields["max_seq_len"]),
+        "rope_scaling": _scaling(scaling, config, family, fields["max_seq_len"]),
         "rope_local_base_freq": base if slides else None,
     }
 
@@ -85,16 +85,21 @@ def _listed(config: Config, layers: int) -> list[bool]:
     return [bool(each) for each in listed]
 
 
-def _scaling(scaling: Config, config: Config, max_seq_len: int) -> dict[str, Any] | None:
+def _scaling(scaling: Config, config: Config, family: Family, max_seq_len: int) -> dict[str, Any] | None:
     name = "type" if "type" in scaling.values and "rope_type" not in scaling.values else "rope_type"
     kind = scaling.values.get(name, "default")
     if kind == "default":
         return None
+    if family.original_max_seq_len is not None and kind in ("su", "yarn"):  # earlier names
+        kind = "longrope"
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise scaling.wrong(name, "computed are default, linear, llama3 and yarn")
+        raise scaling.wrong(name, "computed are default, linear, llama3, yarn and longrope")
     original = "original_max_position_embeddings"
-    if kind in ("llama3", "yarn"):
-        place = config if original in config.values else scaling
-        values = {**scaling.values, original: place.read(original, SIZE, max_seq_len)}
+    if kind in ("llama3", "yarn", "longrope"):
+        place = config if original in config.values or family.original_max_seq_len else scaling
+        length = place.read(original, SIZE, family.original_max_seq_len or max_seq_len)
+        values = {**scaling.values, original: length}
+        if kind == "longrope" and values.get("factor") is None:
+            values["factor"] = max_seq_len / length
         scaling = Config(scaling.source, values, scaling.key, scaling.inside)
     return {"kind": kind, **scaling.fields(ROPE_KEYS[kind])}

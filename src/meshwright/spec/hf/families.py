@@ -82,6 +82,8 @@ class Family:
     """Default."""
     rope_share: float | None = None
     """Default of `partial_rotary_factor`, the share of channels that turn by position; None for all."""
+    original_max_seq_len: int | None = None
+    """Default of `original_max_position_embeddings`, for a family that has it beside the other keys."""
     rope_pairs: bool = False
     """True if files have the channels that turn together in pairs, and not in halves."""
     rope_by_type: bool = False
@@ -197,7 +199,8 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, rope_share=1.0, windows=True,
+        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, rope_share=1.0,
+        original_max_seq_len=4096, windows=True,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM", None,

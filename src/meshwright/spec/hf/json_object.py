@@ -34,6 +34,15 @@ class Check(NamedTuple):
     above: bool
     text: str
     most: float = sys.float_info.max
+    listed: bool = False
+    """True for a list of such values."""
+
+    def admits(self, value: Any) -> bool:
+        """Return whether a key may have this value."""
+        if self.listed:
+            return isinstance(value, list) and all(map(self._replace(listed=False).admits, value))
+        valid = isinstance(value, self.types) and isinstance(value, bool) == (bool in self.types)
+        return valid and self.least <= value <= self.most and not (self.above and value == self.least)
 
 
 SIZE = Check((int,), 1, False, "a whole number of at least 1")
@@ -42,6 +51,7 @@ PAIR = Check((int,), 2, False, "a whole number of at least 2")
 COUNT = Check((int,), 0, False, "a whole number of at least 0")
 NUMBER = Check((int, float), 0, True, "a number above 0")
 FACTOR = Check((int, float), 0, False, "a number of at least 0")
+FACTORS = Check((int, float), 0, True, "a list of numbers above 0", listed=True)
 FLAG = Check((bool,), 0, False, "true or false")
 
 
@@ -93,8 +103,7 @@ class Config:
             return False
         if value is None and nullable:
             return None
-        valid = isinstance(value, check.types) and isinstance(value, bool) == (check is FLAG)
-        if not valid or not check.least <= value <= check.most or (check.above and value == check.least):
+        if not check.admits(value):
             raise self.wrong(name, f"it must be {check.text}")
         return value
 

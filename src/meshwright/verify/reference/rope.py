@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.spec.layers import Llama3Rope, RopeSpec, YarnRope
+from meshwright.spec.layers import Llama3Rope, LongRope, RopeSpec, YarnRope
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
@@ -23,21 +23,27 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 def rotations(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Complex factors (n, T, r/2) that `rotate` multiplies by, for `positions` (n, T)."""
-    angles = positions.unsqueeze(-1) * radians(spec).to(positions.device, dtype)
+    angles = positions.unsqueeze(-1) * radians(spec, positions.shape[-1]).to(positions.device, dtype)
     return torch.polar(torch.full_like(angles, turn_length(spec)), angles)
 
 
-def radians(spec: RopeSpec) -> Tensor:
+def radians(spec: RopeSpec, length: int) -> Tensor:
     """Angle per position of each channel pair (r/2,) in float64, scaled for long contexts.
 
-    Linear scaling divides all angles (Chen et al. 2023), Llama 3.1's those of pairs that turn less than
-    `low_freq_factor` times in the original context, with a ramp up to `high_freq_factor` turns.
+    LongRoPE divides it by a factor of the pair, which is another in sequences longer than the original
+    `length` (Ding et al. 2024). Linear scaling divides all angles (Chen et al. 2023), Llama 3.1's those of
+    pairs that turn less than `low_freq_factor` times in the original context, with a ramp up to
+    `high_freq_factor` turns.
     """
     pair = torch.arange(spec.dim // 2, dtype=torch.float64)
     angle = spec.theta ** (-2 * pair / spec.dim)
     scaling = spec.scaling
     if scaling is None:
         return angle
+    if isinstance(scaling, LongRope):
+        is_long = length > scaling.original_max_seq_len
+        divisors = scaling.long_factors if is_long else scaling.short_factors
+        return angle / torch.tensor(divisors, dtype=torch.float64)
     stretched = angle / scaling.factor
     if isinstance(scaling, Llama3Rope):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -75,8 +81,14 @@ def yarn_magnitude(scaling: YarnRope, weight: float) -> float:
 
 
 def turn_length(spec: RopeSpec) -> float:
-    """Factor of the rotated channels: the length of a rotation as a complex number; 1 without YaRN."""
+    """Factor of the rotated channels: the length of a rotation as a complex number; 1 without YaRN and
+    LongRoPE."""
     scaling = spec.scaling
+    if isinstance(scaling, LongRope):
+        if scaling.attention_factor is not None:
+            return scaling.attention_factor
+        grown = math.log(scaling.factor) / math.log(scaling.original_max_seq_len)
+        return math.sqrt(1 + grown) if scaling.factor > 1 else 1.0
     if not isinstance(scaling, YarnRope):
         return 1.0
     if scaling.attention_factor is not None:
