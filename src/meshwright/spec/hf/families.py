@@ -166,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         even_heads=True,
     ),
     "qwen2": Family(
-        "Qwen2ForCausalLM", None, _llama(32768), fixed={"qkv_bias": True},
+        "Qwen2ForCausalLM", "qwen2", _llama(32768), fixed={"qkv_bias": True},
         attention_bias=None, kv_heads=32,
         windows=True, window=4096, window_switch=True, layer_types=True, full_layers_first=28,
     ),
@@ -179,12 +179,12 @@ FAMILIES: dict[str, Family] = {
         attention_bias=None, kv_heads=8, windows=True, window=4096, layer_types=True,
     ),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", None,
+        "SmolLM3ForCausalLM", "smollm3",
         {**_llama(32768, tied=True), "mlp_bias": JsonKey("mlp_bias", FLAG, False)},
         kv_heads=4, rope_theta=2e6, skips_rope="no_rope_layers",
     ),
     "granite": Family(
-        "GraniteForCausalLM", None,
+        "GraniteForCausalLM", "granite",
         {
             **_llama(2048),
             "mlp_bias": JsonKey("mlp_bias", FLAG, False),
@@ -195,10 +195,11 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, rope_share=1.0, windows=True,
+        "Phi3ForCausalLM", "phi3", _llama(4096, 1e-5), PHI3,
+        attention_bias=None, rope_share=1.0, windows=True,
     ),
     "starcoder2": Family(
-        "Starcoder2ForCausalLM", None,
+        "Starcoder2ForCausalLM", "starcoder2",
         {
             **_llama(4096, tied=True),
             "norm_eps": JsonKey("norm_epsilon", NUMBER, 1e-5),
@@ -211,18 +212,18 @@ FAMILIES: dict[str, Family] = {
         attention_bias=None, kv_heads=2, windows=True,
     ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", None, _llama(131072, tied=True), GEMMA,
+        "Gemma3ForCausalLM", "gemma3", _llama(131072, tied=True), GEMMA,
         {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
         ("hidden_activation", _TANH),
         kv_heads=4, head_dim=256, rope_theta=1e6, rope_local=1e4, scaled_embedding=True, query_scalar=256,
         windows=True, window=4096, layer_types=True, window_pattern=6,
     ),
     "glm4": Family(
-        "Glm4ForCausalLM", None, _llama(131072, 0.00000015625), GLM4, {"norm_placement": "both"},
+        "Glm4ForCausalLM", "glm4", _llama(131072, 0.00000015625), GLM4, {"norm_placement": "both"},
         attention_bias=True, bias_of_output=False, kv_heads=2, head_dim=128, rope_share=0.5, rope_pairs=True,
     ),
     "cohere2": Family(
-        "Cohere2ForCausalLM", None,
+        "Cohere2ForCausalLM", "cohere2",
         {
             **_llama(8192, tied=True),
             "norm_eps": JsonKey("layer_norm_eps", NUMBER, 1e-5),
@@ -233,7 +234,7 @@ FAMILIES: dict[str, Family] = {
         windows=True, window=4096, layer_types=True, window_pattern=4,
     ),
     "olmo2": Family(
-        "Olmo2ForCausalLM", None, _llama(2048, 1e-5), OLMO2,
+        "Olmo2ForCausalLM", "olmo2", _llama(2048, 1e-5), OLMO2,
         {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
     ),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, GPT2, learned_positions=True),
