@@ -1,4 +1,4 @@
-"""What the graphs of llama.cpp compute: one row for each architecture of GGUF files.
+"""The graphs of llama.cpp, by what they compute: one row for each architecture of GGUF files.
 
 Source: llama.cpp's graphs and its lists of tensors (src/models, release b11549 of October 2026).
 """
