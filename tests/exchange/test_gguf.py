@@ -28,6 +28,7 @@ from hf_models import (
     SPECIAL,
     TYPES,
     YARN,
+    causal_lm,
     config_class,
     save_theirs,
 )
@@ -295,8 +296,7 @@ REFUSED = [
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(
     tmp_path: Path, family: str, fields: dict[str, Any], words: str
 ) -> None:
-    config, name = config_class(family), f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}"
-    config(**fields, architectures=[name]).save_pretrained(tmp_path)
+    config_class(family)(**fields, architectures=[causal_lm(family)]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=words) as told:
         check_gguf(tmp_path / "m.gguf", ModelSpec.model_validate({"hf": str(tmp_path)}))
     assert "export to a folder" in str(told.value) and "\n" not in str(told.value)
