@@ -132,8 +132,8 @@ def check_request(
     if isinstance(scaling, LongRope) and every > scaling.original_max_seq_len:
         raise UserError(
             f"generate: {name} has {len(prompt)} tokens, which with {most} new ones are more than the "
-            f"{scaling.original_max_seq_len} up to which LongRoPE's short factors hold; give fewer, or export "
-            f"the model to a server that computes keys again with the long ones"
+            f"{scaling.original_max_seq_len} up to which LongRoPE's short factors hold; give fewer, or "
+            f"export the model to a server that computes keys again with the long ones"
         )
     room = spec.max_seq_len - len(prompt)
     if spec.position == "learned" and most > room:
