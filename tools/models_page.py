@@ -63,6 +63,10 @@ def _blocks(family: Family) -> Iterator[str]:
         yield "partial rotation"
     if family.skips_rope is not None:
         yield "layers without positions"
+    if family.rope_by_type:
+        yield "positions scaled in layers without a window alone"
+    if "attention_softcap" in family.keys:
+        yield "soft caps"
     if "residual_scale" in family.keys:
         yield "factors of embeddings, residuals, scores and logits"
 

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
+from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.loss_normalization import count_targets, weight_of_a_target
+from meshwright.spec.distil import DistilSpec
 
 
 def draw(tokens: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,6 +35,35 @@ def test_equals_plain_cross_entropy_in_float64(chunk: int | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     wanted = torch.autograd.grad(expected * 0.37, (x, weight))
     for grad, other in zip(torch.autograd.grad(found * 0.37, (x, weight)), wanted, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [0.8, 30.0])
+@pytest.mark.parametrize("chunk", [7, None])
+def test_capped_logits_equal_the_definition(softcap: float, chunk: int | None) -> None:
+    x, weight, targets = draw(50, 31)
+    capped = softcap * torch.tanh(x @ weight.T / softcap)
+    expected = F.cross_entropy(capped, targets, ignore_index=IGNORE, reduction="sum")
+    found = linear_cross_entropy(x, weight, targets, chunk=chunk, softcap=softcap)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    wanted = torch.autograd.grad(expected * 0.37, (x, weight))
+    for grad, other in zip(torch.autograd.grad(found * 0.37, (x, weight)), wanted, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-12)
+
+
+def test_capped_logits_with_a_teacher_equal_the_definition() -> None:
+    x, weight, targets = draw(50, 31)
+    teacher = torch.randn(50, 31, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    log_p = teacher.log_softmax(-1)
+    how = DistilSpec(teacher="of a test", weight=0.25, temperature=2.0)
+    capped = 0.8 * torch.tanh(x @ weight.T / 0.8)
+    counted = targets != IGNORE
+    kl = (log_p.exp() * (log_p - (capped / 2).log_softmax(-1))).sum(-1)[counted].sum()
+    expected = 0.75 * F.cross_entropy(capped[counted], targets[counted], reduction="sum") + 0.25 * 4 * kl
+    found = linear_cross_entropy(x, weight, targets, 7, soft=SoftTargets(how, log_p), softcap=0.8)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    wanted = torch.autograd.grad(expected, (x, weight))
+    for grad, other in zip(torch.autograd.grad(found, (x, weight)), wanted, strict=True):
         torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-12)
 
 

@@ -280,7 +280,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
     [
         (LLAMA | {"model_type": "mamba"}, "mamba"),
         (LLAMA | {"hidden_act": "relu"}, "relu"),
-        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "lacks the key 'short_factor'"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1, -1], "long_factor": [1]}},
+            r"short_factor \[1, -1\]; it must be a list of numbers above 0",
+        ),
+        (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0; only null is computed"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (MISTRAL | {"layer_types": ["full_attention"]}, r"layer_types \[.*; computed are"),
         (LLAMA | {"model_type": "qwen3", "layer_types": ["chunked"] * 3}, r"layer_types \[.*; computed are"),

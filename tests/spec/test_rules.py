@@ -9,6 +9,15 @@ from meshwright.spec.load import from_tree
 
 TWO = {"replicate": 2}
 MOE: dict[str, object] = {"preset": "moe-tiny"}
+LONG_ROPE: dict[str, dict[str, object]] = {
+    "rope_scaling": {
+        "kind": "longrope",
+        "factor": 2,
+        "original_max_seq_len": 64,
+        "short_factors": [1, 1],
+        "long_factors": [1, 2, 3, 4],
+    }
+}
 RULES = [
     ({"model": {"heads": 8, "kv_heads": 3}}, ["model.kv_heads", "3", "8", "try 4"]),
     ({"model": {"heads": 7}}, ["model.heads", "7", "256"]),
@@ -21,6 +30,18 @@ RULES = [
             }
         },
         ["model.rope_theta: 1", "'yarn'", "more than 1"],
+    ),
+    (
+        {"model": {"attention_softcap": 50}, "train": {"flash_attention": "FA3"}},
+        ["train.flash_attention: 'FA3'", "model.attention_softcap = 50", "leave it out"],
+    ),
+    (
+        {"model": LONG_ROPE | {"head_dim": 8}},
+        ["model.rope_scaling.short_factors: 2 factors", "4 pairs", "give 4"],
+    ),
+    (
+        {"model": {"rope_scaling": LONG_ROPE["rope_scaling"] | {"original_max_seq_len": 1}}},
+        ["model.rope_scaling.original_max_seq_len: 1", "longrope"],
     ),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
     ({"recovery": {"on_spike": "rollback"}}, ["recovery.on_spike: 'rollback'", "try checkpoint.every = 100"]),

@@ -64,7 +64,7 @@ class LongRope(FrozenModel):
 
     kind: Literal["longrope"] = "longrope"
     factor: float = Field(gt=0, description="the longest sequences over the original ones")
-    original_max_seq_len: int = Field(ge=2)
+    original_max_seq_len: int = Field(ge=1)
     short_factors: tuple[PairFactor, ...] = Field(min_length=1)
     long_factors: tuple[PairFactor, ...] = Field(min_length=1)
     attention_factor: float | None = Field(None, gt=0)
