@@ -21,6 +21,7 @@ BLOCKS: dict[str, dict[str, object]] = {
     "sinks": {"attention_sinks": True, "sliding_window": 5},
     "partial rope": {"rope_dim": 4},
     "longrope": {
+        "head_dim": 16,
         "rope_scaling": {
             "kind": "longrope",
             "factor": 4.0,

@@ -204,6 +204,8 @@ COMPUTED = {name: case for name, case in CASES.items() if name not in (
     "deepseek_v3 yarn", "deepseek_v3 without a latent of queries", "gpt2 erf, narrow",
     "qwen2 tied, windows from a layer on", "smollm3", "smollm3 listed", "starcoder2 window, tied, no biases",
     "gemma3", "gemma3 scaled", "cohere2", "cohere2 untied, biases", "olmo2 tied, biases",
+    "phi3 longrope", "phi3 longrope, partial rotation", "gemma2", "gemma2 without caps", "olmo3",
+    "olmo3 yarn on full layers",
 )} | {
     "llama yarn, attention factor": (
         "Llama", LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5, "rope_theta": 1e3}}),
@@ -289,6 +291,9 @@ REFUSED = [
     ),
     (*CASES["cohere2"], r"model\.tied: llama\.cpp's cohere2 does not compute a head of its own"),
     (*CASES["olmo2 tied, biases"], r"model\.qkv_bias: llama\.cpp's olmo2"),
+    (*CASES["phi3 longrope"], r"model\.rope_scaling: llama\.cpp's phi3 does not compute LongRoPE"),
+    (*CASES["gemma2"], r"model\.family: GGUF files of gemma2 are not written"),
+    (*CASES["olmo3"], r"model\.family: GGUF files of olmo3 are not written"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Capped logits wherever they are read: scores of texts, a teacher's answers, and a packed decoder's choice."""
+"""Capped logits wherever they are read: scores of texts, teachers' answers and packed decoders' choices."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_values_without_their_own_width_get_zeros() -> None:
     expected = blocked_attention(q, k, v, None)
     widths = []
 
-    def wide_only(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def wide_only(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _changes: object) -> Tensor:
         widths.append(v.shape[-1])
         return blocked_attention(q, k, v, mask)
 

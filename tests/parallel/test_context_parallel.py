@@ -157,7 +157,7 @@ def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
 
 def difference_in_runs(mesh: Mesh, case: Case) -> float:
     """Ring attention on the sequences that flash attention takes on CUDA, with an exact kernel for them."""
-    with patch.object(ring, "part_operators", lambda _q: FLASH), exact_kernel() as calls:
+    with patch.object(ring, "part_operators", lambda *_: FLASH), exact_kernel() as calls:
         found = difference(mesh, case)
     assert calls["forward"] and calls["backward"]
     assert mesh.layout.context_mode != "gather" or case.window or max(calls.values()) <= 2
@@ -312,7 +312,7 @@ def plans_of_steps(mesh: Mesh, spec: RunSpec) -> list[int]:
     without."""
     planned = Mock(side_effect=TILES.plan)
     eager = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    with patch.object(ring, "part_operators", lambda _: TILES._replace(plan=planned)), eager:
+    with patch.object(ring, "part_operators", lambda *_: TILES._replace(plan=planned)), eager:
         trainer = Trainer(spec, mesh)
         trainer.initialise()
         (batch,) = first_batches(spec, mesh, 1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.attention_cpu import blocked_attention
+from meshwright.kernels.score_changes import ScoreChanges
 from meshwright.model import attention, rope
 from meshwright.model import router as model_router
 from meshwright.model.decoder import Decoder
@@ -268,13 +269,13 @@ def test_router_losses_are_those_of_python_floats() -> None:
 frequencies, exact_rms = rope.frequencies, RmsNorm.forward
 
 
-def see_the_future(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def see_the_future(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, changes: ScoreChanges) -> Tensor:
     """Attention whose query 3 attends to key 4, too."""
     if mask is None:
         mask = torch.full((1, 1, q.shape[1], k.shape[1]), -torch.inf, dtype=q.dtype).triu_(1)
     seen = mask.clone()
     seen[..., 3, 4] = 0.0
-    return blocked_attention(q, k, v, seen)
+    return blocked_attention(q, k, v, seen, changes)
 
 
 def turn_as_the_next_channel(*args: Any) -> Tensor:

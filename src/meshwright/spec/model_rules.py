@@ -71,8 +71,8 @@ def pairs_have_their_factors(spec: Sections) -> None:
         return
     if scaling.original_max_seq_len == 1:
         raise UserError(
-            "model.rope_scaling.original_max_seq_len: 1 has no logarithm to divide by, as longrope's factor on "
-            "cosines and sines needs; give the length that the model was trained on"
+            "model.rope_scaling.original_max_seq_len: 1 has no logarithm to divide by, as longrope's factor "
+            "on cosines and sines needs; give the length that the model was trained on"
         )
     pairs = (model.rope_dim or model.head_dim) // 2
     for key in ("short_factors", "long_factors"):
