@@ -184,7 +184,7 @@ class RemoteFile(StoredFile):
 
 
 class _Ranges(io.RawIOBase):
-    """The bytes of a remote file, range by range; the next one is fetched while one is read."""
+    """The bytes of a remote file, range by range; from the second one on the next is fetched meanwhile."""
 
     def __init__(self, file: RemoteFile, size: int, offset: int) -> None:
         self._file, self._size, self._place = file, size, offset
@@ -225,12 +225,13 @@ class _Ranges(io.RawIOBase):
 
     def _take(self, place: int) -> bytes:
         """Return the range that begins at `place`, and have the one behind it fetched."""
+        goes_on = place == self._start + len(self._block) > self._start
         if self._next is None or self._next[0] != place:
-            self._length = LEAST_RANGE
+            self._length = min(4 * self._length, MOST_RANGE) if goes_on else LEAST_RANGE
             self._next = place, self._pool.submit(self._fetch, place, self._length)
         block = self._next[1].result()
         behind, self._next = place + len(block), None
-        if behind < self._size:
+        if goes_on and behind < self._size:  # who reads the beginning alone asks for no more
             self._length = min(4 * self._length, MOST_RANGE)
             self._next = behind, self._pool.submit(self._fetch, behind, self._length)
         return block
