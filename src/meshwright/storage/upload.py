@@ -118,7 +118,7 @@ def check_new(target: Path | str, key: str) -> None:
             there = []
     if there:
         raise UserError(
-            f"{key}: {url} exists and is not an empty folder; give another one, or empty it first"
+            f"{key}: {url} exists, and is not an empty folder; give another one, or empty it first"
         )
 
 
