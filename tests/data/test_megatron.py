@@ -28,6 +28,7 @@ def write(
     """Write documents, each of sequences of ids."""
     kind = np.dtype(dtype).newbyteorder("<")
     sequences = [sequence for document in documents for sequence in document]
+    ids = [number for sequence in sequences for number in sequence]
     lengths = [len(sequence) for sequence in sequences]
     starts = [kind.itemsize * sum(lengths[:number]) for number in range(len(lengths))]
     bounds = [sum(map(len, documents[:number])) for number in range(len(documents) + 1)]
@@ -35,7 +36,9 @@ def write(
     index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(starts)}q", *starts)
     index += struct.pack(f"<{len(bounds)}q", *bounds) + bytes(len(sequences) if modes else 0)
     prefix.with_name(prefix.name + ".idx").write_bytes(index)
-    prefix.with_name(prefix.name + ".bin").write_bytes(np.array(sum(map(list, sequences), []), kind).tobytes())
+    prefix.with_name(prefix.name + ".bin").write_bytes(
+        np.array(sum(map(list, sequences), []), kind).tobytes()
+    )
 
 
 @pytest.fixture
@@ -151,7 +154,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "first document": (packed(body=body((2, 1), (0, 4), (1, 1, 2))), "begins its documents at sequence 1"),
     "documents back": (packed(body=body((2, 1), (0, 4), (0, 2, 1))), "document 1 from sequence 2 to 1, of 2"),
     "documents beyond": (packed(body=body((2, 1), (0, 4), (0, 1, 9))), "document 1 from sequence 1 to 9"),
-    "documents short": (packed(body=body((2, 1), (0, 4), (0, 1, 1))), "2 sequences, and its documents end at 1"),
+    "documents short": (
+        packed(body=body((2, 1), (0, 4), (0, 1, 1))),
+        "2 sequences, and its .* end at 1",
+    ),
 }
 
 

@@ -34,9 +34,7 @@ class Bucket:
         found = self.client.list_objects_v2(Bucket="bucket", Prefix=f"{prefix}/").get("Contents", [])
         keys = [each["Key"] for each in found]
         read = self.client.get_object
-        return {
-            key.removeprefix(f"{prefix}/"): read(Bucket="bucket", Key=key)["Body"].read() for key in keys
-        }
+        return {key.removeprefix(f"{prefix}/"): read(Bucket="bucket", Key=key)["Body"].read() for key in keys}
 
 
 @contextmanager

@@ -104,7 +104,9 @@ def test_a_cut_or_damaged_file_is_one_sentence(name: str, tmp_path: Path) -> Non
     path = tmp_path / f"rows.jsonl{suffix}"
     for cut in (1, 9, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(UserError, match=rf"{path.name} ends at byte {cut}, before its compressed") as told:
+        with pytest.raises(
+            UserError, match=rf"{path.name} ends at byte {cut}, before its compressed"
+        ) as told:
             read(path)
         assert told.value.code == 2 and str(told.value).endswith("; fetch or compress it again")
         with pytest.raises(UserError, match=f"ends at byte {cut}"):

@@ -78,7 +78,9 @@ def test_a_connection_that_stays_cut_is_one_sentence(
     http.cuts = [10] * 100
     with (
         pytest.warns(UserWarning, match="was cut at byte 0"),
-        pytest.raises(UserError, match=r"data\.corpus: http.*a\.txt cannot be read \(.+\); see whether") as told,
+        pytest.raises(
+            UserError, match=r"data\.corpus: http.*a\.txt cannot be read \(.+\); see whether"
+        ) as told,
     ):
         list(source.documents())
     assert told.value.code == 2 and "\n" not in str(told.value)

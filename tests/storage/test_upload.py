@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from servers import Bucket
@@ -55,7 +54,9 @@ def test_the_command_writes_the_files_of_a_disk_to_s3(
     assert main(["export", run, "s3://bucket/models/a", "--dtype", "float16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"folder": "s3://bucket/models/a"}
     assert s3.files("models/a") == on_disk(tmp_path / "disk")
-    with pytest.raises(UserError, match=r"^export: s3://bucket/models/a exists, and is not an empty folder") as told:
+    with pytest.raises(
+        UserError, match=r"^export: s3://bucket/models/a exists, and is not an empty folder"
+    ) as told:
         main(["export", run, "s3://bucket/models/a"])
     assert told.value.code == 2
     assert main(["export", run, f"file://{tmp_path}/of url", "--dtype", "float16"]) == 0
@@ -94,20 +95,23 @@ def test_a_cut_connection_is_got_over(s3: Bucket, tmp_path: Path, no_wait: None)
 def test_what_was_sent_is_removed_when_an_export_fails(
     s3: Bucket, monkeypatch: pytest.MonkeyPatch, no_wait: None
 ) -> None:
-    from s3fs import S3FileSystem
+    store, _ = remote.filesystem("s3://bucket/models", "export")
+    put, tries = store.put_file, []
 
-    put, tries = S3FileSystem._put_file, []
-
-    async def fails(self: Any, file: str, path: str, **options: Any) -> None:
+    def fails(file: str, path: str) -> None:
         tries.append(path)
         if "00003" in path:
             raise ConnectionResetError("reset by peer")
-        await put(self, file, path, **options)
+        put(file, path)
 
-    monkeypatch.setattr(S3FileSystem, "_put_file", fails)
+    monkeypatch.setattr(store, "put_file", fails)
     with (
-        pytest.warns(UserWarning, match=r"models/d/model-00003-.* was cut \(reset by peer\); it is sent again"),
-        pytest.raises(UserError, match=r"export: s3://bucket/models/d/model-00003-.* cannot be written") as told,
+        pytest.warns(
+            UserWarning, match=r"models/d/model-00003-.* was cut \(reset by peer\); it is sent again"
+        ),
+        pytest.raises(
+            UserError, match=r"export: s3://bucket/models/d/model-00003-.* cannot be written"
+        ) as told,
     ):
         export("s3://bucket/models/d")
     assert told.value.code == 2 and "\n" not in str(told.value)
@@ -127,5 +131,7 @@ def test_a_gguf_file_is_sent(s3: Bucket, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["http://host/folder", "https://host/m.gguf"])
 def test_http_is_not_written_to(url: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^export: http.* cannot be written to; give a folder of a disk, s3://"):
+    with pytest.raises(
+        UserError, match=r"^export: http.* cannot be written to; give a folder of a disk, s3://"
+    ):
         upload.check_new(url, "export")

@@ -116,14 +116,10 @@ def _header(index: StoredFile) -> _Header:
     """Return the header of an index. Raises `UserError` unless the file has as many bytes as it says."""
     raw = index.head(_HEADER.size)
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-        raise _wrong(
-            index, f"does not begin with the {_HEADER.size} bytes of an index of Megatron: {raw!r}"
-        )
+        raise _wrong(index, f"does not begin with the {_HEADER.size} bytes of an index of Megatron: {raw!r}")
     _, version, code, sequences, entries = _HEADER.unpack(raw)
     if version != 1:
-        raise UserError(
-            f"data.corpus: {index} has version {version}, and version 1 is read; {_REMEDY}"
-        )
+        raise UserError(f"data.corpus: {index} has version {version}, and version 1 is read; {_REMEDY}")
     if code not in _IDS:
         kind = _NOT_IDS.get(code, f"numbers of the unknown code {code}")
         raise UserError(f"data.corpus: {index} says that its data are {kind}, not token ids; give token ids")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-import time
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,21 +67,22 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     import fsspec
 
     protocol = url.partition("://")[0].lower()
-    rest = url[len(protocol) :]
+    if protocol not in fsspec.available_protocols():
+        known = ", ".join(f"{name}://" for name in ("s3", "gs", "hf", "https", "file"))
+        raise UserError(
+            f"{key}: {url} begins with {protocol}://, which fsspec does not know; give a path, or one of "
+            f"{known}"
+        )
+    options = _AS_STORED if protocol in ("http", "https") else {}
     with told(url, key):
         try:
-            options = _AS_STORED if protocol in ("http", "https") else {}
-            found = fsspec.filesystem(protocol, use_listings_cache=False, **options)
+            found: tuple[Any, str] = fsspec.url_to_fs(
+                protocol + url[len(protocol) :], use_listings_cache=False, **options
+            )
         except ImportError as error:
             package = _PACKAGES.get(protocol, f"that fsspec asks for ({error})")
             raise UserError(f"{key}: {protocol}:// needs the package {package}") from error
-        except ValueError as error:
-            known = ", ".join(f"{name}://" for name in ("s3", "gs", "hf", "https", "file"))
-            raise UserError(
-                f"{key}: {url} begins with {protocol}://, which fsspec does not know; give a path, or one of "
-                f"{known}"
-            ) from error
-        return found, found._strip_protocol(protocol + rest)
+    return found
 
 
 @contextmanager
@@ -92,16 +93,24 @@ def told(url: str, key: str, verb: str = "read") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if type(error).__module__ == "builtins" and not isinstance(error, OSError | ValueError):
+        if not may_pass(error) and not isinstance(error, OSError | ValueError | NotImplementedError):
             raise
-        if isinstance(error, FileNotFoundError):
+        if _is_missing(error):
             raise UserError(f"{key}: there is no file or folder {url} (any more); give another") from error
         remedy = "see whether the address, the connection and the credentials are right, and start again"
         raise UserError(f"{key}: {url} cannot be {verb} ({reason_of(error)}); {remedy}") from error
 
 
+def _is_missing(error: Exception) -> bool:
+    """Return True if a store has no such file; fsspec says so, too, where it does not reach a server."""
+    unreached = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+    return isinstance(error, FileNotFoundError) and not unreached
+
+
 def reason_of(error: Exception) -> str:
     """Return an error's reason in one line."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     return " ".join(str(text).split()) or type(error).__name__
 
@@ -119,12 +128,13 @@ def remote_files(url: str) -> list[RemoteFile] | None:
     None where nothing is there. Raises `UserError`.
     """
     store, path = filesystem(url, "data.corpus")
-    protocol = url.partition("://")[0]
     with told(url, "data.corpus"):
         try:
             info = store.info(path)
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as error:
+            if _is_missing(error):
+                return None
+            raise
         if info["type"] == "file":
             name = path.rstrip("/").rpartition("/")[2]
             return [RemoteFile(store, url, path, (name,), info)]
@@ -134,10 +144,7 @@ def remote_files(url: str) -> list[RemoteFile] | None:
         parts = tuple(part for part in place[len(path) :].split("/") if part)
         placeholder = info["type"] != "file" or place.endswith("/")  # stands for a folder
         if parts and not placeholder and not any(part.startswith(".") for part in parts):
-            address = (
-                store.unstrip_protocol(place) if protocol.startswith("http") else f"{protocol}://{place}"
-            )
-            files.append(RemoteFile(store, address, place, parts, info))
+            files.append(RemoteFile(store, store.unstrip_protocol(place), place, parts, info))
     return sorted(files, key=lambda file: file.parts) or None
 
 
@@ -192,6 +199,7 @@ class _Ranges(io.RawIOBase):
         self._next: tuple[int, Future[bytes]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="remote file")
         self._handle: IO[bytes] | None = None
+        self._closing = threading.Event()
 
     def readable(self) -> bool:
         return True
@@ -219,6 +227,7 @@ class _Ranges(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
+            self._closing.set()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._drop()
         super().close()
@@ -249,14 +258,14 @@ class _Ranges(io.RawIOBase):
                         self._file.check()
                 except Exception as error:
                     self._drop()
-                    if tries == TRIES or not may_pass(error):
+                    if tries == TRIES or not may_pass(error) or self._closing.is_set():
                         raise
                     warnings.warn(
                         f"data.corpus: {self._file} was cut at byte {start + len(got)} ({reason_of(error)}); "
                         "it is read on from there",
                         stacklevel=2,
                     )
-                    time.sleep(FIRST_WAIT * 2 ** (tries - 1))
+                    self._closing.wait(FIRST_WAIT * 2 ** (tries - 1))
                     tries += 1
         return bytes(got)
 

@@ -61,8 +61,8 @@ class _Uploads(NewFolder):
                 self._sent.pop()
         except Exception as error:
             warnings.warn(
-                f"{self._key}: {len(self._sent)} files, {self._sent[0]} first, are left at {self._url}, which "
-                f"cannot be written to ({reason_of(error)}); remove them",
+                f"{self._key}: {len(self._sent)} files, {self._sent[0]} the first, are left in {self._url} "
+                f"({reason_of(error)}); remove them",
                 stacklevel=2,
             )
 
