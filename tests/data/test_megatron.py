@@ -36,9 +36,7 @@ def write(
     index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(starts)}q", *starts)
     index += struct.pack(f"<{len(bounds)}q", *bounds) + bytes(len(sequences) if modes else 0)
     prefix.with_name(prefix.name + ".idx").write_bytes(index)
-    prefix.with_name(prefix.name + ".bin").write_bytes(
-        np.array(sum(map(list, sequences), []), kind).tobytes()
-    )
+    prefix.with_name(prefix.name + ".bin").write_bytes(np.array(ids, kind).tobytes())
 
 
 @pytest.fixture
