@@ -54,7 +54,7 @@ def noise(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", PACK)
-@pytest.mark.parametrize("size", [0, 1, 2**16, 2**20, 3 * 2**20 + 1])
+@pytest.mark.parametrize("size", [0, 1, 2**16, 3 * 2**20 + 1])
 @pytest.mark.parametrize("content", ["noise", "zeros"])
 def test_what_is_unpacked_is_what_was_packed(name: str, size: int, content: str, tmp_path: Path) -> None:
     suffix, pack = PACK[name]

@@ -248,14 +248,16 @@ class _Ranges(io.RawIOBase):
     def _fetch(self, start: int, length: int) -> bytes:
         """Return the bytes from `start` on, in as many requests as it takes."""
         stop, got, tries = min(start + length, self._size), bytearray(), 1
-        while start + len(got) < stop:
-            place = start + len(got)
+        checked = stop < self._size
+        while start + len(got) < stop or not checked:
             with told(self._file.name, "data.corpus"):
                 try:
-                    got += self._asked(place, stop)
-                    tries = 1
-                    if start + len(got) == self._size:
+                    if start + len(got) < stop:
+                        got += self._asked(start + len(got), stop)
+                    else:
                         self._file.check()
+                        checked = True
+                    tries = 1
                 except Exception as error:
                     self._drop()
                     if tries == TRIES or not may_pass(error) or self._closing.is_set():
