@@ -11,7 +11,8 @@ and writes formats of others, `infer` generates and evaluates.
 What checks and predicts: `verify` compares with one device, `dryrun` runs one rank without the others,
 `planner` finds layouts, for clusters of `hardware` that `profile` measures, with failures by
 `reliability`.
-Small: `cpp_library` compiles C++, `atomic` replaces files, `host` knows the processors, `units` formats.
+Small: `storage` opens files wherever they are kept, `cpp_library` compiles C++, `atomic` replaces files,
+`host` knows the processors, `units` formats.
 """
 
 __version__ = "0.7.0"

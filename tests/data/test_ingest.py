@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data import readers, row_files
-from meshwright.data.readers import open_source
+from meshwright.data.sources import open_source
 from meshwright.spec import UserError
 
 
@@ -132,7 +132,7 @@ def test_stdlib_is_this_interpreters_sources_without_tests() -> None:
     total = sum(len(text.encode()) for text in found)
     assert 5e6 < total < 30e6 and len(found) > 400
     assert Path(os.__file__).read_bytes().decode() in found
-    assert not any("site-packages" in str(p) or "test" in p.parts for p in source._paths)  # type: ignore[attr-defined]
+    assert not any("site-packages" in f.name or "test" in f.parts for f in source._files)  # type: ignore[attr-defined]
 
 
 def test_parquet_without_the_extra_says_what_to_install(

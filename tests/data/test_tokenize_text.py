@@ -11,8 +11,8 @@ from sample_texts import texts
 from meshwright.data import tokenize as module
 from meshwright.data.permutation import mix64
 from meshwright.data.publish import publishing
-from meshwright.data.readers import open_source
 from meshwright.data.shards import TokenShards
+from meshwright.data.sources import open_source
 from meshwright.data.split import SplitSurvey
 from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import build_tokenizer, tokenize

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.api.planning import _measured
 from meshwright.checkpoint import CheckpointError, Lease
-from meshwright.data.readers import open_source
+from meshwright.data.sources import open_source
 from meshwright.data.tokenize import build_tokenizer
 from meshwright.data.verified import cache_folder
 from meshwright.hardware import hardware_file

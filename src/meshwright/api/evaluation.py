@@ -17,6 +17,7 @@ from meshwright.rank.scratch import scratch_folder
 from meshwright.runs.record import read_run
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import Overrides
+from meshwright.storage.remote import is_url, without_scheme
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import Mesh
@@ -91,7 +92,7 @@ def check_evaluation(how: Evaluation) -> None:
             raise UserError(f"--data: the name '{name}' is given twice; give each text its own")
         if [other for _, other in texts].count(path) > 1:
             raise UserError(f"--data: {path} is given twice; give it once")
-        if not Path(path).exists():
+        if not is_url(path) and not Path(without_scheme(path)).exists():
             raise UserError(f"--data: there is no file or folder {path}; give NAME=PATH")
     if how["weights"] not in WEIGHTS:
         raise UserError(f"--weights: {how['weights']!r} is not one of {', '.join(WEIGHTS)}")
@@ -281,13 +282,13 @@ class _Texts:
     def _given(self, path: str, check: Check) -> Split:
         """Return all of the text of --data."""
         from meshwright.data.corpus import open_sources
-        from meshwright.data.manifest import is_shards
+        from meshwright.data.manifest import shards_of
         from meshwright.data.shards import read_manifest, tokenizer_of
 
         file = self._run / "tokenizer.json"
         try:
-            if is_shards(Path(path)):
-                given = tokenizer_of(Path(path), read_manifest(Path(path), "tokenize the text again"))
+            if (folder := shards_of(path)) is not None:
+                given = tokenizer_of(folder, read_manifest(folder, "tokenize the text again"))
                 if given.digest != run_tokenizer(self._run).digest:
                     raise UserError(
                         f"{path} was tokenized with another tokenizer than {file}; give the text itself, or "

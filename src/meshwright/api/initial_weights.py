@@ -59,9 +59,9 @@ def _same_path(one: str, other: str) -> bool:
 
 def _is_text(corpus: str) -> bool:
     """Return True for a corpus that the run's tokenizer is to read."""
-    from meshwright.data.manifest import is_shards
+    from meshwright.data.manifest import shards_of
 
-    return corpus != "synthetic" and not is_shards(user_path(corpus, "data.corpus"))
+    return corpus != "synthetic" and shards_of(corpus) is None
 
 
 def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:

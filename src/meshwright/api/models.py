@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from meshwright.api.options import NewRun, Step, Weights
 from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
+from meshwright.storage.upload import check_new, new_file
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def data_verify(folder: Path) -> Result:
 
 def export(
     run: Path,
-    folder: Path,
+    folder: Path | str,
     dtype: str | None = None,
     *,
     weights: Weights = "trained",
@@ -87,11 +88,12 @@ def export(
     """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
 
     A `folder` whose name ends in .gguf is a file for llama.cpp, by default in 'float32', which may be in
-    'q8_0', too. `weights` 'ema' writes the moving average of the weights (`train.ema`). `step` is which
-    checkpoint, by default the newest.
+    'q8_0', too. It may be a URL that fsspec writes to, such as s3://bucket/folder. `weights` 'ema' writes the
+    moving average of the weights (`train.ema`). `step` is which checkpoint, by default the newest.
     """
-    run, folder = existing(run, "the folder of a run"), Path(folder)
-    if folder.suffix.lower() == ".gguf":
+    run = existing(run, "the folder of a run")
+    check_new(folder, "export")
+    if str(folder).lower().endswith(".gguf"):
         _export_gguf(run, folder, dtype or "float32", weights, step)
         return
     import torch
@@ -120,16 +122,17 @@ def export(
     )
 
 
-def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | None) -> None:
+def _export_gguf(run: Path, target: Path | str, dtype: str, weights: str, step: int | None) -> None:
     from meshwright.exchange.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
 
     if dtype not in GGUF_DTYPES:
         raise UserError(f"dtype: {dtype!r} is not one of {', '.join(GGUF_DTYPES)}")
     if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run}: has no tokenizer.json, which is a part of GGUF files; export to a folder")
-    check_gguf(file, load(run).model)
-    decoder = load_run(run, weights=weights, step=step)
-    export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
+    with new_file(target, "export") as file:
+        check_gguf(file, load(run).model)
+        decoder = load_run(run, weights=weights, step=step)
+        export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
 
 
 def import_hf(folder: Path, out: NewRun) -> None:

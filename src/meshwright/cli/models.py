@@ -62,7 +62,7 @@ def _tell(_number: int, text: str) -> None:
 @verb(
     "export",
     _RUN,
-    Argument("TARGET", "a folder to write, new or empty, or a new file that ends in .gguf"),
+    Argument("TARGET", "a folder to write, new or empty, a new file that ends in .gguf, or a URL of one"),
     Flag(
         "dtype",
         "number format of the weights; q8_0 for GGUF",
@@ -75,10 +75,10 @@ def _tell(_number: int, text: str) -> None:
 )
 def export(call: Call) -> None:
     """Write a run's model as an HF folder or a GGUF file."""
-    run, target = map(Path, call.words)
-    api.export(run, target, **call.flags)
-    kind = "file" if target.suffix.lower() == ".gguf" else "folder"
-    show.result(call, {kind: str(target)}, lambda _: print(f"wrote {target}"))
+    run, target = call.words
+    api.export(Path(run), target, **call.flags)
+    kind = "file" if target.lower().endswith(".gguf") else "folder"
+    show.result(call, {kind: target}, lambda _: print(f"wrote {target}"))
 
 
 @verb(

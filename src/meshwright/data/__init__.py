@@ -1,7 +1,8 @@
 """Text in, batches out, as a pure function of (seed, step).
 
-Sources: `readers` turns files, folders, data sets of the hub and the tables of `row_files` into documents,
-`synthetic` makes them up, and `split` takes some of them for validation.
+Sources: `sources` finds the files of a corpus; `readers` turns them, data sets of the hub and the tables of
+`row_files` into documents, `megatron` data sets that are tokenized already; `synthetic` makes them up, and
+`split` takes some of them for validation.
 Tokens: `tokenizer` (bytes, BPE that `bpe_training` learns, or a `tokenizer.json`, of which `literals` are
 the special tokens and `vocabulary` finds ids beyond the model's). `words` splits texts by the rules of
 `word_rule` and numbers them in a `word_table`; `text_processes` does so on all cores, by the `processes`

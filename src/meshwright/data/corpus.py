@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.document_index import TokenSource
-from meshwright.data.manifest import VERSION, digest_of, is_shards
+from meshwright.data.manifest import VERSION, digest_of, shards_of
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples, Windows
 from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once, write_atomically
-from meshwright.data.readers import SYNTHETIC, TextSource, open_source
+from meshwright.data.readers import SYNTHETIC, TextSource
 from meshwright.data.shards import TokenShards, tokenizer_of
+from meshwright.data.sources import open_source
 from meshwright.data.synthetic import SyntheticTokens, synthetic_tokens
 from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import (
@@ -37,10 +38,11 @@ from meshwright.data.vocabulary import check_end, check_vocabulary
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.weights import own_tokenizer
+from meshwright.storage.remote import is_url
 
-READER = 3
+READER = 4
 """Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows, 3 Arrow, and caches of
-the hub."""
+the hub, 4 gzip and zstd."""
 XZ_BYTES = 8 * 10**6
 """Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
 
@@ -263,12 +265,11 @@ def xz_bits_per_byte(data: bytes) -> float:
 
 
 def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[TokenShards]:
-    folders = {name: user_path(name, "data.corpus") for name in names}
     cache = cache_folder(spec.data.cache)
     ready = {
-        name: TokenShards(path, cache=cache, check=check)
-        for name, path in folders.items()
-        if name and is_shards(path)
+        name: TokenShards(folder, cache=cache, check=check)
+        for name in names
+        if (folder := shards_of(name)) is not None
     }
     texts = [name for name in names if name not in ready]
     if texts:
@@ -299,7 +300,7 @@ def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
     Other ranks of the host read it and so need not hash the text, which that folder's name depends on.
     """
     data = spec.data
-    paths = [str(user_path(name, "data.corpus").absolute()) for name in texts]
+    paths = [name if is_url(name) else str(user_path(name, "data.corpus").absolute()) for name in texts]
     asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
     asked += [data.special_tokens] if data.special_tokens == "read" else []
     key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
@@ -329,6 +330,9 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     if known is not None:
         tell_remarks(known)
         check_end(known, sources[0].name, vocab_size)
+    else:
+        for source in sources:
+            source.check_text()
     recipe = {
         "version": VERSION,
         "reader": READER,

@@ -23,7 +23,9 @@ import numpy as np
 from pydantic import Field
 
 from meshwright.spec.base import FrozenModel
+from meshwright.spec.files import user_path
 from meshwright.spec.hf.text_tokens import TextTokens
+from meshwright.storage.remote import is_url, without_scheme
 
 MANIFEST = "meshwright-tokens.json"
 TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")
@@ -108,6 +110,17 @@ class TokenManifest(FrozenModel):
 def is_shards(path: Path) -> bool:
     """Return True if `path` is a folder of shards."""
     return (path / MANIFEST).is_file()
+
+
+def shards_of(corpus: str) -> Path | None:
+    """Return the folder of shards that `data.corpus` names; None where it names text, or a URL.
+
+    Raises `UserError` as `user_path` does.
+    """
+    if is_url(corpus) or not corpus:
+        return None
+    path = user_path(without_scheme(corpus), "data.corpus")
+    return path if is_shards(path) else None
 
 
 def digest_of(sources: Sequence[str], **settings: Any) -> str:

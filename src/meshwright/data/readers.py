@@ -1,23 +1,20 @@
-"""Where text comes from: files, folders, JSONL, the standard library's sources, parquet, the hub.
+"""Readers of text: files, JSONL, parquet, the hub.
 
 Every reader gives documents as str, in one fixed order, and a fingerprint of their content.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import os
-import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from meshwright.data.manifest import MANIFEST, TOKENS_FILE
-from meshwright.data.publish import readable, sha256_file
+from meshwright.data.publish import readable
 from meshwright.data.row_files import (
     ALWAYS_ROWS,
     LARGEST_DOCUMENT,
@@ -28,9 +25,10 @@ from meshwright.data.row_files import (
     rows_of,
     too_large,
 )
+from meshwright.data.tokenizer import IDs, Tokenizer
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.files import is_lfs_pointer, user_path
-from meshwright.spec.hf.json_object import read_json_object
+from meshwright.spec.files import LFS_POINTER
+from meshwright.storage.stored_file import StoredFile
 from meshwright.units import gigabytes
 
 HUB = "hf:"
@@ -38,9 +36,9 @@ SYNTHETIC = "synthetic"
 SEPARATOR = "<|endoftext|>"  # between the documents of one .txt file, as in GPT-2's data sets
 
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-"""Suffixes of compressed files, which are not read."""
+"""Suffixes of compressed files, which are not read but for those of `sources.unpacked`."""
 UNPACKED_FREELY, MOST_UNPACKED = 2**26, 1000
-"""A parquet file may spell so many characters, or so many times its size: 479 bytes can spell a gigabyte."""
+"""A compressed file may spell so many characters, or so many times its size: 479 bytes can be a gigabyte."""
 
 COMPRESSES = (".parquet", ".arrow")
 """Suffixes of files of rows that may be compressed inside."""
@@ -51,8 +49,11 @@ ROWS_WANTED = 'give an array of objects with a text each, as in [{"text": "Once"
 CHATS = ("messages", "conversations", "conversation")
 """Keys under which data sets have chats."""
 
-_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-_NOT_STDLIB = _TEST_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
+_HEAD, _AT_ONCE = 2**13, 2**22
+"""Bytes of a file of text that say whether it is binary, and bytes of it that are read at once."""
+
+Encoded = tuple[IDs, int, int]
+"""(token ids, UTF-8 bytes of the text, hash of the text) of a document."""
 
 
 class TextSource(ABC):
@@ -61,6 +62,9 @@ class TextSource(ABC):
     `name` is the one that the user gave. `skipped` counts the files and rows that the last complete walk over
     `documents` left out, by reason.
     """
+
+    is_text = True
+    """False where they are token ids already."""
 
     def __init__(self, name: str, text_key: str) -> None:
         self.name = name
@@ -74,6 +78,20 @@ class TextSource(ABC):
     @abstractmethod
     def documents(self) -> Iterator[str]:
         """Yield each document's text, never an empty one. Raises `UserError` that names the file."""
+
+    def check_text(self) -> None:
+        """Raise `UserError` if the documents are not text, which a tokenizer could be trained on."""
+        if not self.is_text:
+            raise UserError(
+                f"data.tokenizer: {self.name} holds token ids, which only the tokenizer that they were made "
+                "with can spell; give its tokenizer.json"
+            )
+
+    def encoded(
+        self, tokenizer: Tokenizer, encode: Callable[[Iterator[str]], Iterator[Encoded]]
+    ) -> Iterator[Encoded]:
+        """Yield the documents as ids of `tokenizer`, which `encode` makes of texts. Raises `UserError`."""
+        return encode(self.documents())
 
     def _texts(self, rows: Iterable[tuple[str, Any]]) -> Iterator[str]:
         """Yield the texts of rows; each comes with its place, for messages."""
@@ -97,105 +115,6 @@ class TextSource(ABC):
                 yield text
 
 
-def open_source(corpus: str, text_key: str) -> TextSource:
-    """Return the reader of 'stdlib', 'hf:NAME[:CONFIG]', a file, or a folder. Raises `UserError`."""
-    if corpus == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in _walk(root, _NOT_STDLIB) if path.suffix == ".py" and not path.is_symlink()]
-        return FileSource("stdlib", root, paths, text_key="", named=False)
-    if corpus == SYNTHETIC:
-        raise UserError(
-            f"data.corpus: '{SYNTHETIC}' has no text to tokenize; train on it as it is, or give text"
-        )
-    if corpus.startswith(HUB):
-        return HubSource(corpus, text_key)
-    if not corpus:
-        raise UserError(
-            f"data.corpus: '' names nothing; give 'stdlib', '{SYNTHETIC}', '{HUB}NAME', a file or a folder"
-        )
-    path = user_path(corpus, "data.corpus")
-    if path.is_file():
-        return FileSource(corpus, path.parent, [path], text_key, named=True)
-    if path.is_dir():
-        found = _walk(path)
-        paths = _rows_of_data_sets([each for each in found if not _leads_out(each)])
-        _refuse_tokens(path, paths)
-        links = sum(map(_leads_out, found))
-        return FileSource(corpus, path, paths, text_key, named=False, links=links)
-    if path.exists():
-        raise UserError(
-            f"data.corpus: {corpus} is neither a file nor a folder but a pipe, a socket or a device, and "
-            "text is read more than once; write it to a file first"
-        )
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise UserError(
-        f"data.corpus: there is no file or folder {corpus}{did_you_mean(path.name, siblings)}; "
-        f"'stdlib', '{SYNTHETIC}' and '{HUB}NAME' need none"
-    )
-
-
-def _walk(root: Path, without: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below `root`, sorted, without hidden ones, hidden folders and links to folders."""
-    paths: list[Path] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        visible = [Path(folder, name) for name in files if not name.startswith(".")]
-        paths += [path for path in visible if path.is_file()]
-    return sorted(paths, key=lambda path: path.relative_to(root).parts)
-
-
-def _leads_out(path: Path) -> bool:
-    """Return True for a link, unless a cache of the hub has it from snapshots/REVISION/ into its blobs/."""
-    if not path.is_symlink():
-        return False
-    target = path.resolve()
-    caches = [each.parent.parent for each in path.absolute().parents if each.parent.name == "snapshots"]
-    return not any(target.is_relative_to(cache.resolve() / "blobs") for cache in caches)
-
-
-def _rows_of_data_sets(paths: list[Path]) -> list[Path]:
-    """Return the files without those that describe data sets which the package datasets saved.
-
-    Of a folder that `Dataset.save_to_disk` made, the Arrow files that its state.json lists stay. Raises
-    `UserError` for one of `DatasetDict`, which holds several.
-    """
-    left_out: set[Path] = set()
-    arrow: dict[Path, list[Path]] = {path.parent: [] for path in paths if path.suffix.lower() == ".arrow"}
-    for path in paths:
-        if path.parent in arrow:
-            arrow[path.parent].append(path)
-    for path in paths:
-        if path.name == "dataset_dict.json" and any(path.parent in each.parents for each in arrow):
-            splits = sorted(each.name for each in arrow if each.parent == path.parent)
-            raise UserError(
-                f"data.corpus: {path.parent} is a data set with the splits {', '.join(splits)}; give the "
-                f"folder of one, such as {path.parent / splits[0]}"
-            )
-        if path.parent in arrow and path.name == "dataset_info.json":
-            left_out.add(path)
-        if path.parent in arrow and path.name == "state.json":
-            state = read_json_object(path, "data.corpus")
-            listed = [file.get("filename") for file in state.get("_data_files") or ()]
-            left_out |= {each for each in arrow[path.parent] if each.name not in listed}
-    return [path for path in paths if path not in left_out]
-
-
-def _refuse_tokens(root: Path, paths: list[Path]) -> None:
-    """Raise `UserError` if a folder of token shards is among these files below `root`: it holds no text."""
-    for path in paths:
-        folder = path.parent
-        if not TOKENS_FILE.fullmatch(path.name):
-            continue
-        if not (folder / MANIFEST).is_file():
-            raise UserError(
-                f"data.corpus: {folder} holds tokens, and its {MANIFEST} is missing; tokenize its text again"
-            )
-        remedy = f"give that folder, or move it out of {root}"
-        if folder == root:
-            remedy = "train on it as it is, or give the text it was made of"
-        raise UserError(f"data.corpus: {folder} holds tokens already and not text; {remedy}")
-
-
 class FileSource(TextSource):
     """Text files, one document each, and JSONL, JSON, CSV, TSV and parquet files, one document a row.
 
@@ -205,51 +124,46 @@ class FileSource(TextSource):
     """
 
     def __init__(
-        self, name: str, root: Path, paths: list[Path], text_key: str, *, named: bool, links: int = 0
+        self, name: str, files: Sequence[StoredFile], text_key: str, *, named: bool, links: int = 0
     ) -> None:
         super().__init__(name, text_key)
         self._links = links
-        self._root = root
-        self._paths = paths
+        self._files = files
         self._named = named
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of relative names, sizes and content hashes of all files."""
-
-        def describe(path: Path) -> str:
-            with readable(f"data.corpus: {path}", READABLE):
-                name, size = path.relative_to(self._root).as_posix(), path.stat().st_size
-                return f"{name}\0{size}\0{sha256_file(path)}\n"
-
-        with ThreadPoolExecutor() as pool:
-            lines = list(pool.map(describe, self._paths))
-        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+        """Return the SHA-256 of relative names and versions of all files."""
+        return fingerprint_of(self._files)
 
     def documents(self) -> Iterator[str]:
         """Yield each document's text, file by file."""
         self.skipped.clear()
         if self._links:
             self.skipped["link"] = self._links
-        for path in self._paths:
-            if is_lfs_pointer(path):
+        for file in self._files:
+            with readable(f"data.corpus: {file}", READABLE):
+                head = file.stored.head(_HEAD)
+            if head.startswith(LFS_POINTER):
                 if self._named:
                     raise UserError(
-                        f"data.corpus: {path} is a pointer of Git LFS; fetch the file: git lfs pull"
+                        f"data.corpus: {file} is a pointer of Git LFS; fetch the file: git lfs pull"
                     )
                 self.skipped["pointer of Git LFS"] += 1
-            elif self._has_rows(path):
-                texts = self._texts(self._counted(rows_of(path)))
-                yield from _unpacked(path, texts) if path.suffix.lower() in COMPRESSES else texts
+                continue
+            is_packed = file.stored is not file
+            if self._has_rows(file):
+                texts = self._texts(self._counted(rows_of(file)))
+                is_packed = is_packed or file.suffix in COMPRESSES
             else:
-                yield from self._parts(path)
+                texts = self._parts(file)
+            yield from _bounded(file, texts) if is_packed else texts
 
-    def _has_rows(self, path: Path) -> bool:
+    def _has_rows(self, file: StoredFile) -> bool:
         """Return True for a file whose rows are documents, False for one that is text."""
-        suffix = path.suffix.lower()
-        if suffix not in NAMED_ROWS or (self._named and suffix not in SOURCES):
-            return suffix in ALWAYS_ROWS or suffix in NAMED_ROWS
+        if file.suffix not in NAMED_ROWS or (self._named and file.suffix not in SOURCES):
+            return file.suffix in ALWAYS_ROWS or file.suffix in NAMED_ROWS
         try:
-            _, first = next(rows_of(path), ("", None))
+            _, first = next(rows_of(file), ("", None))
         except UserError:  # text of another kind
             return False
         return isinstance(first, dict) and (self._named or self._text_key in first)
@@ -265,18 +179,21 @@ class FileSource(TextSource):
             rows = ((place, {"text": row} if isinstance(row, str) else row) for place, row in rows)
         yield from rows
 
-    def _parts(self, path: Path) -> Iterator[str]:
+    def _parts(self, file: StoredFile) -> Iterator[str]:
         """Yield the documents of a file of text."""
-        with readable(f"data.corpus: {path}", READABLE), path.open("rb") as file:
-            raw = file.read(8192)
+        with readable(f"data.corpus: {file}", READABLE), file.open() as opened:
+            raw = opened.read(_HEAD)
             reason = "binary" if b"\0" in raw else ""
-            packed = path.suffix.lower() in PACKED
+            packed = file.suffix in PACKED
             if reason and not packed and raw.startswith(_UTF16):
                 reason = "not UTF-8"
-            is_txt = path.suffix.lower() == ".txt"
-            if not reason and not is_txt and path.stat().st_size > LARGEST_DOCUMENT:
-                raise too_large(path)
-            raw += b"" if reason else file.read()
+            if not reason:
+                raw = _read_on(opened, raw, LARGEST_DOCUMENT)
+                if len(raw) > LARGEST_DOCUMENT:
+                    if file.suffix != ".txt":
+                        raise too_large(file)
+                    yield from _long_text(file, raw, opened)
+                    return
         try:
             text = raw.decode("utf-8-sig")  # a byte-order mark is no part of the text
         except UnicodeDecodeError:
@@ -285,17 +202,71 @@ class FileSource(TextSource):
             remedy = (
                 "unpack it first" if packed else "give UTF-8 text, JSON, JSONL, CSV, TSV, parquet or Arrow"
             )
-            raise UserError(f"data.corpus: {path} is {reason}; {remedy}")
+            raise UserError(f"data.corpus: {file} is {reason}; {remedy}")
         if reason:
             self.skipped["compressed" if packed else reason] += 1
             return
-        parts = text.split(SEPARATOR) if is_txt else [text]
-        if any(len(part) > LARGEST_DOCUMENT for part in parts):
-            raise too_large(path)
-        texts = [part for part in parts if part and not part.isspace()]
-        if not texts:
+        texts = _documents(file, text.split(SEPARATOR) if file.suffix == ".txt" else [text])
+        first = next(texts, None)
+        if first is None:
             self.skipped["empty"] += 1
+            return
+        yield first
         yield from texts
+
+
+def fingerprint_of(files: Sequence[StoredFile]) -> str:
+    """Return the SHA-256 of the places and versions of files. Raises `UserError`."""
+
+    def describe(file: StoredFile) -> str:
+        with readable(f"data.corpus: {file}", READABLE):
+            return f"{'/'.join(file.stored.parts)}\0{file.version()}\n"
+
+    with ThreadPoolExecutor() as pool:
+        lines = list(pool.map(describe, files))
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _read_on(file: IO[bytes], raw: bytes, most: int) -> bytes:
+    """Return `raw` and what follows it in a file, which is read until they are more than `most` bytes."""
+    parts, size = [raw], len(raw)
+    while size <= most and (part := file.read(_AT_ONCE)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _documents(file: StoredFile, parts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts of a file that are not blank. Raises `UserError` for one that is too large."""
+    for part in parts:
+        if len(part) > LARGEST_DOCUMENT:
+            raise too_large(file)
+        if part and not part.isspace():
+            yield part
+
+
+def _long_text(file: StoredFile, raw: bytes, opened: IO[bytes]) -> Iterator[str]:
+    """Yield the documents of a .txt file that is not read whole: it begins with `raw`, and goes on.
+
+    Raises `UserError` where it is not UTF-8, which comes too late to leave it out.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    place, text = 0, ""
+    try:
+        while raw:
+            text += decoder.decode(raw)
+            place += len(raw)
+            *parts, text = text.split(SEPARATOR)
+            yield from _documents(file, parts)
+            if len(text) > LARGEST_DOCUMENT:
+                raise too_large(file)
+            raw = opened.read(_AT_ONCE)
+        text += decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data.corpus: {file} is not UTF-8 near its byte {place:,}; convert it first"
+        ) from error
+    yield from _documents(file, [text])
 
 
 def _hint(key: str, row: Any) -> str:
@@ -353,15 +324,15 @@ class HubSource(TextSource):
         yield from self._texts(load_dataset(self.name, self._path, name=self._config or None))
 
 
-def _unpacked(path: Path, texts: Iterator[str]) -> Iterator[str]:
-    """Yield the texts of a parquet file, unless they are far more than a file of its size has to tell."""
-    size, found = path.stat().st_size, 0
+def _bounded(file: StoredFile, texts: Iterator[str]) -> Iterator[str]:
+    """Yield the texts of a compressed file, unless they are far more than a file of its size has to tell."""
+    size, found = file.size(), 0
     most = max(UNPACKED_FREELY, MOST_UNPACKED * size)
     for text in texts:
         found += len(text)
         if found > most:
             raise UserError(
-                f"data.corpus: {path} has {gigabytes(size)} and unpacks to more than {gigabytes(most)} of "
+                f"data.corpus: {file} has {gigabytes(size)} and unpacks to more than {gigabytes(most)} of "
                 f"text, as if it were made to fill a disk; if that is meant, give the text as JSONL"
             )
         yield text

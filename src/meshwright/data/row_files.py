@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, count, zip_longest
-from pathlib import Path
 from typing import Any
 
 from meshwright.data.publish import readable
 from meshwright.spec.errors import UserError
+from meshwright.storage.stored_file import StoredFile
 from meshwright.units import gigabytes
 
 LARGEST_DOCUMENT = 2**28
@@ -34,12 +34,12 @@ Rows = Iterator[tuple[str, Any]]
 """(place, row): the place is the file with the number of a line or row, for messages."""
 
 
-def rows_of(path: Path) -> Rows:
+def rows_of(file: StoredFile) -> Rows:
     """Yield the rows of a file whose suffix is one of `ALWAYS_ROWS` or `NAMED_ROWS`. Raises `UserError`."""
-    yield from (ALWAYS_ROWS | NAMED_ROWS)[path.suffix.lower()](path)
+    yield from (ALWAYS_ROWS | NAMED_ROWS)[file.suffix](file)
 
 
-def too_large(place: Path | str) -> UserError:
+def too_large(place: StoredFile | str) -> UserError:
     """Return the error to raise for a document of more than `LARGEST_DOCUMENT`."""
     return UserError(
         f"data.corpus: the document in {place} has more than {gigabytes(LARGEST_DOCUMENT)}, and tokenizing "
@@ -47,7 +47,7 @@ def too_large(place: Path | str) -> UserError:
     )
 
 
-def load_dataset(source: Path | str, path: str, **options: Any) -> Rows:
+def load_dataset(source: StoredFile | str, path: str, **options: Any) -> Rows:
     """Yield the rows that datasets reads of a parquet or Arrow file, or of a data set, which messages call
     `source`."""
     try:
@@ -66,45 +66,46 @@ def load_dataset(source: Path | str, path: str, **options: Any) -> Rows:
         raise UserError(f"data.corpus: {source} cannot be read by datasets ({reason})") from error
 
 
-def _parquet_rows(path: Path) -> Rows:
-    if not _is_empty_parquet(path):  # which datasets refuses
-        yield from load_dataset(path, "parquet", data_files=str(path))
+def _parquet_rows(file: StoredFile) -> Rows:
+    if not _is_empty_parquet(file):  # which datasets refuses
+        yield from load_dataset(file, "parquet", data_files=file.name)
 
 
-def _arrow_rows(path: Path) -> Rows:
-    yield from load_dataset(path, "arrow", data_files=str(path))
+def _arrow_rows(file: StoredFile) -> Rows:
+    yield from load_dataset(file, "arrow", data_files=file.name)
 
 
-def _is_empty_parquet(path: Path) -> bool:
+def _is_empty_parquet(file: StoredFile) -> bool:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         return False
     try:
-        return bool(parquet.ParquetFile(path).metadata.num_rows == 0)
+        with file.open() as opened:
+            return bool(parquet.ParquetFile(opened).metadata.num_rows == 0)
     except (OSError, ArrowException):
         return False
 
 
-def _json_lines(path: Path) -> Rows:
+def _json_lines(file: StoredFile) -> Rows:
     """Yield the value of each line that is not blank; the objects of an array, if the file is one.
 
     From a line that is not one value on, values are read one after the other, as in a .json file.
     """
-    with readable(f"data.corpus: {path}", READABLE), path.open("rb") as file:
-        if _ARRAY.match(file.read(_BLOCK)):
-            yield from _json_values(path)
+    with readable(f"data.corpus: {file}", READABLE):
+        if _ARRAY.match(file.head(_BLOCK)):
+            yield from _json_values(file)
             return
-        file.seek(0)
-        lines = iter(partial(file.readline, LARGEST_DOCUMENT + 1), b"")
+    with readable(f"data.corpus: {file}", READABLE), file.open() as opened:
+        lines = iter(partial(opened.readline, LARGEST_DOCUMENT + 1), b"")
         start = rows = 0
         for number, line in enumerate(lines, start=1):
-            place = f"{path} line {number}"
+            place = f"{file} line {number}"
             if line.strip():
                 try:
                     row = _one_value(line, place)
                 except UserError as error:
-                    yield from _values_from(path, start, rows, error)
+                    yield from _values_from(file, start, rows, error)
                     return
                 rows += 1
                 yield place, row
@@ -121,10 +122,10 @@ def _one_value(line: bytes, place: str) -> Any:
         raise UserError(f"data.corpus: {place} is not JSON ({error}); {MEND}") from error
 
 
-def _values_from(path: Path, start: int, rows: int, error: UserError) -> Rows:
+def _values_from(file: StoredFile, start: int, rows: int, error: UserError) -> Rows:
     """Yield the values from the byte `start` on, which `rows` values precede; raise `error` if the first one
     is wrong."""
-    values = _json_values(path, start, rows)
+    values = _json_values(file, start, rows)
     try:
         first = next(values)
     except UserError:
@@ -133,15 +134,14 @@ def _values_from(path: Path, start: int, rows: int, error: UserError) -> Rows:
     yield from values
 
 
-def _json_values(path: Path, offset: int = 0, number: int = 0) -> Rows:
+def _json_values(stored: StoredFile, offset: int = 0, number: int = 0) -> Rows:
     """Yield the values of a JSON file: those of one array, or else values one after the other.
 
     From a byte `offset` on, which `number` values precede, the file is no array.
     """
     decoder, text, start = json.JSONDecoder(), "", 0
     array: bool | None = False if offset else None
-    with readable(f"data.corpus: {path}", READABLE), path.open("rb") as raw:
-        raw.seek(offset)
+    with readable(f"data.corpus: {stored}", READABLE), stored.open(offset) as raw:
         file = io.TextIOWrapper(raw, encoding="utf-8-sig")
         try:
             while True:
@@ -160,12 +160,12 @@ def _json_values(path: Path, offset: int = 0, number: int = 0) -> Rows:
                 if start == len(text) and not array:
                     return
                 number += 1
-                place = f"{path} row {number}"
+                place = f"{stored} row {number}"
                 value, text, start = _value(decoder, text, start, file, place)
                 yield place, value
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"data.corpus: {path} is not JSON at row {max(number, 1)} ({error}); give an array of "
+                f"data.corpus: {stored} is not JSON at row {max(number, 1)} ({error}); give an array of "
                 "objects, or objects one after the other"
             ) from error
 
@@ -199,14 +199,15 @@ def _value(decoder: json.JSONDecoder, text: str, start: int, file: Any, place: s
             raise too_large(place)
 
 
-def _table_rows(path: Path, delimiter: str) -> Rows:
+def _table_rows(file: StoredFile, delimiter: str) -> Rows:
     """Yield the rows of a CSV file with a header (RFC 4180), as objects of text; blank lines are no rows.
 
     Text behind a closing quote belongs to the field, as in pandas, whose reader datasets uses.
     """
     csv.field_size_limit(LARGEST_DOCUMENT)
-    with readable(f"data.corpus: {path}", READABLE), path.open(encoding="utf-8-sig", newline="") as file:
-        table = csv.reader(chain(file, [_END_OF_TABLE]), delimiter=delimiter)
+    with readable(f"data.corpus: {file}", READABLE), file.open() as raw:
+        lines = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+        table = csv.reader(chain(lines, [_END_OF_TABLE]), delimiter=delimiter)
         try:
             filled = (row for row in table if row)
             names: list[str] | None = None
@@ -216,25 +217,25 @@ def _table_rows(path: Path, delimiter: str) -> Rows:
                 if row[-1].endswith(_END_OF_TABLE):
                     place = f"row {number}" if number else "the header"
                     raise UserError(
-                        f"data.corpus: {path} is not CSV: {place} opens a quote and does not close it; {MEND}"
+                        f"data.corpus: {file} is not CSV: {place} opens a quote and does not close it; {MEND}"
                     )
                 if names is None:
                     names = _columns(row)
                     continue
                 if len(row) > len(names):
                     raise UserError(
-                        f"data.corpus: {path} row {number} has {len(row)} fields, and its header has "
+                        f"data.corpus: {file} row {number} has {len(row)} fields, and its header has "
                         f"{len(names)}; put fields with {delimiter!r} in quotes"
                     )
-                yield f"{path} row {number}", dict(zip_longest(names, row))
+                yield f"{file} row {number}", dict(zip_longest(names, row))
         except csv.Error as error:
             if "field limit" in str(error):
-                raise too_large(f"{path} line {table.line_num}") from error
+                raise too_large(f"{file} line {table.line_num}") from error
             raise UserError(
-                f"data.corpus: {path} line {table.line_num} is not CSV ({error}); {MEND}"
+                f"data.corpus: {file} line {table.line_num} is not CSV ({error}); {MEND}"
             ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"data.corpus: {path} is not UTF-8; convert it first") from error
+            raise UserError(f"data.corpus: {file} is not UTF-8; convert it first") from error
 
 
 def _columns(header: list[str]) -> list[str]:
@@ -246,7 +247,7 @@ def _columns(header: list[str]) -> list[str]:
     return names
 
 
-ALWAYS_ROWS: dict[str, Callable[[Path], Rows]] = {
+ALWAYS_ROWS: dict[str, Callable[[StoredFile], Rows]] = {
     ".jsonl": _json_lines,
     ".jsonlines": _json_lines,
     ".ndjson": _json_lines,
@@ -254,7 +255,7 @@ ALWAYS_ROWS: dict[str, Callable[[Path], Rows]] = {
     ".arrow": _arrow_rows,
 }
 """Readers of files that hold rows wherever they are, by suffix."""
-NAMED_ROWS: dict[str, Callable[[Path], Rows]] = {
+NAMED_ROWS: dict[str, Callable[[StoredFile], Rows]] = {
     ".json": _json_values,
     ".jl": _json_lines,
     ".csv": partial(_table_rows, delimiter=","),

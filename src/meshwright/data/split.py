@@ -8,11 +8,17 @@ added.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.permutation import U64
+
+
+def content_hash(utf8: bytes) -> U64:
+    """Return the 64-bit hash (1,) of a document's text that decides its side of the validation split."""
+    return np.frombuffer(blake2b(utf8, digest_size=8).digest(), dtype="<u8").astype(np.uint64)
 
 
 @dataclass(frozen=True)

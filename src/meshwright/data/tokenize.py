@@ -8,18 +8,19 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshwright.data.permutation import U64, mix64
+from meshwright.data.permutation import mix64
 from meshwright.data.publish import publishing, write_atomically
-from meshwright.data.readers import TextSource, open_source
+from meshwright.data.readers import Encoded, TextSource
 from meshwright.data.shard_writer import ShardWriter
-from meshwright.data.split import SplitSurvey
+from meshwright.data.sources import open_source
+from meshwright.data.split import SplitSurvey, content_hash
 from meshwright.data.text_processes import TextPiece, TextProcesses, batches
 from meshwright.data.tokenizer import (
     SMALLEST_BPE,
@@ -90,7 +91,8 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
     """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
     split: Counter[str] = Counter()
     with ShardWriter(folder, tokenizer) as writer:
-        for ids, utf8_bytes, content in _encode(source.documents(), tokenizer, processes, split):
+        encode = partial(_encode, tokenizer=tokenizer, processes=processes, split=split)
+        for ids, utf8_bytes, content in source.encoded(tokenizer, encode):
             writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
@@ -258,15 +260,10 @@ def check_tokenizer(setting: str, vocab_size: int) -> None:
         )
 
 
-def content_hash(utf8: bytes) -> U64:
-    """Return the 64-bit hash (1,) of a document's text that decides its side of the validation split."""
-    return np.frombuffer(blake2b(utf8, digest_size=8).digest(), dtype="<u8").astype(np.uint64)
-
-
 def _encode(
     texts: Iterator[str], tokenizer: Tokenizer, processes: TextProcesses, split: Counter[str] | None = None
-) -> Iterator[tuple[IDs, int, int]]:
-    """Yield (token ids, UTF-8 bytes, content hash) of each document, encoded in pieces.
+) -> Iterator[Encoded]:
+    """Yield each document, encoded in pieces.
 
     The special tokens that are read as characters are counted in `split`.
     """

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright import atomic
 from meshwright.checkpoint.weights import fill
 from meshwright.exchange.hf_config import write_hf_config
 from meshwright.exchange.hf_files import INDEX, WEIGHTS, TensorFiles, why_lacking
@@ -36,6 +35,7 @@ from meshwright.spec.hf.text_tokens import MODEL_IDS, model_ids
 from meshwright.spec.parameters import parameters
 from meshwright.spec.tiling import tiling
 from meshwright.spec.weights import hf_model
+from meshwright.storage.upload import NewFolder, new_folder
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Number formats of weights that are read, by their names in safetensors files."""
@@ -227,16 +227,16 @@ def export_hf(
 
     `tensors` are `Decoder.tensors()`, written in `dtype` (by default that of the embedding), in one file or
     in several of at most `max_shard_bytes` each (by default 5 GB). The folder appears by one rename, whole or
-    not at all. A `tokenizer_config.json` in the folder of the tokenizer's file names the end and the
-    beginning of a text; it is copied, with the model's length if it has none. Other files of the tokenizer
-    and a generation_config.json are copied from the folder `side_files`. With `quantised`, the files have
-    these codes in place of the tensors of their names. Raises `UserError` for a folder that
-    exists and is not empty or that cannot be written, a model that no HF family computes, and tensors that
-    are missing or misshapen.
+    not at all; below a URL, which `folder` may be, its config.json comes last. A `tokenizer_config.json`
+    in the folder of the tokenizer's file names the end and the beginning of a text; it is copied, with the
+    model's length if it has none. Other files of the tokenizer and a generation_config.json are copied from
+    the folder `side_files`. With `quantised`, the files have these codes in place of the tensors of their
+    names. Raises `UserError` for a folder that exists and is not empty or that cannot be written, a model
+    that no HF family computes, and tensors that are missing or misshapen.
     """
-    folder = Path(folder)
     try:
-        with atomic.folder(folder) as unfinished:
+        with new_folder(folder, "export") as made:
+            unfinished = made.path
             shapes = tensor_shapes(spec)
             given = {name: tensor.shape for name, tensor in tensors.items()}
             _check_tensors("export: the decoder", shapes.items(), given)
@@ -257,7 +257,7 @@ def export_hf(
                 write_json(unfinished / "generation_config.json", ends)
             shards = _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes or tiling().shard_bytes)
             stored = partial(_stored, tensors=tensors, dtype=dtype, how=how, codes=codes)
-            _write_weights(unfinished, shards, stored)
+            _write_weights(made, shards, stored)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
@@ -303,9 +303,10 @@ def _stored(
 
 
 def _write_weights(
-    folder: Path, shards: list[list[HfTensor]], stored: Callable[[HfTensor], dict[str, Tensor]]
+    made: NewFolder, shards: list[list[HfTensor]], stored: Callable[[HfTensor], dict[str, Tensor]]
 ) -> None:
     """Write one file for each shard, with an index for several; one of them in memory at a time."""
+    folder = made.path
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
@@ -313,6 +314,7 @@ def _write_weights(
         joined = {name: tensor for piece in shard for name, tensor in stored(piece).items()}
         save_file(joined, folder / name, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / name)  # safetensors' are readable by the owner alone
+        made.finished(name)
         weight_map |= dict.fromkeys(joined, name)
         total += sum(tensor.nbytes for tensor in joined.values())
     if len(shards) > 1:

@@ -15,7 +15,8 @@ MAX_JSON = 64 << 20
 """Largest size in bytes of a JSON file that is read whole; its values may take 30 times as much memory."""
 MAX_TOML = 1 << 20
 """Largest size in bytes of a TOML file."""
-_LFS = b"version https://git-lfs.github.com/spec/v1\n"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+"""First line of what stands in a file's place until Git LFS fetches it."""
 _TOML_PARTS = 10**7
 """Most parts of the keys of a TOML file, squared and added up: `tomllib` keeps every prefix of a key."""
 
@@ -46,7 +47,7 @@ def is_lfs_pointer(path: Path) -> bool:
     """Return True for a file that Git LFS has not fetched: in its place is a text that names it."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_LFS)) == _LFS
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
     except OSError:
         return False
 

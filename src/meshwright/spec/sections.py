@@ -26,8 +26,8 @@ class DataSpec(FrozenModel):
         "stdlib",
         min_length=1,
         description="'stdlib' (the interpreter's own sources), 'synthetic', a file or folder of text, JSON, "
-        "JSONL, CSV, parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of "
-        "the hub",
+        "JSONL, CSV, parquet or sources, a folder made by `meshwright tokenize`, 'hf:NAME[:CONFIG]' of "
+        "the hub, the prefix of a data set of Megatron, or a URL such as s3://bucket/folder",
     )
     mixture: dict[str, PositiveFloat] = Field(
         default_factory=dict, description="several corpora with their weights; replaces corpus"
