@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.families import FAMILIES, ExpertNames, Family
+from meshwright.spec.hf.families import FAMILIES, Family
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -115,7 +115,9 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
         if spec.mla is None:
             yield from _linears(spec, family, ours, theirs, "attn")
             for x in "qk" if spec.qk_norm else "":
-                yield from _leaves(f"{theirs}.self_attn.{x}_norm", f"{ours}.attn.{x}_norm")
+                rotary = _rotary(spec, family, (f"attn.{x}_norm",))
+                hf = f"{theirs}.self_attn.{x}_norm.weight"
+                yield HfTensor(hf, (f"{ours}.attn.{x}_norm.weight",), rotary=rotary)
         else:
             yield from _latents(spec, f"{ours}.attn", f"{theirs}.self_attn", paired)
         for name, hf in names.norms.items():
@@ -152,6 +154,8 @@ def _linears(
 def _rotary(spec: ModelSpec, family: Family, joined: Sequence[str]) -> tuple[Rotary | None, ...]:
     """The orders of the rows of queries and keys in files; none where they are the decoder's."""
     channels, heads = spec.rope_dim or spec.head_dim, {"attn.q": spec.heads, "attn.k": spec.kv_heads}
+    over_all = spec.qk_norm_over == "all"
+    heads |= {f"{name}_norm": count if over_all else 1 for name, count in heads.items()}
     if not family.rope_pairs and channels == spec.head_dim:
         return ()
     turning = [
@@ -180,15 +184,17 @@ def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[
 
 def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[HfTensor]:
     assert spec.moe is not None
-    names = ExpertNames() if stacked else FAMILIES[spec.family].expert_names
+    family = FAMILIES[spec.family]
+    names = family.stacked_names if stacked else family.expert_names
     theirs = f"{layer}.{names.module}"
-    yield from _leaves(f"{theirs}.gate", f"{ours}.router")
+    yield from _leaves(f"{theirs}.{names.router}", f"{ours}.router")
     if spec.moe.bias:
-        yield HfTensor(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
-    if stacked:
-        both = (f"{ours}.experts.gate", f"{ours}.experts.up")
-        yield HfTensor(f"{theirs}.experts.gate_up_proj", both, dim=1)
-        yield HfTensor(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
+        correction = f"{theirs}.{names.router}.e_score_correction_bias"
+        yield HfTensor(correction, (f"{ours}.router.bias",), exact=True)
+    if names.joint is not None:
+        both, down = names.joint
+        yield HfTensor(f"{theirs}.{both}", (f"{ours}.experts.gate", f"{ours}.experts.up"), dim=1)
+        yield HfTensor(f"{theirs}.{down}", (f"{ours}.experts.down",))
     else:
         for name, hf in zip(("gate", "up", "down"), names.linears, strict=True):
             for expert in range(spec.moe.experts):
@@ -196,4 +202,6 @@ def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[
                 yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)
     if spec.moe.shared_ffn:
         for x in ("gate", "up", "down"):
-            yield from _leaves(f"{theirs}.shared_experts.{x}_proj", f"{ours}.shared.{x}")
+            yield from _leaves(f"{theirs}.{names.shared}.{x}_proj", f"{ours}.shared.{x}")
+    if spec.moe.shared_gate:
+        yield from _leaves(f"{theirs}.{names.shared}_gate", f"{ours}.shared_gate")

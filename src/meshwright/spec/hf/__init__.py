@@ -2,6 +2,7 @@
 
 `families` has a row for each family of models, `config_keys` what several of them share. `config_read` reads
 a model's config, and `json_object` checks keys as they are read. `tokenizer_json` and `tokenizer_classes`
-check tokenizers, `text_tokens` says which tokens begin and end a text, and `special_tokens` which files tell
+check tokenizers, `text_tokens` says which tokens begin and end a text, `other_layers` lists families that
+are not read, and `special_tokens` says which files tell
 it.
 """
