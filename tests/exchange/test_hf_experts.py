@@ -86,14 +86,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         load_hf(tmp_path)
 
 
-def test_weights_in_fp8_are_refused(tmp_path: Path) -> None:
-    save_theirs(tmp_path, "DeepseekV3", DEEPSEEK)
-    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(1, 1)}))
-    with pytest.raises(UserError, match="are in fp8 with scales; convert them to bf16 first"):
-        load_hf(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

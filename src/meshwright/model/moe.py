@@ -30,7 +30,7 @@ class Moe(nn.Module):
         moe = self.moe = spec.moe
         self.layer, self.hooks = layer, hooks.moe
         self.router = Router(moe, spec.hidden)
-        self.experts = Experts(moe.experts, spec.hidden, moe.ffn, hooks.moe.experts)
+        self.experts = Experts(moe, spec.hidden, hooks.moe.experts)
         self.shared = Mlp(spec, moe.shared_ffn, hooks.mlp) if moe.shared_ffn else None
         self.shared_gate = Linear(spec.hidden, 1, False) if moe.shared_gate else None
 

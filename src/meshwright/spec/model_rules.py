@@ -79,9 +79,9 @@ def _check_fields(model: ModelSpec, part: str, computed: dict[str, Any]) -> None
 
 
 def experts_are_gated(spec: Sections) -> None:
-    """Experts are computed as SwiGLU without biases."""
+    """Layers beside experts, and shared experts, are computed as SwiGLU without biases."""
     if spec.model.moe is not None:
-        part = "model.moe, whose experts are SwiGLU without biases"
+        part = "model.moe, beside whose experts layers are SwiGLU without biases"
         _check_fields(spec.model, part, {"activation": "swiglu", "mlp_bias": False})
         _check_fields(spec.model, "model.moe, which has norms before it", {"norm_placement": "pre"})
 

@@ -9,6 +9,11 @@ from pydantic import Field
 from meshwright.spec.base import MAX_HEADS, MAX_WIDTH, FrozenModel
 
 
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
+"""Numbers of `clamped_swiglu`, (clamp(u, -limit, limit) + 1) g sigmoid(alpha g) with g = min(gate, limit)
+(OpenAI 2025, gpt-oss)."""
+
+
 class MoeSpec(FrozenModel):
     """A mixture of experts in place of the feed-forward layer: each token takes `top_k` of `experts`.
 
@@ -27,6 +32,11 @@ class MoeSpec(FrozenModel):
     shared_gate: bool = Field(
         False, description="multiply what the shared experts add by the sigmoid of a linear map of the token"
     )
+    activation: Literal["swiglu", "clamped_swiglu"] = Field(
+        "swiglu", description="of the routed experts: SwiGLU, or that of GPT-OSS with clamped inputs"
+    )
+    expert_bias: bool = Field(False, description="a bias in each linear layer of the routed experts")
+    router_bias: bool = Field(False, description="a bias on the router's logits, which is trained")
     router: Literal["softmax", "sigmoid"] = Field("softmax", description="how logits become scores")
     renormalise: bool = Field(True, description="divide the scores of a token's experts by their sum")
     scale: float = Field(1.0, gt=0, description="factor on the weights of the routed experts")

@@ -24,6 +24,7 @@ from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
 from meshwright.spec.optimisers import OptimiserKind
 from meshwright.spec.sections import Sections
+from meshwright.spec.sharded_tensor import is_matrix
 
 
 def init_factor(model: Architecture, name: str) -> float:
@@ -36,7 +37,7 @@ def init_factor(model: Architecture, name: str) -> float:
 
 def rate_factor(model: Architecture, optimiser: OptimiserKind, name: str, dims: int) -> float:
     """Factor on the learning rate of a parameter of `dims` dims."""
-    if model.mup_base_hidden is None or dims < 2 or name.startswith("embed."):
+    if model.mup_base_hidden is None or not is_matrix(name, dims) or name.startswith("embed."):
         return 1.0
     widening = model.hidden / model.mup_base_hidden
     return widening**-0.5 if optimiser.orthogonalises and not _is_output(name) else 1 / widening

@@ -352,7 +352,7 @@ def _muon_messages(view: RankView) -> Iterator[Message]:
             pieces = [
                 piece
                 for _, piece in listed
-                if piece.routed == routed and piece.trainable and len(piece.global_shape) >= 2
+                if piece.routed == routed and piece.trainable and piece.is_matrix
             ]
             ranks = group.ranks if spec.layout.zero else 1
             rows = sum(part_elements(piece, ranks) for piece in pieces)

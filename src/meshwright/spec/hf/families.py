@@ -37,11 +37,12 @@ FamilyName = Literal[
 class ExpertNames:
     """Names of a layer's experts in files: the module that holds them, and in it gate, up and down of each
     expert, or the `joint` tensors of gate and up, and of down, of all experts; the router; and the shared
-    experts."""
+    experts. Joint ones may have matrices transposed, with the outputs of gate and up in turns (`turns`)."""
 
     module: str = "mlp"
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     joint: tuple[str, str] | None = None
+    turns: bool = False
     router: str = "gate"
     shared: str = "shared_experts"
 
