@@ -18,9 +18,24 @@ BLOCKS: dict[str, dict[str, object]] = {
     "geglu": {"activation": "geglu_tanh", "mlp_bias": True},
     "scales": {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
     "partial rope": {"rope_dim": 4},
+    "biased experts": {
+        "moe": {
+            "experts": 6,
+            "top_k": 2,
+            "ffn": 24,
+            "shared_ffn": 32,
+            "shared_gate": True,
+            "router_bias": True,
+            "expert_bias": True,
+            "activation": "clamped_swiglu",
+            "groups": 3,
+            "top_groups": 2,
+            "group_score": "max",
+        }
+    },
     "rope in some layers": {"rope_layers": [False, True]},
 }
-"""Blocks that differ from Llama's in the places of norms, factors, activations or rotary positions."""
+"""Blocks that differ from Llama's in places of norms, factors, activations, rotary positions or experts."""
 
 SHAPES: dict[str, dict[str, object]] = {
     "llama": {},

@@ -1,4 +1,4 @@
-"""HF folders whose weights have a scale for each block: fp8 as DeepSeek-V3 has it, mxfp4 as GPT-OSS has it."""
+"""HF folders whose weights have a scale for each block: fp8 as DeepSeek-V3's, and mxfp4 as GPT-OSS's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quantise(weight: Tensor, high: int, wide: int) -> tuple[Tensor, Tensor]:
 
 
 def is_quantised(name: str) -> bool:
-    return name.endswith("_proj.weight") or name.endswith("_mqa.weight")
+    return name.endswith(("_proj.weight", "_mqa.weight"))
 
 
 def make_fp8(folder: Path) -> Any:
@@ -78,7 +78,9 @@ def test_fp8_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(("shape", "sides"), [((50, 33), (32, 16)), ((7, 5), (128, 128)), ((64, 32), (1, 32))])
+@pytest.mark.parametrize(
+    ("shape", "sides"), [((50, 33), (32, 16)), ((7, 5), (128, 128)), ((64, 32), (1, 32))]
+)
 def test_tiles_at_the_ends_may_be_smaller(shape: tuple[int, int], sides: tuple[int, int]) -> None:
     codes, scales = quantise(torch.randn(shape, generator=torch.Generator().manual_seed(0)), *sides)
     found = from_tiles(codes, scales, sides)

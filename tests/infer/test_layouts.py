@@ -102,7 +102,12 @@ def on_layout(ranks: Ranks, run: Path, axes: dict[str, int], *how: Any) -> Conti
 
 
 def fits(case: str, layout: str) -> bool:
-    has_experts = CASES[case][0] in ("Mixtral", "Qwen3Moe", "DeepseekV3")
+    has_experts = "Moe" in CASES[case][0] or CASES[case][0] in (
+        "Mixtral",
+        "DeepseekV2",
+        "DeepseekV3",
+        "Olmoe",
+    )
     return has_experts or not {"ep", "etp"} & LAYOUTS[layout].keys()
 
 

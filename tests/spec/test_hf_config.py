@@ -295,7 +295,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (LLAMA | {"model_type": "lfm2"}, "it has convolution layers"),
         (LLAMA | {"layer_types": ["sliding_attention"] * 3}, "layer_types .*; only full_attention"),
         (MIXTRAL | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0; only null is computed"),
-        (DEEPSEEK | {"model_type": "deepseek_v2", "num_experts_per_tok": 3, "topk_method": "noaux_tc"}, 'topk_method "noaux_tc"'),
+        (
+            DEEPSEEK | {"model_type": "deepseek_v2", "num_experts_per_tok": 3, "topk_method": "noaux_tc"},
+            'topk_method "noaux_tc"',
+        ),
         (
             MIXTRAL | {"model_type": "qwen2_moe", "use_sliding_window": True},
             "use_sliding_window true; only false is computed",

@@ -74,8 +74,8 @@ class BlockScaled:
         whole = isinstance(sides, list) and len(sides) == 2
         if not whole or not all(isinstance(side, int) and side > 0 for side in sides):
             raise UserError(
-                f"model.hf: {self._folder / 'config.json'} has weight_block_size {sides!r}; it must be two whole "
-                "numbers of at least 1"
+                f"model.hf: {self._folder / 'config.json'} has weight_block_size {sides!r}; it must be two "
+                "whole numbers of at least 1"
             )
         return sides[0], sides[1]
 
@@ -106,13 +106,15 @@ class BlockScaled:
             yield name, _Weight(codes, scales, file, (experts, blocks * _BLOCK, rows))
 
     def _wrong(self, name: str, what: str) -> UserError:
-        return UserError(f"model.hf: {self._folder}: the tensor {name} {what}; give another copy of the model")
+        return UserError(
+            f"model.hf: {self._folder}: the tensor {name} {what}; give another copy of the model"
+        )
 
 
 def coded_weights(
     folder: Path, config: Mapping[str, Any], files: Mapping[str, Header]
 ) -> BlockScaled | QuantisedLayers:
-    """How the weights of a folder are stored, by its `quantization_config`; without one they have no codes."""
+    """How the weights of a folder are stored, by its `quantization_config`."""
     given = config.get(KEY)
     if given is None or (isinstance(given, dict) and given.get("quant_method") in ("fp8", "mxfp4")):
         return BlockScaled(folder, config, files)

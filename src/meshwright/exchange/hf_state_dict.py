@@ -50,10 +50,10 @@ class Rotary(NamedTuple):
 class HfTensor:
     """One tensor of an HF file, called `hf`: the parameters that it joins along `dim`.
 
-    It may be `transposed`, in its last two dims (GPT-2's Conv1D stores its weights so), or the part of a parameter that
-    belongs to one `expert`, an index of the parameter's dim 0. With `turns` the parameters take turns along
-    `dim`, which are of one size. `rotary` has for each parameter whose heads'
-    rows are in another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
+    It may be `transposed`, in its last two dims (GPT-2's Conv1D stores its weights so), or the part of a
+    parameter that belongs to one `expert`, an index of the parameter's dim 0. With `turns` the parameters,
+    which are of one size, take turns along `dim`. `rotary` has for each parameter whose heads' rows are in
+    another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
     """
 
     hf: str

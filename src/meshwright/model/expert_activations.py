@@ -49,7 +49,7 @@ def _swiglu_backward_(
 
 
 def _clamped_swiglu(gate_x: Tensor, up_x: Tensor, weight: Tensor) -> Tensor:
-    """(clamp(up x) + 1) * g * sigmoid(alpha g) * weight with g = min(gate x, limit) (OpenAI 2025, gpt-oss)."""
+    """(clamp(up x) + 1) * g * sigmoid(alpha g) * weight with g = min(gate x, limit) (OpenAI 2025)."""
     gate = gate_x.clamp(max=CLAMPED_LIMIT)
     raised = up_x.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1)
     glu = (gate * CLAMPED_ALPHA).sigmoid_().mul_(gate)

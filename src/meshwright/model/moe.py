@@ -21,7 +21,8 @@ from meshwright.spec import ModelSpec
 
 
 class Moe(nn.Module):
-    """x (B, T, D) -> (B, T, D): the weighted sum of each token's experts, plus the shared experts, by their gate."""
+    """x (B, T, D) -> (B, T, D): the weighted sum of each token's experts, plus the shared experts, which a
+    gate may weigh."""
 
     def __init__(self, spec: ModelSpec, layer: int = 0, hooks: Hooks | None = None) -> None:
         super().__init__()

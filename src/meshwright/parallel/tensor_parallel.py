@@ -110,7 +110,7 @@ def tensor_parallel_hooks(
     attention = AttentionHooks(
         project=split.project, output=split.output, project_latents=latents, gather_rotary_key=split.gather
     )
-    # A policy saves operators of one rank whether they are read or not; a norm or a gate after them reads them.
+    # A policy saves operators of one rank whether they are read or not, and norms or gates after them do.
     unread = (axis.size > 1 or splits_backward or bool(products.low)) and not rereads_outputs
     output = split.last_output if unread else split.output
     return attention, MlpHooks(project=split.project, output=output)

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from meshwright.spec.base import MAX_HEADS, MAX_WIDTH, FrozenModel
 
-
 CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
 """Numbers of `clamped_swiglu`, (clamp(u, -limit, limit) + 1) g sigmoid(alpha g) with g = min(gate, limit)
 (OpenAI 2025, gpt-oss)."""

@@ -76,7 +76,8 @@ def _module(hf: str) -> str:
 def _kept(
     model: ModelSpec, widths: Mapping[str, int], keep: Sequence[str], recipe: Quantised
 ) -> tuple[str, ...]:
-    """The modules that stay as they are: the head, routers, gates of shared experts, and those that match a pattern.
+    """The modules that stay as they are: the head, routers, gates of shared experts, and those that match a
+    pattern.
 
     Of latent attention that expands latents, too, where inputs are rounded: generation applies it to queries
     instead of to its inputs.

@@ -350,9 +350,7 @@ def _muon_messages(view: RankView) -> Iterator[Message]:
     for name, listed in view.pieces().items():
         for routed, axis, group, inner_axis, inner in kinds if name.startswith("blocks.") else ():
             pieces = [
-                piece
-                for _, piece in listed
-                if piece.routed == routed and piece.trainable and piece.is_matrix
+                piece for _, piece in listed if piece.routed == routed and piece.trainable and piece.is_matrix
             ]
             ranks = group.ranks if spec.layout.zero else 1
             rows = sum(part_elements(piece, ranks) for piece in pieces)

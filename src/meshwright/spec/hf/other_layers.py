@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _FAMILIES = {
     "linear-attention": (
-        "bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_next", "rwkv",
+        "bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "rwkv",
     ),
     "state-space": (
         "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h",

@@ -195,7 +195,9 @@ class ReferenceDecoder:
         """Each token's experts, weighted, plus the shared experts (Shazeer et al. 2017; Dai et al. 2024)."""
         moe = self.spec.moe
         assert moe is not None
-        logits = x @ self.weights[f"{path}.router.weight"].T + self.weights.get(f"{path}.router.logit_bias", 0)
+        logits = x @ self.weights[f"{path}.router.weight"].T + self.weights.get(
+            f"{path}.router.logit_bias", 0
+        )
         logits = self.tap(f"{path}.router", logits)
         scores = torch.sigmoid(logits) if moe.router == "sigmoid" else torch.softmax(logits, -1)
         experts = self.chosen.get(int(path.split(".")[1]))
@@ -285,18 +287,21 @@ def choose_experts(moe: MoeSpec, scores: Tensor, bias: Tensor | None) -> Tensor:
     """The experts (n, T, k) with the largest scores (n, T, E) plus `bias` (E,), within the best groups.
 
     A group counts by the sum of its two best (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2), or by its best
-    (DeepSeek-AI 2024, DeepSeek-V2, §2.2.2). Among equal values `torch.topk` chooses by their places in the row alone, so here as in every layout.
+    (DeepSeek-AI 2024, DeepSeek-V2, §2.2.2). Among equal values `torch.topk` chooses by their places in the
+    row alone, so here as in every layout.
     """
     values = scores if bias is None else scores + bias
     if moe.top_groups < moe.groups:
         grouped = values.unflatten(-1, (moe.groups, -1))
-        best = F.one_hot(scores_of_groups(moe, values).topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
+        best = (
+            F.one_hot(scores_of_groups(moe, values).topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
+        )
         values = grouped.masked_fill(~best.unsqueeze(-1), -math.inf).flatten(-2)
     return values.topk(moe.top_k).indices
 
 
 def scores_of_groups(moe: MoeSpec, values: Tensor) -> Tensor:
-    """What each group (n, T, groups) counts by, from the values of its experts (n, T, E)."""
+    """The value (n, T, groups) that each group counts by, from those of its experts (n, T, E)."""
     grouped = values.unflatten(-1, (moe.groups, -1))
     if moe.group_score == "max":
         return grouped.amax(-1)
