@@ -30,9 +30,24 @@ BLOCKS: dict[str, dict[str, object]] = {
             "long_factors": [2.0] * 8,
         },
     },
+    "biased experts": {
+        "moe": {
+            "experts": 6,
+            "top_k": 2,
+            "ffn": 24,
+            "shared_ffn": 32,
+            "shared_gate": True,
+            "router_bias": True,
+            "expert_bias": True,
+            "activation": "clamped_swiglu",
+            "groups": 3,
+            "top_groups": 2,
+            "group_score": "max",
+        }
+    },
     "rope in some layers": {"rope_layers": [False, True]},
 }
-"""Blocks that differ from Llama's in the places of norms, factors, activations or rotary positions."""
+"""Blocks that differ from Llama's in places of norms, factors, activations, rotary positions or experts."""
 
 SHAPES: dict[str, dict[str, object]] = {
     "llama": {},

@@ -236,6 +236,12 @@ EXPERTS: list[dict[str, object]] = [
     {"tp": 4, "ep": 2, "zero": 3, "model__kv_heads": 4, "sequence_parallel": "false"},
     {"tp": 2, "ep": 2, "sequence_parallel": "false"} | BARE,
     {"dp": 2, "etp": 2, "zero": 1},
+    {"dp": 2, "tp": 2, "ep": 2, "zero": 3, "model__moe__shared_gate": "true"},
+    {"tp": 2, "ep": 2, "sequence_parallel": "false", "model__moe__shared_gate": "true"},
+    {
+        "dp": 2, "tp": 2, "ep": 2, "etp": 2, "zero": 3, "model__moe__expert_bias": "true",
+        "model__moe__router_bias": "true",
+    },
     {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "zero": 2},
     {"cp": 4, "ep": 4, "model__moe__z_loss": 0.1, "model__moe__bias": "true"},
     {"cp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 2, "context_mode": "gather"},
@@ -244,7 +250,7 @@ EXPERTS: list[dict[str, object]] = [
     {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "model__tied": "true", "stages": "1,2"},
     {"pp": 2, "tp": 2, "etp": 2, "zero": 3, "schedule": "zb-v"},
     {"pp": 2, "cp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "model__moe__every": 2},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("axes", "recompute"), [*zip(EXPERTS, cycle(POLICIES))], ids=str)

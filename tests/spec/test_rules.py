@@ -85,6 +85,17 @@ RULES = [
         {"model": MOE | {"moe": {"dense_first": 4}}},
         ["model.moe.dense_first", "none of model.layers = 4", "dense_first = 3 or less"],
     ),
+    (
+        {"model": MOE | {"moe": {"shared_gate": True, "shared_ffn": 0}}},
+        ["model.moe.shared_gate: true", "model.moe.shared_ffn is 0", "shared_gate = false"],
+    ),
+    (
+        {
+            "model": MOE | {"hidden": 31, "head_dim": 4, "moe": {"expert_bias": True}},
+            "layout": {"dp": 2, "etp": 2},
+        },
+        ["layout.etp: 2", "model.hidden = 31"],
+    ),
     ({"model": MOE | {"activation": "gelu"}}, ['model.activation: "gelu"', "model.moe", 'give "swiglu"']),
     (
         {"model": MOE | {"moe": {"shared_ffn": 9}}, "layout": {"tp": 2}},

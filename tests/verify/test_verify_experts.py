@@ -82,6 +82,33 @@ def test_all_tokens_may_go_to_one_expert(ranks: Ranks, case: dict[str, object]) 
     check(ranks, with_one_expert, **case, model__moe__top_k=1)
 
 
+SWITCHED: list[dict[str, object]] = [
+    {"router": router, **axes}
+    for axes in (
+        {
+            "layout__dp": 2, "layout__tp": 2, "layout__ep": 2, "layout__etp": 2, "layout__zero": 3,
+            "recompute__policy": "selective", "train__optimiser": "muon",
+        },
+        {
+            "layout__tp": 2, "layout__ep": 2, "layout__sequence_parallel": "false",
+            "recompute__policy": "full", "train__optimiser": "adamw8bit",
+        },
+        {
+            "layout__pp": 2, "layout__dp": 2, "layout__ep": 2, "layout__schedule": "zb-v", "model__layers": 4,
+            "layout__zero": 2,
+        },
+        {"layout__tp": 4, "layout__ep": 2, "train__compile": "true", "recompute__policy": "selective"},
+    )
+    for router in ("gpt-oss", "qwen2, deepseek-v2")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", marked(SWITCHED, [SWITCHED[n] for n in (0, 3, 4, 7)]), ids=name)
+def test_biases_and_gates_go_with_slices_and_stages(ranks: Ranks, case: dict[str, object]) -> None:
+    flags = dict(case)
+    check(ranks, **(ROUTERS[str(flags.pop("router"))] | flags))
+
+
 AXES: list[dict[str, object]] = [
     *({"dp": 8, "ep": 4, "zero": zero} for zero in range(4)),
     *({"dp": 4, "tp": 2, "ep": 2, "zero": zero} for zero in range(4)),
@@ -124,6 +151,8 @@ def check_axes(ranks: Ranks, axes: dict[str, object], layers: int, microbatches:
         **ROUTERS[choose(list(ROUTERS))],
         "model__moe__shared_ffn": choose([0, 8]),
     }
+    if "model__moe__shared_gate" in flags:
+        flags["model__moe__shared_ffn"] = 8
     axes_given = {f"layout__{key}": size for key, size in axes.items()}
     check(ranks, **(flags | axes_given))
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.weights import fill
+from meshwright.exchange.hf_block_scaled import coded_weights
 from meshwright.exchange.hf_config import write_hf_config
 from meshwright.exchange.hf_files import INDEX, WEIGHTS, TensorFiles, why_lacking
 from meshwright.exchange.hf_quantised import KEY, Quantisation, QuantisedLayers
@@ -48,20 +49,20 @@ class HfWeights:
     Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
     one that `spec` asks for, and every dtype a floating-point one; reading checks that every value is
     finite, and that a tied head, if files have one, equals the embedding. Both raise `UserError` with the
-    tensor's name. Quantised weights are read in fp32 (`Weights`).
+    tensor's name. Quantised weights are read in fp32 (`Weights`), those of blocks with scales as
+    `hf_block_scaled` says.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder, self._spec = folder, spec
         self._shapes = tensor_shapes(spec)
         files = TensorFiles(folder, spec)
-        self._files, self._stored_names = files.headers, files.stored
+        self._in_files, self._stored_names = files.headers, files.stored
         self._opened: tuple[Path, Any] | None = None
         config = read_json_object(folder / "config.json", "model.hf")
-        self.quantised = None
-        if config.get(KEY) is not None and not any(name.endswith("_scale_inv") for name in self._files):
-            self.quantised = QuantisedLayers(folder, config, self._files)
-            self._files = self.quantised.headers(self._files)
+        self._codes = coded_weights(folder, config, self._in_files)
+        self.quantised = self._codes if isinstance(self._codes, QuantisedLayers) else None
+        self._files = self._codes.headers(self._in_files)
         stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
         expected = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
         self._pieces: list[HfTensor] = []
@@ -110,10 +111,11 @@ class HfWeights:
         return [parameters[name] for name in self.quantised.weights(parameters)]
 
     def _read(self, name: str) -> Tensor:
-        dense = self.quantised.read(name) if self.quantised is not None else None
-        if dense is not None:
-            return dense
-        path = self._files[name][0]
+        dense = self._codes.read(name, self._read_as_stored)
+        return self._read_as_stored(name) if dense is None else dense
+
+    def _read_as_stored(self, name: str) -> Tensor:
+        path = self._in_files[name][0]
         if self._opened is None or self._opened[0] != path:  # each opening parses the header
             self._opened = path, safe_open(path, framework="pt")
         tensor: Tensor = self._opened[1].get_tensor(self._stored_names[name])
@@ -127,10 +129,6 @@ class HfWeights:
                 self._pieces.append(piece)
                 yield piece.hf, piece.shape(self._shapes)
 
-        if any(name.endswith("_scale_inv") for name in self._files):
-            raise UserError(
-                f"model.hf: the weights in {self._folder} are in fp8 with scales; convert them to bf16 first"
-            )
         shapes = {name: shape for name, (_, shape, _) in self._files.items()}
         where = f"model.hf: {self._folder}"
         _check_tensors(where, wanted(), shapes, self._is_redundant, partial(why_lacking, spec=self._spec))
@@ -160,15 +158,16 @@ class HfWeights:
     def _is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
 
-        They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's last layers,
-        which predict further tokens in training.
+        They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's and GLM's
+        last layers, which predict further tokens in training.
         """
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             return True
         if self._spec.tied and name == _HEAD:
             return True
         layer = ".".join(name.split(".")[:3])
-        return FAMILIES[self._spec.family].deepseek_router and f"{layer}.eh_proj.weight" in self._files
+        predicts = FAMILIES[self._spec.family].deepseek_router == "v3"
+        return predicts and f"{layer}.eh_proj.weight" in self._files
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ under `ignore` the layers that are not quantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -39,6 +39,9 @@ WORD = 32
 
 Header = tuple[Path, tuple[int, ...], str]
 """File, shape and dtype (its name in safetensors) of a tensor."""
+
+RawTensor = Callable[[str], Tensor]
+"""Name -> a tensor as the file has it."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +155,15 @@ class QuantisedLayers:
         """Those of the `known` tensors that are quantised."""
         return [name for name in known if name in self._layers]
 
-    def read(self, name: str) -> Tensor | None:
+    def read(self, name: str, raw: RawTensor) -> Tensor | None:
         """A weight in fp32, or None for a tensor that is not quantised."""
         layer = self._layers.get(name)
         if layer is None:
             return None
         bits, packed = BITS[self.quantisation.recipe], _is_packed(self.quantisation.recipe)
-        codes = _tensor(layer.codes[0], f"{_stem(name)}.weight_packed" if packed else name)
+        codes = raw(f"{_stem(name)}.weight_packed" if packed else name)
         codes = unpack(codes, bits, layer.shape[1]) if packed else codes
-        return Codes(codes, _tensor(layer.scales[0], f"{_stem(name)}.weight_scale")).values()
+        return Codes(codes, raw(f"{_stem(name)}.weight_scale")).values()
 
     def _find(self, files: Mapping[str, Header]) -> Iterator[tuple[str, _Layer]]:
         recipe, group = self.quantisation.recipe, self.quantisation.group
@@ -209,8 +212,8 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation:
                 return Quantisation(recipe, group, tuple(str(name) for name in ignored))
     raise UserError(
         f"model.hf: {folder} is quantised in a way that is not read ({KEY} of {method!r}); read are "
-        f"compressed-tensors' int8 and int4 of symmetric weights, and int8 and fp8 with dynamic inputs: give "
-        f"such a folder, or the model in bf16"
+        f"compressed-tensors' int8 and int4 of symmetric weights, and int8 and fp8 with dynamic inputs, "
+        f"fp8 of blocks, and mxfp4: give such a folder, or the model in bf16"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.families import FAMILIES, ExpertNames, Family
+from meshwright.spec.hf.families import FAMILIES, Family
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -50,9 +50,10 @@ class Rotary(NamedTuple):
 class HfTensor:
     """One tensor of an HF file, called `hf`: the parameters that it joins along `dim`.
 
-    It may be `transposed` (GPT-2's Conv1D stores its weights transposed), or the part of a parameter that
-    belongs to one `expert`, an index of the parameter's dim 0. `rotary` has for each parameter whose heads'
-    rows are in another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
+    It may be `transposed`, in its last two dims (GPT-2's Conv1D stores its weights so), or the part of a
+    parameter that belongs to one `expert`, an index of the parameter's dim 0. With `turns` the parameters,
+    which are of one size, take turns along `dim`. `rotary` has for each parameter whose heads' rows are in
+    another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
     """
 
     hf: str
@@ -60,6 +61,7 @@ class HfTensor:
     dim: int = 0
     transposed: bool = False
     expert: int | None = None
+    turns: bool = False
     rotary: tuple[Rotary | None, ...] = ()
     exact: bool = False
 
@@ -67,7 +69,7 @@ class HfTensor:
         """Return its shape in the file, from those of the parameters."""
         shape = self._part(shapes[self.parameters[0]])
         shape[self.dim] = sum(self._sizes(shapes))
-        return tuple(shape[::-1] if self.transposed else shape)
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
 
     def elements(self, shapes: Shapes) -> int:
         """Return the number of its elements."""
@@ -75,8 +77,11 @@ class HfTensor:
 
     def split(self, tensor: Tensor, shapes: Shapes) -> list[Tensor]:
         """Return the parts of `parameters` that the file's tensor holds."""
-        tensor = tensor.T if self.transposed else tensor
-        parts = list(tensor.split(self._sizes(shapes), self.dim))
+        tensor = tensor.mT if self.transposed else tensor
+        if self.turns:
+            parts = list(tensor.unflatten(self.dim, (-1, len(self.parameters))).unbind(self.dim + 1))
+        else:
+            parts = list(tensor.split(self._sizes(shapes), self.dim))
         for number, rotary in enumerate(self.rotary):
             parts[number] = parts[number] if rotary is None else rotary.to_decoder(parts[number])
         return [part.contiguous() for part in parts]
@@ -89,8 +94,11 @@ class HfTensor:
         parts = [part.to(device="cpu", dtype=dtype) for part in parts]
         for number, rotary in enumerate(self.rotary):
             parts[number] = parts[number] if rotary is None else rotary.to_file(parts[number])
-        joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
-        return (joined.T if self.transposed else joined).contiguous()
+        if self.turns:
+            joined = torch.stack(parts, self.dim + 1).flatten(self.dim, self.dim + 1)
+        else:
+            joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+        return (joined.mT if self.transposed else joined).contiguous()
 
     def _part(self, shape: Sequence[int]) -> list[int]:
         return list(shape if self.expert is None else shape[1:])
@@ -117,7 +125,9 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
             if spec.attention_sinks:
                 yield HfTensor(f"{theirs}.self_attn.sinks", (f"{ours}.attn.sinks",))
             for x in "qk" if spec.qk_norm else "":
-                yield from _leaves(f"{theirs}.self_attn.{x}_norm", f"{ours}.attn.{x}_norm")
+                rotary = _rotary(spec, family, (f"attn.{x}_norm",))
+                hf = f"{theirs}.self_attn.{x}_norm.weight"
+                yield HfTensor(hf, (f"{ours}.attn.{x}_norm.weight",), rotary=rotary)
         else:
             yield from _latents(spec, f"{ours}.attn", f"{theirs}.self_attn", paired)
         for name, hf in names.norms.items():
@@ -154,6 +164,8 @@ def _linears(
 def _rotary(spec: ModelSpec, family: Family, joined: Sequence[str]) -> tuple[Rotary | None, ...]:
     """The orders of the rows of queries and keys in files; none where they are the decoder's."""
     channels, heads = spec.rope_dim or spec.head_dim, {"attn.q": spec.heads, "attn.k": spec.kv_heads}
+    over_all = spec.qk_norm_over == "all"
+    heads |= {f"{name}_norm": count if over_all else 1 for name, count in heads.items()}
     if not family.rope_pairs and channels == spec.head_dim:
         return ()
     turning = [
@@ -182,15 +194,23 @@ def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[
 
 def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[HfTensor]:
     assert spec.moe is not None
-    names = ExpertNames() if stacked else FAMILIES[spec.family].expert_names
+    family = FAMILIES[spec.family]
+    names = family.stacked_names if stacked else family.expert_names
     theirs = f"{layer}.{names.module}"
-    yield from _leaves(f"{theirs}.gate", f"{ours}.router")
+    yield from _leaves(f"{theirs}.{names.router}", f"{ours}.router")
+    if spec.moe.router_bias:
+        yield HfTensor(f"{theirs}.{names.router}.bias", (f"{ours}.router.logit_bias",))
     if spec.moe.bias:
-        yield HfTensor(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
-    if stacked:
-        both = (f"{ours}.experts.gate", f"{ours}.experts.up")
-        yield HfTensor(f"{theirs}.experts.gate_up_proj", both, dim=1)
-        yield HfTensor(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
+        correction = f"{theirs}.{names.router}.e_score_correction_bias"
+        yield HfTensor(correction, (f"{ours}.router.bias",), exact=True)
+    if names.joint is not None:
+        halves, turns = [f"{ours}.experts.gate", f"{ours}.experts.up"], names.turns
+        for hf, parts in zip(names.joint, (halves, [f"{ours}.experts.down"]), strict=True):
+            alternate = turns and len(parts) > 1
+            yield HfTensor(f"{theirs}.{hf}", tuple(parts), 1, transposed=turns, turns=alternate)
+            if spec.moe.expert_bias:
+                biases = tuple(f"{part}_bias" for part in parts)
+                yield HfTensor(f"{theirs}.{hf}_bias", biases, 1, turns=alternate)
     else:
         for name, hf in zip(("gate", "up", "down"), names.linears, strict=True):
             for expert in range(spec.moe.experts):
@@ -198,4 +218,6 @@ def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[
                 yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)
     if spec.moe.shared_ffn:
         for x in ("gate", "up", "down"):
-            yield from _leaves(f"{theirs}.shared_experts.{x}_proj", f"{ours}.shared.{x}")
+            yield from _leaves(f"{theirs}.{names.shared}.{x}_proj", f"{ours}.shared.{x}")
+    if spec.moe.shared_gate:
+        yield from _leaves(f"{theirs}.{names.shared}_gate", f"{ours}.shared_gate")

@@ -2,7 +2,7 @@
 
 `decoder` is embedding, blocks and head; `hooks` lists the operations that a layout replaces.
 Blocks: `attention` and its kinds `attention_gqa` and `attention_mla`, with the positions of `rope`; `mlp`,
-or `moe` with a `router`, a `token_dispatcher` and the `experts`; and `norm`.
+or `moe` with a `router`, a `token_dispatcher` and the `experts` by `expert_activations`; and `norm`.
 Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student.
 Layers: `linear`, whose products `low_precision_linear` may round; `quantisation` rounds trained weights,
 and `dynamic_linear` rounds inputs as they come.

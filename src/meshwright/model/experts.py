@@ -1,4 +1,4 @@
-"""The routed experts of a layer: many small SwiGLU layers, each applied to its own rows by grouped matmuls.
+"""The routed experts of a layer: many small gated layers, each applied to its own rows by grouped matmuls.
 
 Shapes: R rows, D hidden, E experts on this rank, F channels of one. Rows are sorted by expert, in groups
 whose sizes are multiples of ALIGN: libraries are fastest on few distinct shapes (oneDNN prepares a kernel for
@@ -12,33 +12,39 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels import elementwise_cpu
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
+from meshwright.model.expert_activations import ACTIVATIONS, ExpertActivation
 from meshwright.model.hooks import ExpertsHooks
 from meshwright.model.token_dispatcher import RowGroups
+from meshwright.spec import MoeSpec
 
 
 class Experts(nn.Module):
     """x (R, D), each row's routing weight (R,), groups -> weighted outputs (R, D).
 
-    The routing weight multiplies the input of `down`: the result is the same, and the weight's gradient does
-    not need an expert's output.
+    The routing weight multiplies the input of `down`, and its bias: the result is the same, and the weight's
+    gradient does not need an expert's output. Where an expert is cut into slices, each adds its part of that
+    bias to its part of the output's channels.
     """
 
-    def __init__(self, experts: int, hidden: int, channels: int, hooks: ExpertsHooks) -> None:
+    def __init__(self, moe: MoeSpec, hidden: int, hooks: ExpertsHooks) -> None:
         super().__init__()
-        self.hooks = hooks
+        self.hooks, self.activation = hooks, ACTIVATIONS[moe.activation]
+        experts, channels = moe.experts, moe.ffn
         self.gate = nn.Parameter(torch.empty(experts, channels, hidden))
         self.up = nn.Parameter(torch.empty(experts, channels, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, channels))
+        for name, size in (("gate", channels), ("up", channels), ("down", hidden)):
+            bias = nn.Parameter(torch.empty(experts, size)) if moe.expert_bias else None
+            self.register_parameter(f"{name}_bias", bias)
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, groups: RowGroups) -> Tensor:
         weights = (self.gate, self.up, self.down)
-        return _Experts.apply(x_RD, weight_R, *weights, groups, self.hooks)
+        biases = (self.gate_bias, self.up_bias, self.down_bias)
+        return _Experts.apply(x_RD, weight_R, *weights, *biases, groups, self.activation, self.hooks)
 
 
 class _Experts(torch.autograd.Function):
@@ -52,7 +58,11 @@ class _Experts(torch.autograd.Function):
         gate: nn.Parameter,
         up: nn.Parameter,
         down: nn.Parameter,
+        gate_bias: nn.Parameter | None,
+        up_bias: nn.Parameter | None,
+        down_bias: nn.Parameter | None,
         groups: RowGroups,
+        activation: ExpertActivation,
         hooks: ExpertsHooks,
     ) -> Tensor:
         operand = hooks.products.operand
@@ -60,16 +70,24 @@ class _Experts(torch.autograd.Function):
         def gate_and_up() -> tuple[Tensor, Tensor]:
             rows = operand(x, "input", -1, gate)
             gates, ups = (operand(each, "weight", -1, each) for each in (gate, up))
-            return grouped_mm(rows, gates, groups), grouped_mm(rows, ups, groups)
+            gate_x, up_x = grouped_mm(rows, gates, groups), grouped_mm(rows, ups, groups)
+            for product, bias in ((gate_x, gate_bias), (up_x, up_bias)):
+                if bias is not None:
+                    add_rows_(product, bias, groups)
+            return gate_x, up_x
 
         def outputs() -> tuple[Tensor]:
-            inner = operand(_inner(gate_x, up_x, weight), "input", -1, down)
-            return (grouped_mm(inner, operand(down, "weight", -1, down), groups),)
+            inner = operand(activation.weighted(gate_x, up_x, weight), "input", -1, down)
+            y = grouped_mm(inner, operand(down, "weight", -1, down), groups)
+            if down_bias is not None:
+                add_rows_(_columns(y, down_bias, hooks.slice), down_bias, groups, weight)
+            return (y,)
 
         gate_x, up_x = hooks.cached(gate_and_up, True)
         (y,) = hooks.cached(outputs, False)
-        ctx.save_for_backward(x, weight, gate_x, up_x, gate, up, down)
-        ctx.groups, ctx.hooks, ctx.parameters = groups, hooks, (gate, up, down)
+        ctx.save_for_backward(x, weight, gate_x, up_x, gate, up, down, down_bias)
+        ctx.groups, ctx.hooks, ctx.activation = groups, hooks, activation
+        ctx.parameters, ctx.biases = (gate, up, down), (gate_bias, up_bias, down_bias)
         return y
 
     @staticmethod
@@ -77,7 +95,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Detached, and apart from ctx: a deferred weight gradient must not keep the graph behind its inputs
         # alive.
-        x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
+        *saved, bias = ctx.saved_tensors
+        x, weight, gate_x, up_x, gate, up, down = (each.detach() for each in saved)
         groups, products = ctx.groups, ctx.hooks.products
 
         def of_input(
@@ -88,7 +107,11 @@ class _Experts(torch.autograd.Function):
 
         of_gate, of_up, of_down = parameters = ctx.parameters
         grad_inner = of_input(grad, down, of_down)
-        grad_gate, grad_up, grad_weight, inner = _inner_backward_(grad_inner, gate_x, up_x, weight)
+        found = ctx.activation.backward_(grad_inner, gate_x, up_x, weight)
+        grad_gate, grad_up, grad_weight, inner = found
+        biased = None if bias is None else _columns(grad, bias, ctx.hooks.slice)
+        if bias is not None and biased is not None:
+            grad_weight += rows_times(biased, bias.detach(), groups, weight.dtype)
         grad_x = of_input(grad_up, up, of_up, onto=of_input(grad_gate, gate, of_gate))
 
         def weight_grad(gradient: Tensor, inputs: Tensor, parameter: nn.Parameter) -> Tensor | None:
@@ -102,34 +125,25 @@ class _Experts(torch.autograd.Function):
             )
 
         def weight_grads() -> list[Tensor | None]:
-            return list(map(weight_grad, (grad_gate, grad_up, grad), (x, x, inner), parameters))
+            found = list(map(weight_grad, (grad_gate, grad_up, grad), (x, x, inner), parameters))
+            if biased is None:
+                return found
+            for each, rows in zip(ctx.biases, (grad_gate, grad_up, biased), strict=True):
+                scale = weight if rows is biased else None
+                found.append(sum_rows(rows, groups, scale) if each.requires_grad else None)
+            return found
 
-        if ctx.hooks.defer(parameters, weight_grads):
-            return grad_x, grad_weight, *[None] * 5
-        return grad_x, grad_weight, *weight_grads(), None, None
+        given = [*parameters, *(each for each in ctx.biases if each is not None)]
+        if ctx.hooks.defer(given, weight_grads):
+            return grad_x, grad_weight, *[None] * 9
+        gradients = weight_grads()
+        return grad_x, grad_weight, *gradients, *[None] * (9 - len(gradients))
 
 
-def _inner(gate_x: Tensor, up_x: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate x) * up x * weight (R, F): the input of `down`."""
-    if weight.dtype == torch.float32 and elementwise_cpu.takes(gate_x, up_x):
-        return elementwise_cpu.weighted_swiglu(gate_x, up_x, weight.contiguous())
-    return F.silu(gate_x).mul_(up_x).mul_(weight.to(up_x.dtype).unsqueeze(1))
-
-
-def _inner_backward_(
-    grad: Tensor, gate_x: Tensor, up_x: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of gate x, up x and weight from that of `_inner`, which is overwritten; and `_inner`
-    itself."""
-    if weight.dtype == torch.float32 and elementwise_cpu.takes(grad, gate_x, up_x):
-        found = elementwise_cpu.weighted_swiglu_backward_(grad, gate_x, up_x, weight.contiguous())
-        return *found, grad
-    scale, silu = weight.to(grad.dtype).unsqueeze(1), F.silu(gate_x)
-    product = silu * up_x
-    grad_weight = (grad * product).sum(1, dtype=weight.dtype)
-    grad_up = silu.mul_(grad.mul_(scale))
-    grad_gate = torch.ops.aten.silu_backward(grad.mul_(up_x), gate_x)
-    return grad_gate, grad_up, grad_weight, product.mul_(scale)
+def _columns(x_RD: Tensor, bias: Tensor, number: int) -> Tensor:
+    """The columns of x that the slice `number` of an expert adds its part of a bias (E, .) to."""
+    size = bias.shape[1]
+    return x_RD[:, number * size : (number + 1) * size]
 
 
 # Grouped matmuls -----------------------------------------------------------------------------------------
@@ -170,6 +184,49 @@ def grouped_outer(
         elif not out.begun:
             out.total[expert].zero_()
     return out.total if into is None else None
+
+
+# Biases ----------------------------------------------------------------------------------------------------
+
+
+def add_rows_(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, weight_R: Tensor | None = None) -> None:
+    """Add each expert's bias, times the rows' weights if there are any, to its rows."""
+    scale = None if weight_R is None else weight_R.to(x_RO.dtype).unsqueeze(1)
+    if groups.sizes is None:
+        added = bias_EO[_expert_of_rows(x_RO, groups)]
+        x_RO.add_(added if scale is None else added * scale)
+        return
+    for expert, rows in _slices(groups):
+        x_RO[rows].add_(bias_EO[expert] if scale is None else bias_EO[expert] * scale[rows])
+
+
+def rows_times(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    """The product of each row and its expert's bias (R,), summed in `dtype`."""
+    if groups.sizes is None:
+        return (x_RO * bias_EO[_expert_of_rows(x_RO, groups)]).sum(1, dtype=dtype)
+    found = x_RO.new_empty(len(x_RO), dtype=dtype)
+    for expert, rows in _slices(groups):
+        torch.sum(x_RO[rows] * bias_EO[expert], 1, dtype=dtype, out=found[rows])
+    return found
+
+
+def sum_rows(x_RO: Tensor, groups: RowGroups, weight_R: Tensor | None = None) -> Tensor:
+    """The sum of each expert's rows (E, O), times the rows' weights if there are any."""
+    if weight_R is not None:
+        x_RO = x_RO * weight_R.to(x_RO.dtype).unsqueeze(1)
+    if groups.sizes is None:
+        every = torch.arange(len(groups.ends), device=x_RO.device).unsqueeze(1)
+        return (every == _expert_of_rows(x_RO, groups)).to(x_RO.dtype) @ x_RO
+    found = x_RO.new_empty(len(groups.ends), x_RO.shape[1])
+    for expert, rows in _slices(groups):
+        torch.sum(x_RO[rows], 0, out=found[expert])
+    return found
+
+
+def _expert_of_rows(x_RO: Tensor, groups: RowGroups) -> Tensor:
+    """The expert of each row (R,), from the device alone."""
+    rows = torch.arange(len(x_RO), device=x_RO.device, dtype=groups.ends.dtype)
+    return torch.bucketize(rows, groups.ends, right=True).clamp_(max=len(groups.ends) - 1)
 
 
 def _slices(groups: RowGroups) -> Iterator[tuple[int, slice]]:

@@ -125,6 +125,8 @@ class ExpertsHooks:
     defer: Defer = lambda _parameters, _compute: False
     gradient_sum: GradientSum = no_sum
     products: Products = field(default_factory=Products)
+    slice: int = 0
+    """Which slice of each expert's channels this rank has."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
     with depth (Radford et al. 2019, GPT-2, §2.3). muP makes those of wider models smaller (`spec/mup.py`).
     """
     *path, leaf = name.split(".")
-    if leaf == "bias":
+    if leaf.endswith("bias"):
         return InitValue(0.0, 0.0)
     if path[-1].endswith("norm"):
         return InitValue(0.0 if spec.norm_unit_offset else 1.0, 0.0)

@@ -31,19 +31,21 @@ class Routing(NamedTuple):
 
 
 class _RouterLogits(torch.autograd.Function):
-    """x w^T in at least fp32, saving x in its own format."""
+    """x w^T, plus a bias (E,) if there is one, in at least fp32, saving x in its own format."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _exact(x) @ _exact(weight).T
+        logits = _exact(x) @ _exact(weight).T
+        return logits if bias is None else logits + bias  # a policy may have saved them
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_weight = (grad.T @ _exact(x)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return (grad @ _exact(weight)).to(x.dtype), of_weight
+        of_bias = grad.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return (grad @ _exact(weight)).to(x.dtype), of_weight, of_bias
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class Router(nn.Module):
     """x (N, D) -> each token's experts and their weights.
 
     `bias` (E,) in fp32 is added to the scores when experts are chosen; the load changes it, not a gradient
-    (Wang et al. 2024, loss-free balancing).
+    (Wang et al. 2024, loss-free balancing). `logit_bias` (E,) is a parameter.
     """
 
     bias: Tensor | None
@@ -63,6 +65,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, hidden))
+        self.logit_bias = nn.Parameter(torch.empty(moe.experts)) if moe.router_bias else None
         self.register_buffer("bias", torch.zeros(moe.experts) if moe.bias else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -75,7 +78,7 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Routing:
         moe = self.moe
-        logits: Tensor = _RouterLogits.apply(x_ND, self.weight)
+        logits: Tensor = _RouterLogits.apply(x_ND, self.weight, self.logit_bias)
         scores = logits.sigmoid() if moe.router == "sigmoid" else logits.softmax(-1)
         experts = self._choose(scores.detach())
         weights = scores.gather(1, experts)
@@ -86,13 +89,14 @@ class Router(nn.Module):
         return Routing(logits, scores, weights, experts)
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
-        """Top-k experts (N, k), within the groups whose two best scores have the largest sum."""
+        """Top-k experts (N, k), within the groups whose best score, or sum of two best, is largest."""
         moe = self.moe
         if self.bias is not None:
             scores_NE = scores_NE + self.bias
         if moe.top_groups < moe.groups:
             grouped = scores_NE.unflatten(1, (moe.groups, -1))
-            best = grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
+            counted = min(2 if moe.group_score == "top2" else 1, grouped.shape[2])
+            best = grouped.topk(counted).values.sum(-1)
             hidden = torch.ones_like(best, dtype=torch.bool)
             hidden.scatter_(1, best.topk(moe.top_groups).indices, False)
             scores_NE = grouped.masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(1)

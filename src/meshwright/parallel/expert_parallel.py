@@ -165,6 +165,7 @@ def expert_parallel_hooks(
         defer=defer,
         gradient_sum=lambda parameter: store.gradient_sum(parameter),
         products=products,
+        slice=mesh.expert.rank % layout.etp,
     )
     hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, experts=experts)
     if mesh.expert.size > 1:

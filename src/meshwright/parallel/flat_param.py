@@ -57,7 +57,7 @@ class ParamSlot(ShardedTensor):
     @property
     def decay(self) -> bool:
         """True for a matrix, which `train.weight_decay` acts on; not for norms and biases."""
-        return len(self.global_shape) >= 2
+        return self.is_matrix
 
     @property
     def rounded(self) -> bool:
@@ -76,7 +76,7 @@ def make_slots(parameters: list[tuple[Piece, Owners]], ranks: int, rank: int) ->
     come last.
     """
     slots, start = [], 0
-    for piece, owners in sorted(parameters, key=lambda item: (len(item[0].global_shape) < 2, item[0].summed)):
+    for piece, owners in sorted(parameters, key=lambda item: (not item[0].is_matrix, item[0].summed)):
         shape, dim = piece.local_shape, piece.rows_dim
         per_rank = math.ceil(shape[dim] / ranks)
         first = min(rank * per_rank, shape[dim])

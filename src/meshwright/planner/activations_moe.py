@@ -104,7 +104,7 @@ def routed_backward(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
     """Peak bytes beyond kept ones in the backward, before any weight's gradient is packed."""
     width, rows = widths(spec), _rows(spec, moe) // len(_parts(spec))
     # A CPU sums the gradients of rows' weights in a wider copy.
-    times = 6 if cpu and width.compute < width.exact else 4
+    times = (4 if moe.activation == "swiglu" else 7) + (2 if cpu and width.compute < width.exact else 0)
     activation = rows * (spec.model.hidden + times * (moe.ffn // spec.layout.etp))
     if added_by_products(spec, cpu, routed=True):
         return width.compute * activation

@@ -47,7 +47,7 @@ def _largest_divisor(number: int) -> int:
 def blocks_of(model: Architecture) -> Mapping[str, int]:
     """Numbers of a block of each matrix by its name; vectors have none."""
     every = (parameter for unit in parameters(model).values() for parameter in unit)
-    return {each.name: block_of(each, model.heads) for each in every if len(each.shape) >= 2}
+    return {each.name: block_of(each, model.heads) for each in every if each.is_matrix}
 
 
 def slices_of_experts_are_whole_blocks(spec: Sections) -> None:

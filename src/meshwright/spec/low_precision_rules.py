@@ -9,6 +9,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.parameters import Parameter, block_parameters
 from meshwright.spec.precision import BLOCKS, BLOCKS_OF_TOKENS, DELAYED, FP8_TILE
 from meshwright.spec.sections import Sections
+from meshwright.spec.sharded_tensor import is_matrix
 
 KERNEL = 16
 """Divisor of the sides of matrices that kernels in 8 bits and fewer take (cuBLAS)."""
@@ -19,8 +20,10 @@ Rule = Callable[[Sections], None]
 
 
 def is_rounded(name: str, dims: int) -> bool:
-    """True for parameters whose products are in low precision: the matrices of blocks but for routers."""
-    return dims >= 2 and name.startswith("blocks.") and ".router." not in name
+    """True for parameters whose products are in low precision: the matrices of blocks but for routers and
+    gates of shared experts."""
+    exact = ".router.", ".shared_gate."
+    return is_matrix(name, dims) and name.startswith("blocks.") and not any(part in name for part in exact)
 
 
 def rounded_in_blocks(parameter: Parameter) -> bool:

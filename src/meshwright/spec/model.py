@@ -73,5 +73,5 @@ def active_size(model: ModelSpec, parameter: Parameter) -> int:
 def _weight_flops(model: ModelSpec, kind: LayerKind) -> int:
     """Forward FLOPs on one token of the matrices in the first block of a kind."""
     listed = block_parameters(model, model.layer_kinds.index(kind))
-    matrices = [parameter for parameter in listed if len(parameter.shape) > 1]
+    matrices = [parameter for parameter in listed if parameter.is_matrix]
     return 2 * sum(active_size(model, parameter) for parameter in matrices)

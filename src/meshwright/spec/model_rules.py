@@ -109,11 +109,21 @@ def _check_fields(model: ModelSpec, part: str, computed: dict[str, Any]) -> None
 
 
 def experts_are_gated(spec: Sections) -> None:
-    """Experts are computed as SwiGLU without biases."""
+    """Layers beside experts, and shared experts, are computed as SwiGLU without biases."""
     if spec.model.moe is not None:
-        part = "model.moe, whose experts are SwiGLU without biases"
+        part = "model.moe, beside whose experts layers are SwiGLU without biases"
         _check_fields(spec.model, part, {"activation": "swiglu", "mlp_bias": False})
         _check_fields(spec.model, "model.moe, which has norms before it", {"norm_placement": "pre"})
+
+
+def gates_have_shared_experts(spec: Sections) -> None:
+    """A gate of shared experts has such experts."""
+    moe = spec.model.moe
+    if moe is not None and moe.shared_gate and not moe.shared_ffn:
+        raise UserError(
+            "model.moe.shared_gate: true has no shared experts to multiply, as model.moe.shared_ffn is 0; "
+            "give model.moe.shared_ffn, or shared_gate = false"
+        )
 
 
 def tokens_find_their_experts(spec: Sections) -> None:
@@ -206,6 +216,7 @@ MODEL_RULES = (
     layer_types_have_windows,
     sequence_fits_positions,
     experts_are_gated,
+    gates_have_shared_experts,
     tokens_find_their_experts,
     some_layer_has_experts,
     latents_make_heads,

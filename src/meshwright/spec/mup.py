@@ -6,7 +6,7 @@ m = hidden / `model.mup_base_hidden`:
     parameters                        initial std     rate of AdamW, Lion     rate of Muon
     embedding, norms, biases          as at the base  as at the base          as at the base (AdamW's)
     matrices of blocks, experts' too  / sqrt(m)       / m                     / sqrt(m)
-    head, routers                     / m             / m                     / m
+    head, routers, shared_gate        / m             / m                     / m
 
 The head and routers map a width that grows to a number of outputs that does not, so the table's "output
 weights" are both. A step of Muon has the spectral norm 0.2 sqrt(max(rows, columns)). One of
@@ -24,6 +24,7 @@ from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
 from meshwright.spec.optimisers import OptimiserKind
 from meshwright.spec.sections import Sections
+from meshwright.spec.sharded_tensor import is_matrix
 
 
 def init_factor(model: Architecture, name: str) -> float:
@@ -36,7 +37,7 @@ def init_factor(model: Architecture, name: str) -> float:
 
 def rate_factor(model: Architecture, optimiser: OptimiserKind, name: str, dims: int) -> float:
     """Factor on the learning rate of a parameter of `dims` dims."""
-    if model.mup_base_hidden is None or dims < 2 or name.startswith("embed."):
+    if model.mup_base_hidden is None or not is_matrix(name, dims) or name.startswith("embed."):
         return 1.0
     widening = model.hidden / model.mup_base_hidden
     return widening**-0.5 if optimiser.orthogonalises and not _is_output(name) else 1 / widening
@@ -44,7 +45,7 @@ def rate_factor(model: Architecture, optimiser: OptimiserKind, name: str, dims: 
 
 def _is_output(name: str) -> bool:
     """True for matrices whose outputs do not become more as the model widens."""
-    return name == "head.weight" or name.endswith(".router.weight")
+    return name == "head.weight" or name.endswith((".router.weight", ".shared_gate.weight"))
 
 
 def widths_are_known(spec: Sections) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from meshwright.spec.sharded_tensor import is_matrix
+
 OptimiserName = Literal["adamw", "adamw8bit", "lion", "muon", "sgd"]
 
 
@@ -33,7 +35,8 @@ class OptimiserKind:
 
     def moments_of(self, parameter: str, dims: int) -> tuple[str, ...]:
         """Names of the states of one parameter."""
-        return self.matrix_moments if dims >= 2 and parameter.startswith("blocks.") else self.moments
+        of_block = parameter.startswith("blocks.") and is_matrix(parameter, dims)
+        return self.matrix_moments if of_block else self.moments
 
 
 _FIRST = ("exp_avg",)

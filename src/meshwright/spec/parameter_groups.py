@@ -20,6 +20,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.mup import rate_factor, widths_are_known
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
+from meshwright.spec.sharded_tensor import is_matrix
 
 
 class Group(NamedTuple):
@@ -54,7 +55,7 @@ def group_of(spec: Sections, name: str, dims: int) -> Group:
     2405.13698); that of `train.lr_factors` acts on both.
     """
     train, width = spec.train, rate_factor(spec.model, spec.train.optimiser_kind, name, dims)
-    usual = train.weight_decay if dims >= 2 else 0.0
+    usual = train.weight_decay if is_matrix(name, dims) else 0.0
     decay = _chosen(train.weight_decays, name, usual)
     return Group(_chosen(train.lr_factors, name, 1.0) * width, decay / width)
 

@@ -10,7 +10,7 @@ from math import ceil, prod
 from typing import Literal
 
 from meshwright.spec.architecture import Architecture
-from meshwright.spec.sharded_tensor import ShardedTensor
+from meshwright.spec.sharded_tensor import ShardedTensor, is_matrix
 
 Split = Literal["vocabulary", "heads", "kv_heads", "ffn"]
 
@@ -38,6 +38,11 @@ class Parameter:
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if it multiplies; norms and biases do not."""
+        return is_matrix(self.name, len(self.shape))
 
 
 @lru_cache(maxsize=8)  # each rank of a pipeline asks for them again
@@ -128,15 +133,25 @@ def _mlp(model: Architecture, name: str, channels: int) -> Iterator[Parameter]:
 
 
 def _mixture(model: Architecture, name: str) -> Iterator[Parameter]:
-    """Each rank routes its own tokens, so gradients of the router are always partial."""
+    """Each rank routes its own tokens, so gradients of the router are always partial.
+
+    Slices of an expert each add their part of its last bias to their part of the output's channels.
+    """
     assert model.moe is not None
     moe, hidden = model.moe, model.hidden
     yield Parameter(f"{name}.router.weight", (moe.experts, hidden), after_reduce=False)
+    if moe.router_bias:
+        yield Parameter(f"{name}.router.logit_bias", (moe.experts,), after_reduce=False)
     for which in ("gate", "up"):
         yield Parameter(f"{name}.experts.{which}", (moe.experts, moe.ffn, hidden), dim=1, expert=True)
     yield Parameter(f"{name}.experts.down", (moe.experts, hidden, moe.ffn), dim=2, expert=True)
+    if moe.expert_bias:
+        for which, size in (("gate", moe.ffn), ("up", moe.ffn), ("down", hidden)):
+            yield Parameter(f"{name}.experts.{which}_bias", (moe.experts, size), dim=1, expert=True)
     if moe.shared_ffn:
         yield from _mlp(model, f"{name}.shared", moe.shared_ffn)
+    if moe.shared_gate:
+        yield Parameter(f"{name}.shared_gate.weight", (1, hidden))
 
 
 def _norm(model: Architecture, name: str) -> Iterator[Parameter]:

@@ -44,6 +44,8 @@ def expert_axis_divides(spec: Sections) -> None:
     slices = [n for n in divisors(gcd(ranks, moe.ffn)) if ranks % (n * ep) == 0]
     check_divides("layout.ep", ep, "model.moe.experts", moe.experts, fits or [1], folded)
     check_divides("layout.etp", etp, "model.moe.ffn", moe.ffn, slices or [1], folded)
+    if moe.expert_bias:
+        check_divides("layout.etp", etp, "model.hidden", spec.model.hidden, slices or [1], folded)
     if ranks % (ep * etp):
         key, hint = ("ep", nearest(ep, fits)) if fits else ("etp", nearest(etp, slices or [1]))
         raise UserError(

@@ -8,6 +8,12 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) of a part of a tensor, one number per dim."""
 
 
+def is_matrix(name: str, dims: int) -> bool:
+    """True for a parameter of `dims` dims that multiplies, one matrix or one of each expert; norms and biases
+    do not, nor those of the experts, which have a vector each."""
+    return dims >= 2 and not name.endswith("_bias")
+
+
 @dataclass(frozen=True)
 class ShardedTensor:
     """The part of tensor `key` of shape `global_shape` that begins at `offset` and has `local_shape`.
@@ -19,6 +25,11 @@ class ShardedTensor:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     local_shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the whole tensor is a parameter that multiplies."""
+        return is_matrix(self.key, len(self.global_shape))
 
     @property
     def rectangle(self) -> Rectangle:

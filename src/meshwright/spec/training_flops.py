@@ -12,7 +12,7 @@ def trained_share(spec: Sections, layer: int) -> float:
     """The share of a block's matrices, by the elements that a token is multiplied by, that is trained."""
     if not spec.train.frozen:
         return 1.0
-    matrices = [p for p in run_parameters(spec)[f"blocks.{layer}"] if len(p.shape) > 1]
+    matrices = [p for p in run_parameters(spec)[f"blocks.{layer}"] if p.is_matrix]
     trained = sum(active_size(spec.model, p) for p in matrices if p.trainable)
     return trained / sum(active_size(spec.model, p) for p in matrices)
 

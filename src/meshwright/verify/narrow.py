@@ -152,7 +152,8 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> d
     elif block > 1:
         head_dim = next(d for d in range(8, model.head_dim + 1, 2) if kv_heads * d // layout.tp % block == 0)
     ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
-    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts, block))
+    slices = layout.etp if model.moe and model.moe.expert_bias else 1
+    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts, block, slices))
     ffn = max(8 * layout.tp, hidden * model.ffn // model.hidden)
     window = model.sliding_window
     if window is not None and window < spec.data.seq_len:

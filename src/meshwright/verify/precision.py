@@ -39,7 +39,7 @@ from meshwright.verify.narrow import narrow
 from meshwright.verify.reference.adamw8bit import settled
 from meshwright.verify.reference.clipping import ReferenceClipping
 from meshwright.verify.reference.data import batches
-from meshwright.verify.reference.groups import factor_and_decay, is_frozen
+from meshwright.verify.reference.groups import factor_and_decay, is_frozen, multiplies
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.optimisers import update
 from meshwright.verify.reference.rounding import stochastic
@@ -328,7 +328,7 @@ class _Comparison:
             moments = {kind: before[kind][name].double() for kind in kinds}
             groups = factor_and_decay(spec, name, grad.ndim)
             update(target, grad, [*moments.values()], spec.train, number, *groups)
-            if spec.train.optimiser_kind.eight_bit and grad.ndim >= 2:
+            if spec.train.optimiser_kind.eight_bit and multiplies(name, grad.ndim):
                 moments = {kind: self._as_held(kind, name, moment) for kind, moment in moments.items()}
             for kind, tensor in {**moments, "parameter": target}.items():
                 wanted[kind][name] = tensor

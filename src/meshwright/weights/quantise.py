@@ -40,6 +40,11 @@ def plan_quantisation(
             "quantise: GPT-2's layers are stored as Conv1D, which compressed-tensors does not know; give a "
             "model of another family"
         )
+    if FAMILIES[model.family].expert_names.joint is not None:
+        raise UserError(
+            f"quantise: {model.family} stores all experts of a layer in one tensor, which compressed-tensors "
+            "does not know; give a model of another family"
+        )
     if model.moe is not None and recipe in DYNAMIC:
         raise UserError(
             f"--recipe: {recipe!r} rounds the inputs of experts in vLLM and not in transformers, which would "
@@ -71,16 +76,18 @@ def _module(hf: str) -> str:
 def _kept(
     model: ModelSpec, widths: Mapping[str, int], keep: Sequence[str], recipe: Quantised
 ) -> tuple[str, ...]:
-    """The modules that stay as they are: the head, routers, and those that match a pattern.
+    """The modules that stay as they are: the head, routers, gates of shared experts, and those that match a
+    pattern.
 
     Of latent attention that expands latents, too, where inputs are rounded: generation applies it to queries
     instead of to its inputs.
     """
     kept = ["lm_head"]
     if model.moe is not None:
-        place = FAMILIES[model.family].expert_names.module
+        names = FAMILIES[model.family].expert_names
+        gates = [names.router, *[f"{names.shared}_gate"] * model.moe.shared_gate]
         layers = filter(model.has_experts, range(model.layers))
-        kept += [f"model.layers.{layer}.{place}.gate" for layer in layers]
+        kept += [f"model.layers.{layer}.{names.module}.{gate}" for layer in layers for gate in gates]
     if model.mla is not None and recipe in DYNAMIC:
         kept += [name for name in widths if name.endswith(".kv_b_proj")]
     for pattern in keep:

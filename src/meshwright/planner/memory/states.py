@@ -180,7 +180,7 @@ def checkpoint_bytes(spec: RunSpec) -> int:
     for p in (p for unit in run_parameters(spec).values() for p in unit if p.trainable):
         each = width.exact * p.size
         stored = (width.master + width.exact * averages) * p.size
-        if spec.train.optimiser_kind.eight_bit and len(p.shape) >= 2:
+        if spec.train.optimiser_kind.eight_bit and p.is_matrix:
             each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
         stored += each * len(spec.train.moments_of(p.name, len(p.shape)))
         stored += width.exact * p.size * exchange.own_numbers(spec)
@@ -202,7 +202,7 @@ def units(view: RankView) -> list[StateShard]:
             if held:
                 pieces = [piece for _, piece in held]
                 part = sum(part_elements(piece, ranks) for piece in pieces)
-                matrices = [(p, part_elements(piece, ranks)) for p, piece in held if len(p.shape) >= 2]
+                matrices = [(p, part_elements(piece, ranks)) for p, piece in held if p.is_matrix]
                 decays = sum(size for _, size in matrices)
                 blocks = sum(size // block_of(p, view.spec.model.heads) for p, size in matrices)
                 sent = gathered_bytes(view.spec, pieces, ranks)
@@ -223,14 +223,14 @@ def _adam_counts(spec: RunSpec, unit: str, pieces: Iterable[Piece]) -> int:
     Blocks share their pieces, which then have the names of another block.
     """
     alike = []
-    for piece in sorted(pieces, key=lambda piece: (len(piece.global_shape) < 2, piece.summed)):
+    for piece in sorted(pieces, key=lambda piece: (not piece.is_matrix, piece.summed)):
         name, dims = piece.key, len(piece.global_shape)
         if name.startswith("blocks."):
             name = f"{unit}.{name.split('.', 2)[2]}"
         kind = spec.train.optimiser_kind
-        whole = kind.moments_of(name, dims) == kind.moments and not (kind.eight_bit and dims >= 2)
+        whole = kind.moments_of(name, dims) == kind.moments and not (kind.eight_bit and piece.is_matrix)
         if kind.counts and whole:
-            alike.append((dims >= 2, group_of(spec, name, dims)))
+            alike.append((piece.is_matrix, group_of(spec, name, dims)))
     return sum(1 for _ in groupby(alike))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import blocks_of
+from meshwright.verify.reference.groups import multiplies
 
 LEAST_SCALE = 1e-12
 """Scale of a block of zeros. Source: torchao."""
@@ -32,7 +33,7 @@ def map_values(signed: bool, like: Tensor) -> Tensor:
 
 def round_moments(moments: Mapping[str, Mapping[str, Tensor]], spec: RunSpec, name: str) -> None:
     """Round the moments of parameter `name` in place, where the run keeps them in 8 bits."""
-    if spec.train.optimiser != "adamw8bit" or moments["exp_avg"][name].ndim < 2:
+    if spec.train.optimiser != "adamw8bit" or not multiplies(name, moments["exp_avg"][name].ndim):
         return
     for kind, held in moments.items():
         held[name].copy_(rounded(held[name], kind == "exp_avg", blocks_of(spec.model)[name]))

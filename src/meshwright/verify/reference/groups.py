@@ -14,6 +14,11 @@ def is_frozen(spec: RunSpec, name: str) -> bool:
     return any(_matches(pattern, name) for pattern in spec.train.frozen)
 
 
+def multiplies(name: str, dims: int) -> bool:
+    """True for matrices, also those of experts; a bias of experts has two dims and is none."""
+    return dims > 1 and not name.endswith("_bias")
+
+
 def factor_and_decay(spec: RunSpec, name: str, dims: int) -> tuple[float, float]:
     """The factor on the learning rate of a parameter of `dims` dims, and its weight decay.
 
@@ -22,11 +27,12 @@ def factor_and_decay(spec: RunSpec, name: str, dims: int) -> tuple[float, float]
     """
     train, model = spec.train, spec.model
     slower = 1.0
-    if model.mup_base_hidden is not None and dims > 1 and "embed" not in name:
+    matrix = multiplies(name, dims)
+    if model.mup_base_hidden is not None and matrix and "embed" not in name:
         slower = model.hidden / model.mup_base_hidden
-        if train.optimiser == "muon" and "blocks" in name and "router" not in name:
+        if train.optimiser == "muon" and "blocks" in name and "router" not in name and "_gate." not in name:
             slower **= 0.5
-    decay = train.weight_decay if dims > 1 else 0.0
+    decay = train.weight_decay if matrix else 0.0
     return _of(train.lr_factors, name, 1.0) / slower, _of(train.weight_decays, name, decay) * slower
 
 

@@ -38,7 +38,7 @@ def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> 
     With muP, variances fall as 1 / fan-in, and those of the head and of routers as its square (Yang et al.
     2022, table 3).
     """
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float64)
     if name.endswith("norm.weight"):
         return torch.full(shape, 0.0 if model.norm_unit_offset else 1.0, dtype=torch.float64)
@@ -46,7 +46,7 @@ def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> 
     std = model.init_std / math.sqrt(2 * model.layers) if writes_residual else model.init_std
     if model.mup_base_hidden is not None and not name.startswith("embed."):
         widening = model.hidden / model.mup_base_hidden
-        finite = name.startswith("head.") or "router" in name  # numbers of outputs
+        finite = name.startswith("head.") or "router" in name or "shared_gate" in name  # numbers of outputs
         std /= widening if finite else math.sqrt(widening)
     return _normals(seed, name, math.prod(shape)).mul_(std).reshape(shape)
 
