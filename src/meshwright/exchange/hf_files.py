@@ -103,8 +103,8 @@ class _Folder:
         folder = self._folder
         if self._has_adapter:
             return (
-                "it holds an adapter of PEFT: merge it into its base model, as `meshwright import` does where "
-                "an adapter_config.json is beside it"
+                "it holds an adapter of PEFT: merge it into its base model, as `meshwright import` does "
+                "where an adapter_config.json is beside it"
             )
         if parts := sorted(folder.glob("model-*-of-*.safetensors")):
             return f"{parts[0].name} is a part of a model: copy all parts and the index there"

@@ -19,7 +19,8 @@ from meshwright.spec import UserError
 
 PROGRAMS = (
     "argparse.", "datetime.", "deepspeed.", "enum.", "fractions.", "lightning.", "litgpt.", "megatron.",
-    "nemo.", "numpy.", "omegaconf.", "pathlib.", "signal.", "torchtitan.", "transformer_engine.",
+    "nemo.", "numpy.", "omegaconf.", "pathlib.", "signal.", "torch.distributed.", "torchtitan.",
+    "transformer_engine.",
 )  # fmt: skip
 """Beginnings of the names of objects that other programs put beside their tensors."""
 READING_ERRORS = (

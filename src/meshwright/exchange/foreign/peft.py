@@ -73,24 +73,22 @@ class AdapterStore:
         for name in (*self._factors, *self._whole):
             if name not in base.headers:
                 raise self._wrong(f"changes {name}, which its base model does not have; give another --base")
+        for name, tensor in self._whole.items():
+            self.headers[name] = folder, tuple(tensor.shape), dtype_name(tensor.dtype)
         for name, factors in self._factors.items():
             rows, columns = factors.b.shape[0], factors.a.shape[1]
             shape = (columns, rows) if factors.transposed else (rows, columns)
-            place, stored, dtype = base.headers[name]
+            place, stored, dtype = self.headers[name]
             if shape != stored:
                 raise self._wrong(
                     f"changes {name} of shape {list(shape)}, but its base model has {list(stored)}; give "
                     "another --base"
                 )
             self.headers[name] = place, stored, "F64" if dtype == "F64" else "F32"
-        for name, tensor in self._whole.items():
-            self.headers[name] = folder, tuple(tensor.shape), dtype_name(tensor.dtype)
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises `UserError` for damage."""
-        if name in self._whole:
-            return self._whole[name]
-        value = self._base.read(name)
+        value = self._whole[name] if name in self._whole else self._base.read(name)
         return self._factors[name].merge(value) if name in self._factors else value
 
     def _sort(self, name: str, tensor: Tensor, parts: dict[str, dict[str, Tensor]]) -> None:
