@@ -25,6 +25,7 @@ from meshwright.spec.hf.families import FAMILIES
 
 COMMON = "common.pt"
 NEWEST = "latest_checkpointed_iteration.txt"
+ROOTS = ("embedding.", "decoder.", "output_layer.")
 _STACK = "decoder.layers."
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -41,9 +42,10 @@ class MegatronStore:
         self.headers: dict[str, Header] = {}
         prefix = _prefix(store)
         for stored, (place, shape, dtype) in store.headers.items():
-            if not stored.startswith(prefix) or stored.endswith("_extra_state"):
-                continue
             name = stored.removeprefix(prefix)
+            others = not stored.startswith(prefix) or not name.startswith(ROOTS)
+            if others or stored.endswith("_extra_state"):
+                continue
             stacked = re.match(rf"{re.escape(_STACK)}(?!\d+\.)", name)
             layers = range(shape[0]) if stacked and shape else (None,)
             for layer in layers:
@@ -144,7 +146,7 @@ def _experts(theirs: str, ours: str, bias: bool) -> Iterator[HfTensor]:
 MEGATRON = Naming(
     "Megatron-Core",
     _VOCABULARY[0],
-    ("embedding.", "decoder.", "output_layer."),
+    ROOTS,
     _pieces,
     heads=("output_layer.weight",),
 )

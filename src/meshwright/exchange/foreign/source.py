@@ -66,10 +66,13 @@ def open_source(
         return _adapted(path, key, base)
     if base is not None:
         raise UserError(f"--base: {path} is not an adapter of PEFT; leave --base out")
-    if _has_model(path) and config is None and (path / _CONFIG).is_file():
-        check_within(path / _CONFIG, path, key)
-        model = hf_model(path, key)
-        return Source(model, HfWeights(path, model), path)
+    if config is not None and not (config / _CONFIG).is_file():
+        raise UserError(f"--config: {config} has no {_CONFIG}; give a folder that has the model's")
+    home = config or path
+    if _has_model(path) and (home / _CONFIG).is_file():
+        check_within(home / _CONFIG, home, key)
+        model = hf_model(home, key)
+        return Source(model, HfWeights(home, model, model_files(path, model), path), home)
     for form in FORMATS:
         if (place := form.find(path)) is not None:
             return _opened(form.open(place, key), place, key, config)
@@ -84,8 +87,6 @@ def _opened(store: TensorStore, place: Path, key: str, config: Path | None) -> S
     beside = place if place.is_dir() else place.parent
     near = next((each for each in (beside, beside.parent) if (each / _CONFIG).is_file()), None)
     folder = config or near
-    if config is not None and not (config / _CONFIG).is_file():
-        raise UserError(f"--config: {config} has no {_CONFIG}; give a folder that has the model's")
     naming, named = _naming(store)
     if folder is not None:
         check_within(folder / _CONFIG, folder, key)
@@ -223,6 +224,10 @@ FORMATS = (
 def _unknown(path: Path, key: str) -> UserError:
     if not path.exists():
         return UserError(f"{key}: {path} is not there; give the folder or file of a model")
+    if _has_model(path):
+        return UserError(
+            f"{key}: {path} has no {_CONFIG}; give --config FOLDER, one with the model's config.json"
+        )
     if next(path.glob("*.distcp"), None):
         return UserError(f"{key}: {path} has no {METADATA}, so its save did not end; give an earlier step")
     if next(path.glob("**/mp_rank_*/model_optim_rng.pt"), None):
