@@ -197,7 +197,9 @@ def _deepspeed(folder: Path, stage: int) -> None:
     """Train a step on two ranks under ZeRO, save, and convert to a universal checkpoint, too."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
                "--master-port", "29618", __file__, "deepspeed_rank", str(folder), str(stage)]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+    compiled = str(Path(sys.prefix) / "torch_extensions")  # not beside those of other programs
+    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": compiled}
+    subprocess.run(command, check=True, env=os.environ | own)
 
 
 def deepspeed_rank(folder: Path, stage: int) -> None:

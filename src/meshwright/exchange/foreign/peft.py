@@ -34,7 +34,7 @@ _PARTS = {
 
 
 class _Factors(NamedTuple):
-    """What changes a weight: B A times `scale`, transposed where the weight is, and DoRA's norms of rows."""
+    """A change of a weight: B A times `scale`, transposed where the weight is, and DoRA's norms of rows."""
 
     a: Tensor
     b: Tensor
