@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.exchange.hf import import_hf, tensor_shapes
+from meshwright.exchange.hf import import_hf
+from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import ModelSpec
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

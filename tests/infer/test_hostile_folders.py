@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickled": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        r"pytorch_model\.bin is not read: convert it",
+        r"pytorch_model\.bin is not a readable checkpoint .*; copy the file again",
     ),
     "a part without an index": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),

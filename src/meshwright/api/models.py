@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from meshwright.api.options import NewRun, Step, Weights
+from meshwright.api.options import NewRun, Option, Step, Weights, choice, folder_name
 from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
 from meshwright.storage.upload import check_new, new_file
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from meshwright.data.tokenize import Counts
     from meshwright.model.decoder import Decoder
 
+FORMATS = ("hf", "gguf", "dcp")
+"""Formats of export."""
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
 
@@ -84,16 +86,27 @@ def export(
     *,
     weights: Weights = "trained",
     step: Step = None,
-) -> None:
+    format: Annotated[str | None, Option(
+        "hf: a folder with safetensors; dcp: one with a checkpoint of torch.distributed; gguf: a file; "
+        "default by the name of TARGET", "|".join(FORMATS), choice(*FORMATS))] = None,
+) -> None:  # fmt: skip
     """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
 
     A `folder` whose name ends in .gguf is a file for llama.cpp, by default in 'float32', which may be in
-    'q8_0', too. It may be a URL that fsspec writes to, such as s3://bucket/folder. `weights` 'ema' writes the
-    moving average of the weights (`train.ema`). `step` is which checkpoint, by default the newest.
+    'q8_0', too. `format` 'dcp' writes the tensors of the HF folder as a checkpoint of torch.distributed. The
+    `folder` may be a URL that fsspec writes to, such as s3://bucket/folder. `weights` 'ema' writes the moving
+    average of the weights (`train.ema`). `step` is which checkpoint, by default the newest.
     """
     run = existing(run, "the folder of a run")
     check_new(folder, "export")
-    if str(folder).lower().endswith(".gguf"):
+    named = "gguf" if str(folder).lower().endswith(".gguf") else "hf"
+    if format not in (None, *FORMATS):
+        raise UserError(f"format: {format!r} is not one of {', '.join(FORMATS)}")
+    if (format == "gguf") != (named == "gguf") and format is not None:
+        raise UserError(
+            f"--format: {format} does not fit {folder}; the names of GGUF files, and no others, end in .gguf"
+        )
+    if named == "gguf":
         _export_gguf(run, folder, dtype or "float32", weights, step)
         return
     import torch
@@ -119,6 +132,7 @@ def export(
         tokenizer if tokenizer.is_file() else None,
         known[dtype] if dtype else None,
         side_files=run,
+        dcp=format == "dcp",
     )
 
 
@@ -135,12 +149,24 @@ def _export_gguf(run: Path, target: Path | str, dtype: str, weights: str, step: 
         export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
 
 
-def import_hf(folder: Path, out: NewRun) -> None:
-    """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
-    folder = existing(folder, "an HF folder with config.json and safetensors")
+def import_hf(
+    folder: Path,
+    out: NewRun,
+    *,
+    config: Annotated[Path | None, Option(
+        "folder with the model's config.json, where the source has none", "FOLDER", folder_name)] = None,
+    base: Annotated[Path | None, Option(
+        "base model of an adapter; default the folder that it names", "FOLDER", folder_name)] = None,
+) -> None:  # fmt: skip
+    """Make a run's folder from a trained model; `train OUT --resume auto` continues from its step 0.
+
+    `folder` is an HF folder, a checkpoint of torch.distributed, torchtitan, Megatron-Core, DeepSpeed or
+    litgpt, or an adapter of PEFT, which is merged onto its `base`. `config` is a folder with the model's
+    config.json. No code in any of these files is run. Raises `UserError`.
+    """
     from meshwright.weights.load import import_run
 
-    import_run(folder, Path(out))
+    import_run(Path(folder), Path(out), *(None if each is None else Path(each) for each in (config, base)))
 
 
 def checkpoint_list(directory: Path) -> list[Result]:

@@ -83,14 +83,14 @@ def export(call: Call) -> None:
 
 @verb(
     "import",
-    Argument("FOLDER", "an HF folder with config.json and safetensors"),
+    Argument("SOURCE", "an HF folder, or a checkpoint of another program"),
     api.import_hf,
     JSON,
 )
 def import_hf(call: Call) -> None:
-    """Make a run's folder from an HF model."""
+    """Make a run's folder from a trained model: HF, torch DCP, Megatron, DeepSpeed, litgpt, PEFT."""
     out = call.flags["out"]
-    api.import_hf(Path(call.words[0]), out)
+    api.import_hf(Path(call.words[0]), **call.flags)
     show.result(call, {"folder": str(out)}, lambda _: print(f"wrote {out}"))
 
 

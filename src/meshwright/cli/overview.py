@@ -24,7 +24,7 @@ SUMMARIES = {
     "generate": "continue prompts with a trained model, on any layout: --layout.tp 2",
     "evaluate": "loss, bits per byte and perplexity of texts, and scores of tasks, by a trained model",
     "export": "write a run's model as an HF folder, or as a GGUF file for llama.cpp",
-    "import": "make a run's folder from an HF folder of a family of model.family",
+    "import": "make a run's folder of a trained model: HF, torch DCP, Megatron, DeepSpeed, litgpt, PEFT",
     "quantise": "write a model with 8 or 4 bits a weight, or --compare what that costs",
     "average": "make a run whose weights are the mean of a run's checkpoints",
     "merge": "make a run whose weights are those of several models, merged",

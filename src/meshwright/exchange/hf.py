@@ -7,23 +7,26 @@ here, have a tensor each in published files.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.weights import fill
+from meshwright.exchange.dcp_file import write_dcp
 from meshwright.exchange.hf_block_scaled import coded_weights
 from meshwright.exchange.hf_config import write_hf_config
-from meshwright.exchange.hf_files import INDEX, WEIGHTS, TensorFiles, why_lacking
+from meshwright.exchange.hf_files import INDEX, WEIGHTS, by_causal_names, model_files, why_lacking
 from meshwright.exchange.hf_quantised import KEY, Quantisation, QuantisedLayers
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json, write_tokenizer
+from meshwright.exchange.stored_weights import StoredWeights, check_tensors, tensor_shapes
+from meshwright.exchange.tensor_store import TensorStore
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.quantisation import DYNAMIC, Codes
@@ -33,75 +36,33 @@ from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.special_tokens import copy_side_files
 from meshwright.spec.hf.special_tokens import side_files as find_side_files
 from meshwright.spec.hf.text_tokens import MODEL_IDS, model_ids
-from meshwright.spec.parameters import parameters
 from meshwright.spec.tiling import tiling
 from meshwright.spec.weights import hf_model
 from meshwright.storage.upload import NewFolder, new_folder
 
-DTYPES = ("F64", "F32", "F16", "BF16")
-"""Number formats of weights that are read, by their names in safetensors files."""
 _HEAD = "lm_head.weight"
 
 
-class HfWeights:
-    """The tensors of an HF folder under the decoder's names, read one at a time.
+class HfWeights(StoredWeights):
+    """The tensors of an HF folder under the decoder's names, read one at a time (`Weights`).
 
-    Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
-    one that `spec` asks for, and every dtype a floating-point one; reading checks that every value is
-    finite, and that a tied head, if files have one, equals the embedding. Both raise `UserError` with the
-    tensor's name. Quantised weights are read in fp32 (`Weights`), those of blocks with scales as
-    `hf_block_scaled` says.
+    They are those of the files beside the config.json in `folder`, or of a `store` at `place`, under the
+    names of HF. Errors are those of `StoredWeights`; a tied head, if files have one, has to equal the
+    embedding. Quantised weights are read in fp32.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec) -> None:
-        self._folder, self._spec = folder, spec
-        self._shapes = tensor_shapes(spec)
-        files = TensorFiles(folder, spec)
-        self._in_files, self._stored_names = files.headers, files.stored
-        self._opened: tuple[Path, Any] | None = None
+    def __init__(
+        self, folder: Path, spec: ModelSpec, store: TensorStore | None = None, place: Path | None = None
+    ) -> None:
+        self._folder = folder
+        found: TensorStore = by_causal_names(store or model_files(folder, spec), spec)
+        self._names = found.headers
         config = read_json_object(folder / "config.json", "model.hf")
-        self._codes = coded_weights(folder, config, self._in_files)
-        self.quantised = self._codes if isinstance(self._codes, QuantisedLayers) else None
-        self._files = self._codes.headers(self._in_files)
-        stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
+        found = coded_weights(folder, config, found)
+        self.quantised = found if isinstance(found, QuantisedLayers) else None
+        stacked = any(name.endswith(".experts.gate_up_proj") for name in found.headers)
         expected = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
-        self._pieces: list[HfTensor] = []
-        self._check(expected)
-
-    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter, value) of these parameters, each once, in the dtype of the file.
-
-        Tensors of files that hold none of them are not read.
-        """
-        stacked: list[Tensor] = []
-        for piece in self._pieces:
-            if not any(name in names for name in piece.parameters):
-                continue
-            tensor = self._read(piece.hf)
-            if not torch.isfinite(tensor).all():
-                raise UserError(
-                    f"model.hf: the tensor {piece.hf} in {self._folder} has values that are not finite; give "
-                    "another copy of the model"
-                )
-            if "embed.weight" in piece.parameters:
-                self._check_tied(piece.hf, tensor)
-            parts = piece.split(tensor, self._shapes)
-            if piece.expert is None:
-                named = zip(piece.parameters, parts, strict=True)
-                yield from (each for each in named if each[0] in names)
-                continue
-            (parameter,), (part,) = piece.parameters, parts
-            shape = self._shapes[parameter]
-            if piece.expert == 0:
-                stacked = [part.new_empty(shape)]
-            stacked[0][piece.expert] = part
-            if piece.expert == shape[0] - 1:
-                yield parameter, stacked.pop()
-
-    @property
-    def exact(self) -> bool:
-        """True if a weight is in float64."""
-        return any(self._files[piece.hf][2] == "F64" for piece in self._pieces if not piece.exact)
+        super().__init__(f"model.hf: {place or folder}", spec, found, expected)
 
     def rounded_inputs(self) -> list[str]:
         """The parameters whose layers round their inputs, too, by the folder's recipe."""
@@ -110,52 +71,11 @@ class HfWeights:
         parameters = {piece.hf: piece.parameters[0] for piece in self._pieces}
         return [parameters[name] for name in self.quantised.weights(parameters)]
 
-    def _read(self, name: str) -> Tensor:
-        dense = self._codes.read(name, self._read_as_stored)
-        return self._read_as_stored(name) if dense is None else dense
+    def why_lacking(self, name: str) -> str:
+        """Return the cause and the remedy of a tensor that the files lack, or ''."""
+        return why_lacking(name, self._names, self._spec)
 
-    def _read_as_stored(self, name: str) -> Tensor:
-        path = self._in_files[name][0]
-        if self._opened is None or self._opened[0] != path:  # each opening parses the header
-            self._opened = path, safe_open(path, framework="pt")
-        tensor: Tensor = self._opened[1].get_tensor(self._stored_names[name])
-        return tensor
-
-    def _check(self, expected: Iterable[HfTensor]) -> None:
-        """Note the pieces one by one: a config.json that asks for more than there is ends at the first."""
-
-        def wanted() -> Iterator[tuple[str, tuple[int, ...]]]:
-            for piece in expected:
-                self._pieces.append(piece)
-                yield piece.hf, piece.shape(self._shapes)
-
-        shapes = {name: shape for name, (_, shape, _) in self._files.items()}
-        where = f"model.hf: {self._folder}"
-        _check_tensors(where, wanted(), shapes, self._is_redundant, partial(why_lacking, spec=self._spec))
-        for piece in self._pieces:
-            dtype = self._files[piece.hf][2]
-            if dtype not in DTYPES:
-                raise UserError(
-                    f"model.hf: the tensor {piece.hf} in {self._folder} is in {dtype}; convert it to one of "
-                    f"{', '.join(DTYPES)} first"
-                )
-
-    def _check_tied(self, name: str, embedding: Tensor) -> None:
-        """Raise `UserError` for a tied head that has other values than the embedding `name`.
-
-        transformers 5 computes such a model with both.
-        """
-        if not self._spec.tied or _HEAD not in self._files:
-            return
-        head = self._read(_HEAD)
-        if head.shape != embedding.shape or not (head == embedding).all():
-            raise UserError(
-                f"model.hf: tie_word_embeddings is true in {self._folder / 'config.json'}, but the tensor "
-                f"{_HEAD} has other values than {name}; set tie_word_embeddings to false there, which keeps "
-                "both"
-            )
-
-    def _is_redundant(self, name: str) -> bool:
+    def is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
 
         They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's and GLM's
@@ -167,16 +87,22 @@ class HfWeights:
             return True
         layer = ".".join(name.split(".")[:3])
         predicts = FAMILIES[self._spec.family].deepseek_router == "v3"
-        return predicts and f"{layer}.eh_proj.weight" in self._files
+        return predicts and f"{layer}.eh_proj.weight" in self._names
 
+    def _check_value(self, piece: HfTensor, tensor: Tensor) -> None:
+        """Raise `UserError` for a tied head that has other values than the embedding.
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of `Decoder.tensors()`, without a decoder: a config.json may ask for any size."""
-    shapes = {each.name: each.shape for unit in parameters(spec).values() for each in unit}
-    if spec.moe is not None and spec.moe.bias:
-        biased = filter(spec.has_experts, range(spec.layers))
-        shapes |= {f"blocks.{layer}.mlp.router.bias": (spec.moe.experts,) for layer in biased}
-    return shapes
+        transformers 5 computes such a model with both.
+        """
+        if "embed.weight" not in piece.parameters or not self._spec.tied or _HEAD not in self._names:
+            return
+        head = self._store.read(_HEAD)
+        if head.shape != tensor.shape or not (head == tensor).all():
+            raise UserError(
+                f"model.hf: tie_word_embeddings is true in {self._folder / 'config.json'}, but the tensor "
+                f"{_HEAD} has other values than {piece.hf}; set tie_word_embeddings to false there, which "
+                "keeps both"
+            )
 
 
 def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
@@ -221,6 +147,7 @@ def export_hf(
     max_shard_bytes: int | None = None,
     side_files: Path | None = None,
     quantised: tuple[Quantisation, Mapping[str, Codes]] | None = None,
+    dcp: bool = False,
 ) -> None:
     """Write a folder that transformers opens: config, weights, and the tokenizer if its file is given.
 
@@ -230,15 +157,16 @@ def export_hf(
     in the folder of the tokenizer's file names the end and the beginning of a text; it is copied, with the
     model's length if it has none. Other files of the tokenizer and a generation_config.json are copied from
     the folder `side_files`. With `quantised`, the files have these codes in place of the tensors of their
-    names. Raises `UserError` for a folder that exists and is not empty or that cannot be written, a model
-    that no HF family computes, and tensors that are missing or misshapen.
+    names; with `dcp`, the tensors are those of a directory of torch's distributed checkpoints. Raises
+    `UserError` for a folder that exists and is not empty or that cannot be written, a model that no HF
+    family computes, and tensors that are missing or misshapen.
     """
     try:
         with new_folder(folder, "export") as made:
             unfinished = made.path
             shapes = tensor_shapes(spec)
             given = {name: tensor.shape for name, tensor in tensors.items()}
-            _check_tensors("export: the decoder", shapes.items(), given)
+            check_tensors("export: the decoder", shapes.items(), given)
             dtype = dtype or tensors["embed.weight"].dtype
             config = write_hf_config(spec, str(dtype).removeprefix("torch."))
             # Without a key transformers has the family's own, which may be beyond the vocabulary.
@@ -254,38 +182,15 @@ def export_hf(
             write_json(unfinished / "config.json", config | ends)
             if not (unfinished / "generation_config.json").exists():
                 write_json(unfinished / "generation_config.json", ends)
+            if dcp:
+                write_dcp(unfinished, {each.hf: each.join(tensors, dtype) for each in hf_tensors(spec)})
+                return
             shards = _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes or tiling().shard_bytes)
             stored = partial(_stored, tensors=tensors, dtype=dtype, how=how, codes=codes)
             _write_weights(made, shards, stored)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
-
-
-def _check_tensors(
-    where: str,
-    wanted: Iterable[tuple[str, Sequence[int]]],
-    shapes: Shapes,
-    is_redundant: Callable[[str], bool] = lambda _: False,
-    why_lacking: Callable[[str, Iterable[str]], str] = lambda *_: "",
-) -> None:
-    """Raise `UserError`, which starts with `where`, unless the shapes are those of the model's tensors.
-
-    `wanted` gives the model's names and shapes; it is read no further than to the first that is missing.
-    """
-    known = set()
-    for name, shape in wanted:
-        known.add(name)
-        if name not in shapes:
-            why = why_lacking(name, shapes)
-            raise UserError(f"{where} lacks the tensor {name}, which this model has{why}")
-        if tuple(shapes[name]) != tuple(shape):
-            raise UserError(
-                f"{where}: the tensor {name} has shape {list(shapes[name])}, but this model has {list(shape)}"
-            )
-    for name in shapes:
-        if name not in known and not is_redundant(name):
-            raise UserError(f"{where} has a tensor {name}, which this model does not have")
 
 
 def _stored(

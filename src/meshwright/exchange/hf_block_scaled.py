@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.exchange.hf_quantised import KEY, Header, QuantisedLayers, RawTensor
+from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
+from meshwright.exchange.tensor_store import Header, TensorStore
 from meshwright.spec import UserError
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -41,32 +42,31 @@ class _Weight(NamedTuple):
 
 
 class BlockScaled:
-    """The weights of an HF folder that have a scale for each block, by names of what they stand for.
+    """The tensors of an HF folder whose weights have a scale for each block, by names of what they stand for
+    (`TensorStore`).
 
     Raises `UserError` for tensors that do not fit together.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], files: Mapping[str, Header]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: TensorStore) -> None:
+        self._folder, self._files = folder, files
         given = config.get(KEY)
         described = given if isinstance(given, dict) else {}
         self._mxfp4 = described.get("quant_method") == "mxfp4"
         self._tile = (1, 1) if self._mxfp4 else self._sides(described)
-        self._weights = dict(self._packed(files) if self._mxfp4 else self._tiled(files))
-
-    def headers(self, files: Mapping[str, Header]) -> dict[str, Header]:
-        """The headers of a folder whose weights are in a usual format."""
+        find = self._packed if self._mxfp4 else self._tiled
+        self._weights = dict(find(files.headers))
         parts = {name for each in self._weights.values() for name in (each.codes, each.scales)}
-        plain = {name: header for name, header in files.items() if name not in parts}
+        plain = {name: header for name, header in files.headers.items() if name not in parts}
         dtype = "BF16" if self._mxfp4 else "F32"
-        return plain | {name: (each.file, each.shape, dtype) for name, each in self._weights.items()}
+        self.headers = plain | {name: (each.file, each.shape, dtype) for name, each in self._weights.items()}
 
-    def read(self, name: str, raw: RawTensor) -> Tensor | None:
-        """A weight, or None for a tensor without scales."""
+    def read(self, name: str) -> Tensor:
+        """A weight of codes and scales, any other tensor as it is."""
         weight = self._weights.get(name)
         if weight is None:
-            return None
-        codes, scales = raw(weight.codes), raw(weight.scales)
+            return self._files.read(name)
+        codes, scales = self._files.read(weight.codes), self._files.read(weight.scales)
         return from_mxfp4(codes, scales).mT if self._mxfp4 else from_tiles(codes, scales, self._tile)
 
     def _sides(self, described: Mapping[str, Any]) -> tuple[int, int]:
@@ -112,9 +112,9 @@ class BlockScaled:
 
 
 def coded_weights(
-    folder: Path, config: Mapping[str, Any], files: Mapping[str, Header]
+    folder: Path, config: Mapping[str, Any], files: TensorStore
 ) -> BlockScaled | QuantisedLayers:
-    """How the weights of a folder are stored, by its `quantization_config`."""
+    """The tensors of a folder by names of what they stand for, by its `quantization_config`."""
     given = config.get(KEY)
     if given is None or (isinstance(given, dict) and given.get("quant_method") in ("fp8", "mxfp4")):
         return BlockScaled(folder, config, files)

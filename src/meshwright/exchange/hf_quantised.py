@@ -13,16 +13,16 @@ under `ignore` the layers that are not quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
+from meshwright.exchange.tensor_store import Header, TensorStore
 from meshwright.model.quantisation import BITS, DYNAMIC, Codes
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.low_precision_rules import is_rounded
@@ -36,12 +36,6 @@ FORMATS: dict[Quantised, str] = {
 SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape", ".weight")
 WORD = 32
 """Bits of a word that codes are packed in."""
-
-Header = tuple[Path, tuple[int, ...], str]
-"""File, shape and dtype (its name in safetensors) of a tensor."""
-
-RawTensor = Callable[[str], Tensor]
-"""Name -> a tensor as the file has it."""
 
 
 @dataclass(frozen=True)
@@ -134,36 +128,35 @@ class _Layer(NamedTuple):
 
 
 class QuantisedLayers:
-    """The quantised weights of an HF folder, by names of the tensors that they stand for.
+    """The tensors of an HF folder with quantised weights by names of what they stand for (`TensorStore`).
 
     Raises `UserError` for a `quantization_config` that is not one of the recipes here, and for tensors that
     do not fit together.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], files: Mapping[str, Header]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: TensorStore) -> None:
+        self._folder, self._files = folder, files
         self.quantisation = read_quantisation(folder, config)
-        self._layers = dict(self._find(files))
-
-    def headers(self, files: Mapping[str, Header]) -> dict[str, Header]:
-        """The headers of a folder whose weights were not quantised."""
+        self._layers = dict(self._find(files.headers))
         parts = {stem + suffix for stem in map(_stem, self._layers) for suffix in SUFFIXES}
-        plain = {name: header for name, header in files.items() if name not in parts}
-        return plain | {name: (each.codes[0], each.shape, "F32") for name, each in self._layers.items()}
+        plain = {name: header for name, header in files.headers.items() if name not in parts}
+        self.headers = plain | {
+            name: (each.codes[0], each.shape, "F32") for name, each in self._layers.items()
+        }
 
     def weights(self, known: Iterable[str]) -> list[str]:
         """Those of the `known` tensors that are quantised."""
         return [name for name in known if name in self._layers]
 
-    def read(self, name: str, raw: RawTensor) -> Tensor | None:
-        """A weight in fp32, or None for a tensor that is not quantised."""
+    def read(self, name: str) -> Tensor:
+        """A quantised weight in fp32, any other tensor as it is."""
         layer = self._layers.get(name)
         if layer is None:
-            return None
+            return self._files.read(name)
         bits, packed = BITS[self.quantisation.recipe], _is_packed(self.quantisation.recipe)
-        codes = raw(f"{_stem(name)}.weight_packed" if packed else name)
+        codes = self._files.read(f"{_stem(name)}.weight_packed" if packed else name)
         codes = unpack(codes, bits, layer.shape[1]) if packed else codes
-        return Codes(codes, raw(f"{_stem(name)}.weight_scale")).values()
+        return Codes(codes, self._files.read(f"{_stem(name)}.weight_scale")).values()
 
     def _find(self, files: Mapping[str, Header]) -> Iterator[tuple[str, _Layer]]:
         recipe, group = self.quantisation.recipe, self.quantisation.group
@@ -189,7 +182,7 @@ class QuantisedLayers:
         name = f"{stem}.weight_shape"
         if name not in files or files[name][1] != (2,):
             return None
-        rows, columns = _tensor(files[name][0], name).tolist()
+        rows, columns = self._files.read(name).tolist()
         return (int(rows), int(columns)) if rows > 0 and columns > 0 else None
 
     def _wrong(self, stem: str, what: str) -> UserError:
@@ -245,11 +238,6 @@ def _is_packed(recipe: Quantised) -> bool:
 
 def _stem(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _tensor(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(name)
 
 
 def stored_bytes(spec: ModelSpec, shapes: Shapes, quantisation: Quantisation | None) -> int:

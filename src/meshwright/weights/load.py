@@ -16,14 +16,15 @@ from meshwright import atomic
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.comm.control import Control
 from meshwright.data.tokenizer import file_sha256
-from meshwright.exchange.hf import HfWeights, import_hf, tensor_shapes
+from meshwright.exchange.foreign.source import open_source
+from meshwright.exchange.stored_weights import StoredWeights, tensor_shapes
 from meshwright.model.decoder import Decoder
 from meshwright.optim.ema import has_average
 from meshwright.parallel.flat_param import Stored, UnpaddedDTensor
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.errors import NumericalError
-from meshwright.spec.hf.special_tokens import check_within, keep_side_files, side_files
+from meshwright.spec.hf.special_tokens import keep_side_files, side_files
 from meshwright.spec.hf.text_tokens import open_published
 from meshwright.spec.load import load
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
@@ -128,8 +129,10 @@ def check_finite(run: Path, state: dict[str, Any], name: str, values: Tensor) ->
         )
 
 
-def import_run(folder: Path, out: Path) -> None:
-    """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights alone.
+def import_run(folder: Path, out: Path, config: Path | None = None, base: Path | None = None) -> None:
+    """Make the run's folder `out` with a checkpoint of step 0 from another program's: its weights alone.
+
+    `config` is a folder with the model's config.json where `folder` has none, `base` an adapter's base model.
 
     Weights in float64 stay so, and are those of a run in that precision; others become float32. The
     tokenizer's files and generation_config.json come along. Quantised weights become what they stand for.
@@ -137,9 +140,8 @@ def import_run(folder: Path, out: Path) -> None:
     or cannot be written, and for a file that is a link out of the folder.
     """
     check_new(out)
-    check_within(folder / "config.json", folder, "import")
-    beside = side_files(folder, "import")
-    model, weights = import_hf(folder)
+    model, weights, home = open_source(folder, "import", config, base)
+    beside = side_files(home, "import")
     check_trainable(weights, folder, "import")
     tensors: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()
@@ -152,13 +154,13 @@ def import_run(folder: Path, out: Path) -> None:
     if model.position == "learned":
         length = min(length, model.max_seq_len)
     origin = {"imported": str(folder)}
-    write_run(out, model, tensors, {"seq_len": length}, beside, folder, origin, dtypes == {torch.float64})
-    if (tokenizer := folder / "tokenizer.json") in beside:
+    write_run(out, model, tensors, {"seq_len": length}, beside, home, origin, dtypes == {torch.float64})
+    if (tokenizer := home / "tokenizer.json") in beside:
         for remark in open_published(tokenizer, "import").remarks:
             warnings.warn(remark, stacklevel=2)
 
 
-def check_trainable(weights: HfWeights, folder: Path, key: str) -> None:
+def check_trainable(weights: StoredWeights, folder: Path, key: str) -> None:
     """Raise `UserError`, which starts with `key`, for quantised weights whose layers round their inputs."""
     if weights.rounded_inputs():
         raise UserError(

@@ -13,7 +13,7 @@ from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import DTYPES
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.comm.mesh import TrafficCounter
-from meshwright.exchange.hf import tensor_shapes
+from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.weights.load import average_names, check_finite, check_state
 

@@ -37,7 +37,7 @@ WEIGHT_FILES = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt",
     "*.gguf", "*.h5", "*.msgpack",
 )  # fmt: skip
-"""Names of files with weights in published folders; the first two are read, the others are refused."""
+"""Names of files with weights in published folders; safetensors and pytorch_model.bin are read there."""
 
 
 def has_weights(where: str | Path) -> bool:

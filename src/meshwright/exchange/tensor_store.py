@@ -1,0 +1,54 @@
+"""Named tensors in the files of a checkpoint, whatever its format, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Header = tuple[Path, tuple[int, ...], str]
+"""File or folder, shape, and dtype (its name in safetensors) of a tensor."""
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""Dtype -> its name in safetensors files."""
+
+
+class TensorStore(Protocol):
+    """The tensors of a checkpoint by name, of which one at a time is in memory."""
+
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """The header of each tensor by name."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU. Raises `UserError` for damage."""
+        ...
+
+
+def header_of(place: Path, tensor: Tensor) -> Header:
+    """Return the header of a tensor in a file."""
+    return place, tuple(tensor.shape), dtype_name(tensor.dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors, or for another one its own."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+class RenamedStore:
+    """Tensors of a store under other names: `names` has the name in the store by the new one."""
+
+    def __init__(self, store: TensorStore, names: Mapping[str, str]) -> None:
+        self._store, self._names = store, names
+        self.headers = {name: store.headers[stored] for name, stored in names.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU. Raises `UserError` for damage."""
+        return self._store.read(self._names[name])
