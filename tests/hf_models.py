@@ -47,6 +47,9 @@ QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob"
 GLM4_MOE = LLAMA | {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
 }  # fmt: skip
+GPT_OSS = LLAMA | {
+    "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 7,
+}  # fmt: skip
 GRANITE = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
     "logits_scaling": 4.0,
@@ -117,6 +120,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "granitemoe tied, biases": (
         "GraniteMoe", LLAMA | {"attention_bias": True, "tie_word_embeddings": True}),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss no biases, tied, full layers": (
+        "GptOss", GPT_OSS | {"attention_bias": False, "tie_word_embeddings": True,
+                             "layer_types": ["full_attention"] * 3,
+                             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2 tied, windows from a layer on": (
         "Qwen2", LLAMA | QWEN_WINDOW | {"tie_word_embeddings": True, "max_window_layers": 1}),

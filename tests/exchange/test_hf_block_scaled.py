@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_models import DEEPSEEK, TOKENS, read_whole, save_theirs
+from hf_models import DEEPSEEK, GPT_OSS, TOKENS, read_whole, save_theirs
 from meshwright.exchange.hf import import_hf, load_hf
 from meshwright.exchange.hf_block_scaled import from_mxfp4, from_tiles
 from meshwright.spec import UserError
@@ -129,3 +129,53 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
         theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
         assert ours.shape == theirs.shape == (3, 128, 10)
         assert torch.equal(ours.to(dtype), theirs)
+
+
+def make_mxfp4(folder: Path) -> None:
+    """A GPT-OSS with random experts in mxfp4, under the names of the published files."""
+    save_theirs(folder, "GptOss", GPT_OSS | {"intermediate_size": 96})
+    file, config = folder / "model.safetensors", folder / "config.json"
+    generator, stored = torch.Generator().manual_seed(1), {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+            stored[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        sizes = experts, outputs, inputs // 32
+        codes = torch.randint(0, 256, (*sizes, 16), generator=generator, dtype=torch.uint8)
+        stored[f"{name}_blocks"] = codes
+        stored[f"{name}_scales"] = torch.randint(120, 124, sizes, generator=generator, dtype=torch.uint8)
+    save_file(stored, file, metadata={"format": "pt"})
+    described = {"quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | described))
+
+
+def test_gpt_oss_in_mxfp4_computes_what_transformers_computes(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path)
+    how = transformers.Mxfp4Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=how, dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        ours = load_hf(tmp_path, torch.float32)(TOKENS)
+        torch.testing.assert_close(ours, theirs(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, e: t.pop(f"{e}_scales"), "down_proj has blocks but no scales that fit them"),
+        (
+            lambda t, e: t.update({f"{e}_blocks": t[f"{e}_blocks"].int()}),
+            r"down_proj has blocks of shape .* in I32",
+        ),
+        (lambda t, e: t[f"{e}_scales"].fill_(255), "down_proj in .* has values that are not finite"),
+    ],
+)
+def test_parts_of_weights_in_mxfp4_that_do_not_fit_are_named(
+    change: Any, message: str, tmp_path: Path
+) -> None:
+    make_mxfp4(tmp_path)
+    edit(tmp_path, lambda tensors: change(tensors, "model.layers.1.mlp.experts.down_proj"))
+    with pytest.raises(UserError, match=message):
+        load_hf(tmp_path)

@@ -213,6 +213,16 @@ OURS: dict[str, dict[str, Any]] = {
         "mla": {"q_rank": 24, "kv_rank": 16, "rope_dim": 4, "v_dim": 10},
         "rope_scaling": None,
     },
+    "gpt_oss": {
+        "preset": "mixtral-8x7b",
+        "kv_heads": 2,
+        "qkv_bias": True,
+        "out_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "moe": {"ffn": 64, "router_bias": True, "expert_bias": True, "activation": "clamped_swiglu"},
+    },
     "granitemoe": {
         "preset": "mixtral-8x7b",
         "attention_scale": 0.2,

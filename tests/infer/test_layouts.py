@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 QUICK = {
     ("llama", "pp=2"), ("llama", "dp=2"), ("gpt2", "tp=4"), ("mistral window", "tp=2 pp=2"),
     ("qwen3_moe", "dp=2 tp=2 ep=2"), ("deepseek_v3", "tp=2 etp=2"), ("deepseek_v3", "dp=2 pp=3 ep=2"),
-    ("qwen3 tied, biases", "tp=2"), ("qwen2_moe", "tp=2 etp=2"),
+    ("qwen3 tied, biases", "tp=2"),
 }  # fmt: skip
 Continued = list[list[int]]
 
@@ -103,7 +103,7 @@ def on_layout(ranks: Ranks, run: Path, axes: dict[str, int], *how: Any) -> Conti
 
 def fits(case: str, layout: str) -> bool:
     name = CASES[case][0]
-    has_experts = "Moe" in name or name in ("Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe")
+    has_experts = "Moe" in name or name in ("Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "GptOss")
     return has_experts or not {"ep", "etp"} & LAYOUTS[layout].keys()
 
 

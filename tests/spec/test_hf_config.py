@@ -69,7 +69,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
-MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe"]
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -80,12 +80,12 @@ def test_absent_keys_of_mixtures_have_the_defaults_of_transformers(family: str, 
     if family != "deepseek_v3":
         config["hidden_size"] = 256
     theirs, ours = transformers.AutoConfig.for_model(**config), read(tmp_path, config)
-    moe = ours.moe
+    moe, windows = ours.moe, ("mixtral", "gpt_oss")
     assert moe is not None
     assert ours.kv_heads == theirs.num_key_value_heads
     assert (ours.max_seq_len, ours.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert (ours.sliding_window, ours.tied) == (theirs.sliding_window if family == "mixtral" else None, False)
+    assert (ours.sliding_window, ours.tied) == (theirs.sliding_window if family in windows else None, False)
     experts = theirs.num_experts if family == "qwen2_moe" else theirs.num_local_experts
     assert (moe.experts, moe.top_k) == (experts, theirs.num_experts_per_tok)
     assert moe.ffn == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)

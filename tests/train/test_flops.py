@@ -80,6 +80,11 @@ FAMILIES: dict[str, dict[str, object]] = {
         "model.moe.renormalise": "false", "model.kv_heads": 4, "model.mla.kv_rank": 8,
         "model.mla.rope_dim": 6, "model.mla.v_dim": 10,
     },
+    "gpt_oss": MOE | {
+        "model.attention_sinks": "true", "model.moe.router_bias": "true", "model.moe.expert_bias": "true",
+        "model.moe.activation": "clamped_swiglu", "model.qkv_bias": "true", "model.out_bias": "true",
+        "model.sliding_window": 8, "model.layer_types": "sliding_attention,full_attention",
+    },
     "granitemoe": MOE | {"model.embedding_scale": 3, "model.attention_scale": 0.2},
     "deepseek_v3": MOE | {
         "model.moe.shared_ffn": 40, "model.moe.dense_first": 1, "model.kv_heads": 4, "model.mla.q_rank": 12,

@@ -159,12 +159,14 @@ def _windows(model: ModelSpec, family: Family) -> dict[str, Any]:
     slides = [kind.window is not None for kind in model.layer_kinds]
     if not family.windows or (family.window_switch and not any(slides)):
         return {}
-    fields: dict[str, Any] = {"sliding_window": model.sliding_window}
+    listed = family.full_layers_first is not None or family.window_pattern is not None
+    # transformers wants a window where types of layers are listed, though no layer has it.
+    fields: dict[str, Any] = {"sliding_window": model.sliding_window} if any(slides) or not listed else {}
     if family.window_switch:
         fields["use_sliding_window"] = True
     if family.full_layers_first is not None:
         fields["max_window_layers"] = slides.index(True)
-    if family.layer_types and (family.full_layers_first is not None or len({*slides}) > 1):
+    if family.layer_types and (listed or len({*slides}) > 1):
         types = ["sliding_attention" if each else "full_attention" for each in slides]
         fields["layer_types"] = types
     return fields

@@ -11,7 +11,7 @@ from meshwright.spec.hf.json_object import NUMBER, SIZE, Config
 
 def read_rope(config: Config, family: Family, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` about rotary positions; `fields` are those read so far."""
-    rope = _rope(config)
+    rope = _rope(config, family)
     if family.rope_by_type:  # an object for each type of layers, or keys of the config
         return _by_type(config, family, rope, fields)
     theta = (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, family.rope_theta)
@@ -25,13 +25,14 @@ def read_rope(config: Config, family: Family, fields: dict[str, Any]) -> dict[st
     return found | _skipped(config, family, fields)
 
 
-def _rope(config: Config) -> Config:
+def _rope(config: Config, family: Family) -> Config:
     """Return the object of rotary keys that transformers 5 takes, `rope_scaling` before `rope_parameters`.
 
     It takes one of them whole: keys that only the other has are not read.
     """
     older, newer = config.section("rope_scaling"), config.section("rope_parameters")
-    return older if older.values else newer
+    found = older if older.values else newer
+    return found if found.values else Config(config.source, {**family.rope_scaling}, config.key, found.inside)
 
 
 def _by_type(config: Config, family: Family, rope: Config, fields: dict[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from meshwright.spec.hf.tensor_names import (
     TensorNames,
 )
 from meshwright.spec.layers import Activation
+from meshwright.spec.moe_mla import CLAMPED_ALPHA, CLAMPED_LIMIT
 
 FamilyName = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma2", "gemma3_text",
-    "glm4", "cohere2", "olmo2", "olmo3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
-    "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v2", "granitemoe",
+    "glm4", "cohere2", "olmo2", "olmo3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe",
+    "glm4_moe", "deepseek_v2", "granitemoe", "gpt_oss",
 ]  # fmt: skip
 
 
@@ -103,6 +104,8 @@ class Family:
     """True if the heads must divide the hidden size where no `head_dim` is given."""
     rope_theta: float = 1e4
     """Default."""
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """Default of the rotary keys, where a config has none of them."""
     rope_share: float | None = None
     """Default of `partial_rotary_factor`, the share of channels that turn by position; None for all."""
     original_max_seq_len: int | None = None
@@ -216,6 +219,13 @@ _DEEPSEEK_V2_EXPERTS: Keys = {
     "aux_loss": JsonKey("aux_loss_alpha", FACTOR, 0.0),
     "dense_first": JsonKey("first_k_dense_replace", COUNT, 0),
 }
+_GPT_OSS_EXPERTS: Keys = {
+    "experts": JsonKey("num_local_experts", SIZE, 128, other="num_experts"),
+    "top_k": JsonKey(_TOP_K, SIZE, 4),
+    "ffn": JsonKey("intermediate_size", SIZE),
+    "aux_loss": JsonKey("router_aux_loss_coef", FACTOR, 0.001),
+}
+_GPT_OSS_NAMES = replace(STACKED, turns=True, router="router")
 _GRANITE: Keys = {
     **_llama(2048),
     "embedding_scale": JsonKey("embedding_multiplier", NUMBER, 1.0),
@@ -382,6 +392,19 @@ FAMILIES: dict[str, Family] = {
         ),
         stacked_names=replace(STACKED, module="block_sparse_moe", router="router"), dense_ffn=False,
         models="Granite 3 with experts",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", None, _llama(131072, 1e-5), fixed={"attention_sinks": True},
+        experts=_GPT_OSS_EXPERTS, expert_names=_GPT_OSS_NAMES, stacked_names=_GPT_OSS_NAMES,
+        expert_switches={"router_bias": True, "expert_bias": True, "activation": "clamped_swiglu"},
+        computed={"swiglu_alpha": CLAMPED_ALPHA, "swiglu_limit": CLAMPED_LIMIT}, dense_ffn=False,
+        attention_bias=True, kv_heads=8, head_dim=64, rope_theta=1.5e5,
+        rope_scaling={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        windows=True, window=128, layer_types=True, window_pattern=2,
+        models="GPT-OSS",
     ),
 }  # fmt: skip
 """`model_type` of a config, and `model.family` -> its row."""
