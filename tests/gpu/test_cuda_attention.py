@@ -13,6 +13,7 @@ from meshwright.kernels.attention_flash import FLASH, Packed, part_operators
 from meshwright.kernels.attention_intervals import attention_intervals
 from meshwright.kernels.flash_implementation import flash_implementation
 from meshwright.kernels.partial_attention import TILES
+from meshwright.kernels.score_changes import ScoreChanges
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
@@ -121,3 +122,24 @@ def test_packed_documents_under_every_policy(recompute: RecomputeSpec, compiled:
         loss = decoder.loss(tokens, targets, None, documents_of(0.02))
         grads += torch.autograd.grad(loss, list(decoder.parameters()))
     assert max(errors(found, exact)) <= 0.05, errors(found, exact)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_caps_and_sinks_are_those_of_a_processor(softcap: float | None, windowed: bool) -> None:
+    """Sinks with flash attention, caps by operators; against float64 on the same numbers."""
+    *inputs, grad = draw(2, 64)
+    sinks = torch.linspace(-2, 3, HEADS).to("cuda", torch.bfloat16)
+    window, channels = 100 if windowed else None, 64 if softcap is None else None
+    mask = attention_mask(LENGTH, LENGTH, window, None, inputs[0], channels)
+    assert isinstance(mask, Packed) == (windowed and softcap is None)
+    leaves = [x.clone().requires_grad_() for x in (*inputs, sinks)]
+    out = attend(*leaves[:3], mask, ScoreChanges(softcap, leaves[3]))
+    found = [out, *torch.autograd.grad(out, leaves, grad)]
+    exact = [x.detach().cpu().double().requires_grad_() for x in (*inputs, sinks)]
+    wide = attention_mask(LENGTH, LENGTH, window, None, exact[0])
+    whole = attend(*exact[:3], wide, ScoreChanges(softcap, exact[3]))
+    wanted = [whole, *torch.autograd.grad(whole, exact, grad.cpu().double())]
+    for ours, theirs in zip(found, wanted, strict=True):
+        difference = ours.detach().cpu().double() - theirs.detach()
+        assert float(difference.norm() / theirs.detach().norm()) < 2e-2
