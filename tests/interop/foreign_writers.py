@@ -206,7 +206,8 @@ def deepspeed_rank(folder: Path, stage: int) -> None:
     import deepspeed
     import deepspeed.comm.torch
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # messages by gloo, without minutes of compiling
+    # Messages by gloo, without minutes of compiling; the package's own attribute `torch` is the library.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     model = hf_model(tied=True)
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
