@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from meshwright.api.options import NewRun, Step, Weights
+from meshwright.api.options import NewRun, Option, Step, Weights, license_id
 from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
 
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
+License = Annotated[str, Option(
+    "license that the model card names: apache-2.0, mit, ...; an id of the Hugging Face hub", "ID", license_id,
+    "other")]  # fmt: skip
 
 
 def tokenize(
@@ -83,53 +85,24 @@ def export(
     *,
     weights: Weights = "trained",
     step: Step = None,
+    license: License = "other",
 ) -> None:
-    """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
+    """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16'.
 
-    A `folder` whose name ends in .gguf is a file for llama.cpp, by default in 'float32', which may be in
+    By default it is in the format that the weights are stored in, or that of the folder which an untrained
+    run was imported from. A `folder` whose name ends in .gguf is a file for llama.cpp, which may be in
     'q8_0', too. `weights` 'ema' writes the moving average of the weights (`train.ema`). `step` is which
-    checkpoint, by default the newest.
+    checkpoint, by default the newest. `license` is the one that the model card names, by its identifier on
+    the Hugging Face hub. One parameter is in memory at a time.
     """
     run, folder = existing(run, "the folder of a run"), Path(folder)
+    _check_weights(weights)
+    from meshwright.weights.exports import export_folder, export_gguf_file
+
     if folder.suffix.lower() == ".gguf":
-        _export_gguf(run, folder, dtype or "float32", weights, step)
-        return
-    import torch
-
-    from meshwright.exchange.hf import export_hf
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype is not None and dtype not in known:
-        hint = ", which is a format of GGUF files: name one that ends in .gguf" if dtype == "q8_0" else ""
-        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}{hint}")
-
-    decoder = load_run(run, weights=weights, step=step)
-    tokenizer = run / "tokenizer.json"
-    if not tokenizer.is_file():
-        warnings.warn(
-            f"{run} has no tokenizer.json, so {folder} has none; copy one there for programs that read text",
-            stacklevel=2,
-        )
-    export_hf(
-        folder,
-        decoder.spec,
-        decoder.tensors(),
-        tokenizer if tokenizer.is_file() else None,
-        known[dtype] if dtype else None,
-        side_files=run,
-    )
-
-
-def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | None) -> None:
-    from meshwright.exchange.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
-
-    if dtype not in GGUF_DTYPES:
-        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(GGUF_DTYPES)}")
-    if not (run / "tokenizer.json").is_file():
-        raise UserError(f"{run}: has no tokenizer.json, which is a part of GGUF files; export to a folder")
-    check_gguf(file, load(run).model)
-    decoder = load_run(run, weights=weights, step=step)
-    export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
+        export_gguf_file(run, folder, dtype, weights == "ema", step)
+    else:
+        export_folder(run, folder, dtype, weights == "ema", step, license)
 
 
 def import_hf(folder: Path, out: NewRun) -> None:
@@ -221,8 +194,12 @@ def load_run(
 
     `weights` is 'trained', or 'ema' for their moving average (`train.ema`).
     """
-    if weights not in WEIGHTS:
-        raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
+    _check_weights(weights)
     from meshwright.weights.load import load_run as load_decoder
 
     return load_decoder(Path(run), dtype, average=weights == "ema", step=step)
+
+
+def _check_weights(weights: str) -> None:
+    if weights not in WEIGHTS:
+        raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
@@ -73,6 +73,10 @@ class HfTensor:
         """Return the number of its elements."""
         return prod(self.shape(shapes))
 
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return its format in a file whose parameters are in `dtype`."""
+        return torch.float32 if self.exact else dtype
+
     def split(self, tensor: Tensor, shapes: Shapes) -> list[Tensor]:
         """Return the parts of `parameters` that the file's tensor holds."""
         tensor = tensor.T if self.transposed else tensor
@@ -81,12 +85,13 @@ class HfTensor:
             parts[number] = parts[number] if rotary is None else rotary.to_decoder(parts[number])
         return [part.contiguous() for part in parts]
 
-    def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the file's tensor, on the CPU."""
-        dtype = torch.float32 if self.exact else dtype
-        wholes = [tensors[name].detach() for name in self.parameters]
+    def join(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the file's tensor, on the CPU, of parameters that `read` gives; on the meta device, of those
+        that have shapes alone."""
+        wholes = [read(name).detach() for name in self.parameters]
         parts = wholes if self.expert is None else [whole[self.expert] for whole in wholes]
-        parts = [part.to(device="cpu", dtype=dtype) for part in parts]
+        place = "meta" if wholes[0].is_meta else "cpu"
+        parts = [part.to(device=place, dtype=self.dtype(dtype)) for part in parts]
         for number, rotary in enumerate(self.rotary):
             parts[number] = parts[number] if rotary is None else rotary.to_file(parts[number])
         joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]

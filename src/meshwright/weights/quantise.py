@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from meshwright.exchange.hf_quantised import Quantisation, quantised_tensors
+from meshwright.exchange.hf_quantised import NearestCodes, Quantisation, quantised_tensors
+from meshwright.exchange.parameter_source import HeldParameters
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.linear import Linear
@@ -108,8 +109,7 @@ def _kept(
 
 def nearest(model: ModelSpec, tensors: Mapping[str, Tensor], how: Quantisation) -> dict[str, Codes]:
     """The codes of a model's layers by name of their weight in HF files, each number rounded to nearest."""
-    pieces = [piece for piece in quantised_tensors(model) if _module(piece.hf) not in how.kept]
-    return {piece.hf: quantise(piece.join(tensors, torch.float32), how.recipe, how.group) for piece in pieces}
+    return dict(NearestCodes(model, HeldParameters(tensors), how))
 
 
 def put_back(decoder: Decoder, how: Quantisation, codes: Mapping[str, Codes]) -> None:
@@ -152,7 +152,10 @@ def calibrated(decoder: Decoder, how: Quantisation, batches: Sequence[Tensor]) -
                     _through(decoder, layer, x)
             found = {
                 piece.hf: gptq(
-                    piece.join(decoder.tensors(), torch.float32), hessians[name], how.recipe, how.group
+                    piece.join(decoder.tensors().__getitem__, torch.float32),
+                    hessians[name],
+                    how.recipe,
+                    how.group,
                 )
                 for name, piece in pieces.items()
             }
