@@ -18,6 +18,10 @@ ROUTERS: dict[str, dict[str, object]] = {
         "model__moe__scale": 2.5, "model__moe__bias": "true", "model__moe__bias_rate": 2,
         "model__moe__shared_ffn": 8, "model__moe__dense_first": 1,
     },
+    "qwen2, deepseek-v2": {
+        "model__moe__shared_ffn": 8, "model__moe__shared_gate": "true", "model__moe__renormalise": "false",
+        "model__moe__groups": 4, "model__moe__top_groups": 2, "model__moe__group_score": "max",
+    },
     "capacity": {"model__moe__capacity_factor": 1.25, "model__moe__shared_ffn": 8},
     "switch": {"model__moe__top_k": 1, "model__moe__renormalise": "false", "model__moe__aux_loss": 0},
 }  # fmt: skip

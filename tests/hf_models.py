@@ -39,6 +39,13 @@ DEEPSEEK = LLAMA | {
     "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20,
     "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip
+DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group")}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+OLMOE = LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}
+GLM4_MOE = LLAMA | {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+}  # fmt: skip
 GRANITE = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
     "logits_scaling": 4.0,
@@ -84,6 +91,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3", DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
     "deepseek_v3 without a latent of queries": (
         "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "rms_norm_eps": 1e-3}),
+    "olmoe": ("Olmoe", OLMOE | {"pad_token_id": 0, "eos_token_id": 2}),
+    "olmoe biases, tied": (
+        "Olmoe", OLMOE | {"pad_token_id": 0, "eos_token_id": 2, "attention_bias": True,
+                          "tie_word_embeddings": True, "norm_topk_prob": False}),
+    "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+    "qwen2_moe no biases, dense first": (
+        "Qwen2Moe", QWEN2_MOE | {"qkv_bias": False, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4Moe", GLM4_MOE),
+    "glm4_moe norms, biases, groups": (
+        "Glm4Moe", GLM4_MOE | {
+            "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "norm_topk_prob": False, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25}}),
+    "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
+    "deepseek_v2 groups, yarn, no latent of queries": (
+        "DeepseekV2", DEEPSEEK_V2 | GROUPS | {
+            "q_lora_rank": None, "routed_scaling_factor": 16.0,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "granitemoe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granitemoe tied, biases": (
+        "GraniteMoe", LLAMA | {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2 tied, windows from a layer on": (
         "Qwen2", LLAMA | QWEN_WINDOW | {"tie_word_embeddings": True, "max_window_layers": 1}),

@@ -19,7 +19,9 @@ from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.presets import PRESETS
 
-FAMILIES = ["mixtral", "qwen3_moe biases, dense first", "deepseek_v3 yarn"]
+FAMILIES = [
+    "mixtral", "qwen3_moe biases, dense first", "deepseek_v3 yarn", "qwen2_moe", "granitemoe"
+]  # fmt: skip
 BIAS = "blocks.{}.mlp.router.bias"
 
 

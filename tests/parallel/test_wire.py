@@ -236,6 +236,8 @@ EXPERTS: list[dict[str, object]] = [
     {"tp": 4, "ep": 2, "zero": 3, "model__kv_heads": 4, "sequence_parallel": "false"},
     {"tp": 2, "ep": 2, "sequence_parallel": "false"} | BARE,
     {"dp": 2, "etp": 2, "zero": 1},
+    {"dp": 2, "tp": 2, "ep": 2, "zero": 3, "model__moe__shared_gate": "true"},
+    {"tp": 2, "ep": 2, "sequence_parallel": "false", "model__moe__shared_gate": "true"},
     {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "zero": 2},
     {"cp": 4, "ep": 4, "model__moe__z_loss": 0.1, "model__moe__bias": "true"},
     {"cp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 2, "context_mode": "gather"},

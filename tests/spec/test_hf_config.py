@@ -69,7 +69,10 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
 def test_absent_keys_of_mixtures_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     heads, layers = {"deepseek_v3": 128}.get(family, 32), 5
@@ -83,10 +86,17 @@ def test_absent_keys_of_mixtures_have_the_defaults_of_transformers(family: str, 
     assert (ours.max_seq_len, ours.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (ours.sliding_window, ours.tied) == (theirs.sliding_window if family == "mixtral" else None, False)
-    assert (moe.experts, moe.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    experts = theirs.num_experts if family == "qwen2_moe" else theirs.num_local_experts
+    assert (moe.experts, moe.top_k) == (experts, theirs.num_experts_per_tok)
     assert moe.ffn == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert moe.renormalise == getattr(theirs, "norm_topk_prob", True)
     assert moe.aux_loss == getattr(theirs, "router_aux_loss_coef", 0.0)
+    if family == "qwen2_moe":
+        assert (moe.shared_ffn, ours.qkv_bias) == (theirs.shared_expert_intermediate_size, theirs.qkv_bias)
+    if family == "glm4_moe":
+        assert (moe.groups, moe.top_groups) == (theirs.n_group, theirs.topk_group)
+        assert (moe.scale, moe.dense_first) == (theirs.routed_scaling_factor, theirs.first_k_dense_replace)
+        assert ours.rope_dim == ours.head_dim * theirs.rope_parameters["partial_rotary_factor"]
     if family == "deepseek_v3":
         mla = ours.mla
         assert mla is not None
@@ -278,7 +288,18 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LLAMA | {"model_type": "mamba"}, "mamba"),
+        (LLAMA | {"model_type": "falcon"}, 'model_type "falcon"; the families read are llama, '),
+        (LLAMA | {"model_type": "mamba"}, "it has state-space layers, which this decoder does not compute"),
+        (LLAMA | {"model_type": "nemotron_h"}, "it has state-space layers"),
+        (LLAMA | {"model_type": "qwen3_next"}, "it has linear-attention layers"),
+        (LLAMA | {"model_type": "lfm2"}, "it has convolution layers"),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 3}, "layer_types .*; only full_attention"),
+        (MIXTRAL | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0; only null is computed"),
+        (DEEPSEEK | {"model_type": "deepseek_v2", "num_experts_per_tok": 3, "topk_method": "noaux_tc"}, 'topk_method "noaux_tc"'),
+        (
+            MIXTRAL | {"model_type": "qwen2_moe", "use_sliding_window": True},
+            "use_sliding_window true; only false is computed",
+        ),
         (LLAMA | {"hidden_act": "relu"}, "relu"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -58,6 +58,20 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe": MOE | {
         "model.layers": 3, "model.qk_norm": "true", "model.moe.dense_first": 1, "model.moe.every": 2,
     },
+    "olmoe": MOE | {"model.qk_norm": "true", "model.qk_norm_over": "all"},
+    "qwen2_moe": MOE | {
+        "model.qkv_bias": "true", "model.moe.shared_ffn": 40, "model.moe.shared_gate": "true",
+    },
+    "glm4_moe": MOE | {
+        "model.rope_dim": 8, "model.moe.shared_ffn": 24, "model.moe.router": "sigmoid",
+        "model.moe.bias": "true", "model.moe.dense_first": 1,
+    },
+    "deepseek_v2": MOE | {
+        "model.moe.shared_ffn": 40, "model.moe.groups": 2, "model.moe.group_score": "max",
+        "model.moe.renormalise": "false", "model.kv_heads": 4, "model.mla.kv_rank": 8,
+        "model.mla.rope_dim": 6, "model.mla.v_dim": 10,
+    },
+    "granitemoe": MOE | {"model.embedding_scale": 3, "model.attention_scale": 0.2},
     "deepseek_v3": MOE | {
         "model.moe.shared_ffn": 40, "model.moe.dense_first": 1, "model.kv_heads": 4, "model.mla.q_rank": 12,
         "model.mla.kv_rank": 8, "model.mla.rope_dim": 6, "model.mla.v_dim": 10,

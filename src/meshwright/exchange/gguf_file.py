@@ -118,14 +118,12 @@ def _converted(
         block, _, leaf = hf.rpartition(".experts.0.")
         if (module := family.expert_names.module) != "mlp":
             block = block.removeprefix("model.").replace(module, "feed_forward")
-        yield f"{block}.experts.{leaf}", source.read(piece.parameters[0]).detach().float()
+        yield f"{block}.experts.{leaf}", source[piece.parameters[0]].detach().float()
         return
     if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and GRAPHS[str(family.gguf)].rotary_pairs:
         heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
-    if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and GRAPHS[str(family.gguf)].rotary_pairs:
-        heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
         piece = replace(piece, rotary=piece.rotary or (Rotary(heads, spec.head_dim),))
-    value = replace(piece, transposed=False).join(source.read, torch.float32)
+    value = replace(piece, transposed=False).join(source, torch.float32)
     if spec.norm_unit_offset and parts[-2].endswith("norm"):
         value = value + 1
     if parts[-2] == "kv_b_proj":

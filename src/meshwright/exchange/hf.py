@@ -160,15 +160,16 @@ class HfWeights:
     def _is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
 
-        They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's last layers,
-        which predict further tokens in training.
+        They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's and GLM's
+        last layers, which predict further tokens in training.
         """
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             return True
         if self._spec.tied and name == _HEAD:
             return True
         layer = ".".join(name.split(".")[:3])
-        return FAMILIES[self._spec.family].deepseek_router and f"{layer}.eh_proj.weight" in self._files
+        predicts = FAMILIES[self._spec.family].deepseek_router == "v3"
+        return predicts and f"{layer}.eh_proj.weight" in self._files
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -108,13 +108,13 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
     if family.lists_sparse_layers:
         dense = [layer for layer in range(model.layers) if not moe.has_experts(layer)]
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-    if family.deepseek_router:
-        fields |= {
-            "n_shared_experts": moe.shared_ffn // moe.ffn,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "num_nextn_predict_layers": 0,
-        }
+    if family.deepseek_router is not None:
+        fields |= {"n_shared_experts": moe.shared_ffn // moe.ffn, "scoring_func": moe.router}
+    if family.deepseek_router == "v3":
+        fields |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    elif family.deepseek_router == "v2":
+        method = "greedy" if moe.groups == 1 else "group_limited_greedy"
+        fields |= {"topk_method": method, "n_group": moe.groups, "topk_group": moe.top_groups}
     return fields
 
 

@@ -113,7 +113,7 @@ class NearestCodes(Mapping[str, Codes]):
         self._pieces = {piece.hf: piece for piece in pieces if _stem(piece.hf) not in how.kept}
 
     def __getitem__(self, name: str) -> Codes:
-        weight = self._pieces[name].join(self._source.read, torch.float32)
+        weight = self._pieces[name].join(self._source, torch.float32)
         return quantise(weight, self._how.recipe, self._how.group)
 
     def __contains__(self, name: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.exchange.hf_files import INDEX, WEIGHTS
 from meshwright.exchange.hf_quantised import NearestCodes, Quantisation
-from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
+from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json
 from meshwright.exchange.parameter_source import LastRead, ParameterSource, ShapesAlone
 from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
@@ -44,7 +44,7 @@ def write_weights(
         infos = [info for _, each in shard for info in each]
         with SafetensorsStream(folder / name, infos) as stream:
             for piece, _ in shard:
-                stream.write(_stored(piece, source.read, dtype, quantised).items())
+                stream.write(_stored(piece, source, dtype, quantised).items())
         shutil.copymode(folder / "config.json", folder / name)
         weight_map |= {info.name: name for info in infos}
     if len(shards) > 1:
@@ -61,19 +61,19 @@ def _listed(
     shapes = (how, NearestCodes(spec, blank, how)) if how is not None else None
     for piece in hf_tensors(spec):
         if piece.hf in codes:
-            stored = _stored(piece, blank.read, dtype, shapes)
+            stored = _stored(piece, blank, dtype, shapes)
             yield piece, [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in stored.items()]
         else:
             yield piece, [TensorInfo(piece.hf, piece.shape(source.shapes), piece.dtype(dtype))]
 
 
 def _stored(
-    piece: HfTensor, read: Callable[[str], Tensor], dtype: torch.dtype, quantised: QuantisedCodes | None
+    piece: HfTensor, tensors: NamedTensors, dtype: torch.dtype, quantised: QuantisedCodes | None
 ) -> dict[str, Tensor]:
     """The tensors of a file that hold one of the model's: itself, or its codes."""
     if quantised is not None and piece.hf in quantised[1]:
         return quantised[0].stored(piece.hf, quantised[1][piece.hf])
-    return {piece.hf: piece.join(read, dtype)}
+    return {piece.hf: piece.join(tensors, dtype)}
 
 
 def _deal(listed: Iterable[tuple[HfTensor, list[TensorInfo]]], max_shard_bytes: int) -> list[_Shard]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.families import FAMILIES, ExpertNames, Family
+from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
 
 Shapes = Mapping[str, Sequence[int]]
+
+
+class NamedTensors(Protocol):
+    """Parameters and routers' biases by name: held, or read whenever one is asked for."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Return one of them."""
+        ...
 
 
 class Rotary(NamedTuple):
@@ -52,7 +60,8 @@ class HfTensor:
 
     It may be `transposed` (GPT-2's Conv1D stores its weights transposed), or the part of a parameter that
     belongs to one `expert`, an index of the parameter's dim 0. `rotary` has for each parameter whose heads'
-    rows are in another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
+    rows are in another order than the decoder's that order. An `exact` tensor is fp32 whatever others are. A
+    tensor that is `padded` has so many channels along `dim`, of which the last ones are zero.
     """
 
     hf: str
@@ -62,11 +71,12 @@ class HfTensor:
     expert: int | None = None
     rotary: tuple[Rotary | None, ...] = ()
     exact: bool = False
+    padded: int | None = None
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """Return its shape in the file, from those of the parameters."""
         shape = self._part(shapes[self.parameters[0]])
-        shape[self.dim] = sum(self._sizes(shapes))
+        shape[self.dim] = self.padded or sum(self._sizes(shapes))
         return tuple(shape[::-1] if self.transposed else shape)
 
     def elements(self, shapes: Shapes) -> int:
@@ -85,15 +95,18 @@ class HfTensor:
             parts[number] = parts[number] if rotary is None else rotary.to_decoder(parts[number])
         return [part.contiguous() for part in parts]
 
-    def join(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the file's tensor, on the CPU, of parameters that `read` gives; on the meta device, of those
-        that have shapes alone."""
-        wholes = [read(name).detach() for name in self.parameters]
+    def join(self, tensors: NamedTensors, dtype: torch.dtype) -> Tensor:
+        """Return the file's tensor, on the CPU; on the meta device, of parameters that are there."""
+        wholes = [tensors[name].detach() for name in self.parameters]
         parts = wholes if self.expert is None else [whole[self.expert] for whole in wholes]
         place = "meta" if wholes[0].is_meta else "cpu"
         parts = [part.to(device=place, dtype=self.dtype(dtype)) for part in parts]
         for number, rotary in enumerate(self.rotary):
             parts[number] = parts[number] if rotary is None else rotary.to_file(parts[number])
+        if self.padded is not None:
+            missing = list(parts[0].shape)
+            missing[self.dim] = self.padded - sum(part.shape[self.dim] for part in parts)
+            parts.append(parts[0].new_zeros(missing))
         joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
         return (joined.T if self.transposed else joined).contiguous()
 
@@ -120,7 +133,9 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
         if spec.mla is None:
             yield from _linears(spec, family, ours, theirs, "attn")
             for x in "qk" if spec.qk_norm else "":
-                yield from _leaves(f"{theirs}.self_attn.{x}_norm", f"{ours}.attn.{x}_norm")
+                rotary = _rotary(spec, family, (f"attn.{x}_norm",))
+                hf = f"{theirs}.self_attn.{x}_norm.weight"
+                yield HfTensor(hf, (f"{ours}.attn.{x}_norm.weight",), rotary=rotary)
         else:
             yield from _latents(spec, f"{ours}.attn", f"{theirs}.self_attn", paired)
         for name, hf in names.norms.items():
@@ -157,6 +172,8 @@ def _linears(
 def _rotary(spec: ModelSpec, family: Family, joined: Sequence[str]) -> tuple[Rotary | None, ...]:
     """The orders of the rows of queries and keys in files; none where they are the decoder's."""
     channels, heads = spec.rope_dim or spec.head_dim, {"attn.q": spec.heads, "attn.k": spec.kv_heads}
+    over_all = spec.qk_norm_over == "all"
+    heads |= {f"{name}_norm": count if over_all else 1 for name, count in heads.items()}
     if not family.rope_pairs and channels == spec.head_dim:
         return ()
     turning = [
@@ -185,20 +202,27 @@ def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[
 
 def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[HfTensor]:
     assert spec.moe is not None
-    names = ExpertNames() if stacked else FAMILIES[spec.family].expert_names
+    family = FAMILIES[spec.family]
+    names = family.stacked_names if stacked else family.expert_names
     theirs = f"{layer}.{names.module}"
-    yield from _leaves(f"{theirs}.gate", f"{ours}.router")
+    yield from _leaves(f"{theirs}.{names.router}", f"{ours}.router")
     if spec.moe.bias:
-        yield HfTensor(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
-    if stacked:
-        both = (f"{ours}.experts.gate", f"{ours}.experts.up")
-        yield HfTensor(f"{theirs}.experts.gate_up_proj", both, dim=1)
-        yield HfTensor(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
+        correction = f"{theirs}.{names.router}.e_score_correction_bias"
+        yield HfTensor(correction, (f"{ours}.router.bias",), exact=True)
+    if names.joint is not None:
+        both, down = names.joint
+        yield HfTensor(f"{theirs}.{both}", (f"{ours}.experts.gate", f"{ours}.experts.up"), dim=1)
+        yield HfTensor(f"{theirs}.{down}", (f"{ours}.experts.down",))
     else:
         for name, hf in zip(("gate", "up", "down"), names.linears, strict=True):
             for expert in range(spec.moe.experts):
                 of_one = f"{theirs}.experts.{expert}.{hf}.weight"
                 yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)
     if spec.moe.shared_ffn:
-        for x in ("gate", "up", "down"):
-            yield from _leaves(f"{theirs}.shared_experts.{x}_proj", f"{ours}.shared.{x}")
+        width = stored_shared_ffn(spec.moe, family)
+        padded = None if width == spec.moe.shared_ffn else width
+        for x, dim in (("gate", 0), ("up", 0), ("down", 1)):
+            hf, parameter = f"{theirs}.{names.shared}.{x}_proj.weight", f"{ours}.shared.{x}.weight"
+            yield HfTensor(hf, (parameter,), dim=dim, padded=padded)
+    if spec.moe.shared_gate:
+        yield from _leaves(f"{theirs}.{names.shared}_gate", f"{ours}.shared_gate")

@@ -22,7 +22,7 @@ class ParameterSource(Protocol):
         """The format of the embedding, which all parameters have."""
         ...
 
-    def read(self, name: str) -> Tensor:
+    def __getitem__(self, name: str, /) -> Tensor:
         """Return one of them. Raises `UserError` for damage."""
         ...
 
@@ -39,7 +39,7 @@ class HeldParameters:
         """The format of the embedding."""
         return self._tensors["embed.weight"].dtype
 
-    def read(self, name: str) -> Tensor:
+    def __getitem__(self, name: str, /) -> Tensor:
         """Return a tensor, without its gradient."""
         return self._tensors[name].detach()
 
@@ -55,11 +55,11 @@ class LastRead:
         self._value = torch.empty(0)
         self.shapes, self.dtype = source.shapes, source.dtype
 
-    def read(self, name: str) -> Tensor:
+    def __getitem__(self, name: str, /) -> Tensor:
         """Return a parameter, which is read again only after another one."""
         if name != self._name:
             self._name, self._value = "", torch.empty(0)  # gone before the next one is there
-            self._name, self._value = name, self._source.read(name)
+            self._name, self._value = name, self._source[name]
         return self._value
 
 
@@ -69,6 +69,6 @@ class ShapesAlone:
     def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> None:
         self.shapes, self.dtype = shapes, dtype
 
-    def read(self, name: str) -> Tensor:
+    def __getitem__(self, name: str, /) -> Tensor:
         """Return a tensor of this shape without values."""
         return torch.empty(tuple(self.shapes[name]), dtype=self.dtype, device="meta")

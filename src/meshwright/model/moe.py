@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from meshwright.model.experts import Experts, one_kernel
 from meshwright.model.hooks import Hooks
+from meshwright.model.linear import Linear
 from meshwright.model.mlp import Mlp
 from meshwright.model.router import Router
 from meshwright.spec import ModelSpec
 
 
 class Moe(nn.Module):
-    """x (B, T, D) -> (B, T, D): the weighted sum of each token's experts, plus the shared experts."""
+    """x (B, T, D) -> (B, T, D): the weighted sum of each token's experts, plus the shared experts, by their gate."""
 
     def __init__(self, spec: ModelSpec, layer: int = 0, hooks: Hooks | None = None) -> None:
         super().__init__()
@@ -31,6 +32,7 @@ class Moe(nn.Module):
         self.router = Router(moe, spec.hidden)
         self.experts = Experts(moe.experts, spec.hidden, moe.ffn, hooks.moe.experts)
         self.shared = Mlp(spec, moe.shared_ffn, hooks.mlp) if moe.shared_ffn else None
+        self.shared_gate = Linear(spec.hidden, 1, False) if moe.shared_gate else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         hooks, shared = self.hooks, self.shared
@@ -49,6 +51,8 @@ class Moe(nn.Module):
             rows, row_weights = dispatcher.finish_dispatch(in_flight[index])
             in_flight[index] = dispatcher.start_combine(self.experts(rows, row_weights, dispatcher.groups))
         shared_BTD = None if shared is None or inner is None else shared.hooks.output(inner, shared.down)
+        if shared_BTD is not None and self.shared_gate is not None:
+            shared_BTD = self.shared_gate(x_BTD).sigmoid() * shared_BTD
         outputs = [d.finish_combine(handle) for d, handle in zip(dispatchers, in_flight, strict=True)]
         y_ND = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         y_BTD = hooks.gather_tokens(y_ND.view(local_BTD.shape))

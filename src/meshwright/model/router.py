@@ -86,13 +86,14 @@ class Router(nn.Module):
         return Routing(logits, scores, weights, experts)
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
-        """Top-k experts (N, k), within the groups whose two best scores have the largest sum."""
+        """Top-k experts (N, k), within the groups whose best score, or sum of two best, is largest."""
         moe = self.moe
         if self.bias is not None:
             scores_NE = scores_NE + self.bias
         if moe.top_groups < moe.groups:
             grouped = scores_NE.unflatten(1, (moe.groups, -1))
-            best = grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
+            counted = min(2 if moe.group_score == "top2" else 1, grouped.shape[2])
+            best = grouped.topk(counted).values.sum(-1)
             hidden = torch.ones_like(best, dtype=torch.bool)
             hidden.scatter_(1, best.topk(moe.top_groups).indices, False)
             scores_NE = grouped.masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(1)

@@ -117,7 +117,7 @@ def decoder_hooks(
     """
     splits = schedule_of(spec.layout, spec.microbatches).splits_backward
     model, sequence = spec.model, spec.layout.sequence_parallel
-    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products, splits, model.norms_after)
+    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products, splits, model.rereads_outputs)
     if mesh.tensor.size > 1 and model.qk_norm and model.qk_norm_over == "all":
         attention = replace(attention, norm_heads=HeadsNorm(mesh.tensor, cache, model).norm)
     hooks = Hooks(attention=attention, mlp=mlp)

@@ -91,14 +91,14 @@ def tensor_parallel_hooks(
     store: WeightGradStore,
     products: Products,
     splits_backward: bool,
-    norms_after: bool = False,
+    rereads_outputs: bool = False,
 ) -> tuple[AttentionHooks, MlpHooks]:
     """Hooks for blocks whose linear layers are split over the tensor axis, defer weight gradients, compute
     in low precision, or add gradients within products.
 
     On one rank with none of these they are the defaults. The last is for CPUs, since it takes some tens of
     microseconds a layer of Python, and for one context rank: beside others a recomputing forward would read
-    these layers' results from the cache. `norms_after` is that of the model.
+    these layers' results from the cache. `rereads_outputs` is that of the model.
     """
     axis = mesh.tensor
     adds = cache is not None and mesh.device.type == "cpu" and mesh.context.size == 1
@@ -110,8 +110,8 @@ def tensor_parallel_hooks(
     attention = AttentionHooks(
         project=split.project, output=split.output, project_latents=latents, gather_rotary_key=split.gather
     )
-    # A policy saves operators of one rank whether they are read or not, and a norm after them reads them.
-    unread = (axis.size > 1 or splits_backward or bool(products.low)) and not norms_after
+    # A policy saves operators of one rank whether they are read or not; a norm or a gate after them reads them.
+    unread = (axis.size > 1 or splits_backward or bool(products.low)) and not rereads_outputs
     output = split.last_output if unread else split.output
     return attention, MlpHooks(project=split.project, output=output)
 

@@ -228,6 +228,8 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
         found += [s.queries, s.keys]
         heads = s.heads, s.keys // spec.model.head_dim // s.tokens
         numbers += [s.tokens * n * exact for n in ((1, 1) if spec.model.qk_norm_over == "all" else heads)]
+    if spec.model.moe and spec.model.moe.shared_gate and spec.model.has_experts(layer):
+        found += [s.stream, s.own]  # what the gate multiplies, and the gate
     numbers.append(s.tokens * s.heads * exact)  # attention's log-sum-exp
     if spec.layout.cp > 1:
         if spec.layout.context_mode == "gather":
@@ -266,7 +268,7 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
         return found
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        read = s.spec.model.norms_after or (layout.tp == 1 and not layout.splits_backward)
+        read = s.spec.model.rereads_outputs or (layout.tp == 1 and not layout.splits_backward)
         outputs = 2 if read and s.channels(layer) else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
     if "attention" in recompute.save:

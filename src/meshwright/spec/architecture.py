@@ -145,6 +145,11 @@ class Architecture(FrozenModel):
         return self.norm_placement != "pre"
 
     @property
+    def rereads_outputs(self) -> bool:
+        """True if the backward reads what feed-forward layers return: for norms after them, or for gates."""
+        return self.norms_after or (self.moe is not None and self.moe.shared_gate)
+
+    @property
     def block_norms(self) -> int:
         """Number of norms of the residual stream in a block."""
         return 1 if self.parallel_block else 2 * (self.norms_before + self.norms_after)

@@ -19,8 +19,9 @@ Rule = Callable[[Sections], None]
 
 
 def is_rounded(name: str, dims: int) -> bool:
-    """True for parameters whose products are in low precision: the matrices of blocks but for routers."""
-    return dims >= 2 and name.startswith("blocks.") and ".router." not in name
+    """True for parameters whose products are in low precision: the matrices of blocks but for routers and
+    gates of shared experts."""
+    return dims >= 2 and name.startswith("blocks.") and ".router." not in name and ".shared_gate." not in name
 
 
 def rounded_in_blocks(parameter: Parameter) -> bool:

@@ -86,6 +86,16 @@ def experts_are_gated(spec: Sections) -> None:
         _check_fields(spec.model, "model.moe, which has norms before it", {"norm_placement": "pre"})
 
 
+def gates_have_shared_experts(spec: Sections) -> None:
+    """A gate of shared experts has such experts."""
+    moe = spec.model.moe
+    if moe is not None and moe.shared_gate and not moe.shared_ffn:
+        raise UserError(
+            "model.moe.shared_gate: true has no shared experts to multiply, as model.moe.shared_ffn is 0; "
+            "give model.moe.shared_ffn, or shared_gate = false"
+        )
+
+
 def tokens_find_their_experts(spec: Sections) -> None:
     """Groups are equal, and the groups that a token chooses from hold as many experts as it takes."""
     moe = spec.model.moe
@@ -169,6 +179,7 @@ MODEL_RULES = (
     layer_types_have_windows,
     sequence_fits_positions,
     experts_are_gated,
+    gates_have_shared_experts,
     tokens_find_their_experts,
     some_layer_has_experts,
     latents_make_heads,

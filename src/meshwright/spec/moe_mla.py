@@ -13,8 +13,9 @@ class MoeSpec(FrozenModel):
     """A mixture of experts in place of the feed-forward layer: each token takes `top_k` of `experts`.
 
     Routers: softmax over all experts (Shazeer et al. 2017; Jiang et al. 2024, Mixtral), or sigmoid scores
-    (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2). Both choose within the best `top_groups` of `groups`, by the sum
-    of a group's two best scores, and by the score plus a bias where there is one.
+    (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2). Both choose within the best `top_groups` of `groups`, and by the
+    score plus a bias where there is one. Softmax scores that are renormalised are the softmax over the chosen
+    logits alone.
     """
 
     experts: int = Field(ge=1, le=MAX_HEADS, description="routed experts of a layer")
@@ -23,11 +24,17 @@ class MoeSpec(FrozenModel):
     shared_ffn: int = Field(
         0, ge=0, le=MAX_WIDTH, description="channels of the shared experts together, which all take"
     )
+    shared_gate: bool = Field(
+        False, description="multiply what the shared experts add by the sigmoid of a linear map of the token"
+    )
     router: Literal["softmax", "sigmoid"] = Field("softmax", description="how logits become scores")
     renormalise: bool = Field(True, description="divide the scores of a token's experts by their sum")
     scale: float = Field(1.0, gt=0, description="factor on the weights of the routed experts")
     groups: int = Field(1, ge=1, description="groups that the experts are dealt into")
     top_groups: int = Field(1, ge=1, description="groups that a token chooses its experts from")
+    group_score: Literal["top2", "max"] = Field(
+        "top2", description="by what a group is chosen: the sum of its two best scores, or its best"
+    )
     bias: bool = Field(
         False, description="balance by a bias on the scores that choose, not on those that weigh"
     )

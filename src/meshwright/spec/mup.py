@@ -6,7 +6,7 @@ m = hidden / `model.mup_base_hidden`:
     parameters                        initial std     rate of AdamW, Lion     rate of Muon
     embedding, norms, biases          as at the base  as at the base          as at the base (AdamW's)
     matrices of blocks, experts' too  / sqrt(m)       / m                     / sqrt(m)
-    head, routers                     / m             / m                     / m
+    head, routers, shared_gate        / m             / m                     / m
 
 The head and routers map a width that grows to a number of outputs that does not, so the table's "output
 weights" are both. A step of Muon has the spectral norm 0.2 sqrt(max(rows, columns)). One of
@@ -44,7 +44,7 @@ def rate_factor(model: Architecture, optimiser: OptimiserKind, name: str, dims: 
 
 def _is_output(name: str) -> bool:
     """True for matrices whose outputs do not become more as the model widens."""
-    return name == "head.weight" or name.endswith(".router.weight")
+    return name == "head.weight" or name.endswith((".router.weight", ".shared_gate.weight"))
 
 
 def widths_are_known(spec: Sections) -> None:

@@ -135,6 +135,8 @@ def _mixture(model: Architecture, name: str) -> Iterator[Parameter]:
     yield Parameter(f"{name}.experts.down", (moe.experts, hidden, moe.ffn), dim=2, expert=True)
     if moe.shared_ffn:
         yield from _mlp(model, f"{name}.shared", moe.shared_ffn)
+    if moe.shared_gate:
+        yield Parameter(f"{name}.shared_gate.weight", (1, hidden))
 
 
 def _norm(model: Architecture, name: str) -> Iterator[Parameter]:

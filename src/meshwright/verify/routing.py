@@ -23,6 +23,7 @@ from meshwright.spec import MoeSpec, RunSpec
 from meshwright.train.step import Trainer
 from meshwright.verify.measured import MARGIN, Measurements
 from meshwright.verify.module_sums import own_tokens
+from meshwright.verify.reference.decoder import scores_of_groups
 from meshwright.verify.rounding import Gradients
 
 Row = tuple[int, int, list[list[int]]]
@@ -122,11 +123,11 @@ def _beyond(moe: MoeSpec, values: Tensor, experts: Tensor, slack: float) -> floa
     others = values.masked_fill(taken, -math.inf)
     off = 0.0
     if moe.top_groups < moe.groups:
-        of_group = values.unflatten(-1, (moe.groups, -1)).sort(-1, descending=True).values[..., :2].sum(-1)
+        of_group, summed = scores_of_groups(moe, values), 2 if moe.group_score == "top2" else 1
         least = of_group.topk(moe.top_groups).values[..., -1:]
         with_taken = taken.unflatten(-1, (moe.groups, -1)).any(-1)
-        off = float((least - of_group).masked_fill(~with_taken, 0).max()) / 2
-        surely = of_group > least + 2 * slack
+        off = float((least - of_group).masked_fill(~with_taken, 0).max()) / summed
+        surely = of_group > least + summed * slack
         others = others.masked_fill(~surely.repeat_interleave(moe.experts // moe.groups, -1), -math.inf)
     lowest = values.masked_fill(~taken, math.inf).amin(-1)
     return max(off, float((others.amax(-1) - lowest).max()), 0.0)

@@ -152,10 +152,7 @@ def calibrated(decoder: Decoder, how: Quantisation, batches: Sequence[Tensor]) -
                     _through(decoder, layer, x)
             found = {
                 piece.hf: gptq(
-                    piece.join(decoder.tensors().__getitem__, torch.float32),
-                    hessians[name],
-                    how.recipe,
-                    how.group,
+                    piece.join(decoder.tensors(), torch.float32), hessians[name], how.recipe, how.group
                 )
                 for name, piece in pieces.items()
             }

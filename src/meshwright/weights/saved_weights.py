@@ -71,6 +71,10 @@ class SavedWeights:
         check_finite(self.run, self._manifest.state, name, value)
         return value
 
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Return what `read` does."""
+        return self.read(name)
+
     def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) of these parameters and routers' biases, one at a time, as `read` does."""
         yield from ((name, self.read(name)) for name in self.shapes if name in names)

@@ -95,7 +95,7 @@ def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
         for phase in (Phase.FORWARD, *repeated, *[Phase.INPUT] * training.attention):
             yield call("all_reduce", 2 * shape.tokens, width=shape.exact, phase=phase)
     yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
-    read = outputs if shape.model.norms_after else 1  # else not of the layer's last map
+    read = outputs if shape.model.rereads_outputs else 1  # else not of the layer's last map
     yield from (hidden(shape.reduction, phase=phase, count=read) for phase in again)
     if shape.layout.sequence_parallel:
         back = training.attention + (outputs - 1) * training.feed_forward

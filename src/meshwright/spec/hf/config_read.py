@@ -11,6 +11,7 @@ from meshwright.spec.hf.config_keys import MLA_KEYS, Keys
 from meshwright.spec.hf.config_rope import read_rope
 from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
+from meshwright.spec.hf.other_layers import OTHER_LAYERS
 from meshwright.spec.hf.special_tokens import check_within
 from meshwright.spec.layers import Activation, LayerType
 
@@ -53,6 +54,9 @@ def other_weights(folder: Path) -> list[str]:
 def model_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` for a config of any family."""
     name = config.values.get("model_type")
+    if isinstance(name, str) and name in OTHER_LAYERS:
+        layers = f"it has {OTHER_LAYERS[name]} layers, which this decoder does not compute"
+        raise config.wrong("model_type", f"{layers}; give a model of attention layers alone")
     if not isinstance(name, str) or name not in FAMILIES:
         raise config.wrong("model_type", f"the families read are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
@@ -63,13 +67,15 @@ def model_fields(config: Config) -> dict[str, Any]:
 def _llama_like(config: Config, family: Family) -> dict[str, Any]:
     fields = {**config.fields(family.keys), "activation": _activation(config, family)}
     heads, layers = fields["heads"], fields["layers"]
-    for key, value in NOT_COMPUTED.items():
+    for key, value in {**NOT_COMPUTED, **family.computed}.items():
         config.check(key, value)
     fields["sliding_window"] = None
     if family.windows:
         fields |= _windows(config, family, layers)
+    elif "sliding_attention" in (config.values.get("layer_types") or ()):
+        raise config.wrong("layer_types", "only full_attention is computed of this family")
     if family.latents:
-        fields |= _latents(config, heads)
+        fields |= _latents(config, family, heads)
     else:
         fields |= {"kv_heads": _kv_heads(config, family, heads), "head_dim": _head_dim(config, family, heads)}
     if family.attention_bias is not None and not family.latents:
@@ -150,13 +156,14 @@ def _head_dim(config: Config, family: Family, heads: int) -> int:
 
 def _experts(config: Config, family: Family, keys: Keys, layers: int) -> dict[str, Any]:
     """Return the fields of a `MoeSpec`."""
-    moe = config.fields(keys)
+    moe = {**config.fields(keys), **family.expert_switches}
     if family.lists_sparse_layers:
         moe |= _sparse_layers(config, layers)
-    if family.deepseek_router:
-        _check_deepseek(config, moe, layers)
-        shared = config.read("n_shared_experts", SIZE, 1)
-        moe |= {"shared_ffn": shared * moe["ffn"], "router": "sigmoid", "bias": True}
+    if family.deepseek_router is not None:
+        shared = config.read("n_shared_experts", SIZE, family.shared_experts)
+        moe["shared_ffn"] = shared * moe["ffn"]
+        moe |= _groups(config) if family.deepseek_router == "v2" else {}
+        _check_deepseek(config, family, moe, layers)
     if moe["top_k"] > moe["experts"]:
         raise config.wrong("num_experts_per_tok", f"a layer has {moe['experts']} experts")
     return moe
@@ -179,9 +186,22 @@ def _sparse_layers(config: Config, layers: int) -> dict[str, int]:
     return {"dense_first": first, "every": every}
 
 
-def _check_deepseek(config: Config, moe: dict[str, Any], layers: int) -> None:
-    for key, computed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        config.check(key, computed)
+def _groups(config: Config) -> dict[str, Any]:
+    """Return how the router of a DeepSeek-V2 chooses: among all experts, or within groups by their best."""
+    method = config.values.get("topk_method", "greedy")
+    if method == "greedy":
+        return {"groups": 1, "top_groups": 1}
+    if method != "group_limited_greedy":
+        raise config.wrong("topk_method", "computed are greedy and group_limited_greedy")
+    groups = {"groups": config.read("n_group", SIZE), "top_groups": config.read("topk_group", SIZE)}
+    return groups | {"group_score": "max"}
+
+
+def _check_deepseek(config: Config, family: Family, moe: dict[str, Any], layers: int) -> None:
+    config.check("scoring_func", moe.get("router", "softmax"))
+    config.check("moe_layer_freq", 1)
+    if family.deepseek_router == "v3":
+        config.check("topk_method", "noaux_tc")
     experts, groups, top_k = moe["experts"], moe["groups"], moe["top_k"]
     if experts % groups or experts < 2 * groups:
         raise config.wrong("n_group", f"equal groups of at least 2 of the {experts} experts are computed")
@@ -191,15 +211,16 @@ def _check_deepseek(config: Config, moe: dict[str, Any], layers: int) -> None:
         raise config.wrong("first_k_dense_replace", f"with it none of the {layers} layers has experts")
 
 
-def _latents(config: Config, heads: int) -> dict[str, Any]:
+def _latents(config: Config, family: Family, heads: int) -> dict[str, Any]:
     """Return the fields of latent attention: `kv_heads`, `head_dim` and those of an `MlaSpec`."""
     if config.read("attention_bias", FLAG, False):
         raise config.wrong("attention_bias", "latent attention is computed without biases; set it to false")
-    if (config.read("num_key_value_heads", SIZE, 128, nullable=True) or heads) != heads:
+    default = family.kv_heads or heads
+    if (config.read("num_key_value_heads", SIZE, default, nullable=True) or heads) != heads:
         raise config.wrong(
             "num_key_value_heads",
-            f"latent attention has keys for each of the {heads} heads; give that (without the key it is 128, "
-            f"as in transformers)",
+            f"latent attention has keys for each of the {heads} heads; give that (without the key it is "
+            f"{default}, as in transformers)",
         )
     mla = config.fields(MLA_KEYS)
     head_dim = config.read("qk_nope_head_dim", SIZE, 128) + mla["rope_dim"]

@@ -8,7 +8,7 @@ that no field here gives are in `exchange/hf_state_dict.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from meshwright.spec.hf.config_keys import Keys
@@ -25,19 +25,30 @@ from meshwright.spec.hf.tensor_names import (
     TensorNames,
 )
 from meshwright.spec.layers import Activation
+from meshwright.spec.moe_mla import MoeSpec
 
 FamilyName = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma3_text", "glm4",
-    "cohere2", "olmo2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
+    "cohere2", "olmo2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe",
+    "glm4_moe", "deepseek_v2", "granitemoe",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a layer's experts in files: the module that holds them, and gate, up and down of each."""
+    """Names of a layer's experts in files: the module that holds them, and in it gate, up and down of each
+    expert, or the `joint` tensors of gate and up, and of down, of all experts; the router; and the shared
+    experts."""
 
     module: str = "mlp"
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    joint: tuple[str, str] | None = None
+    router: str = "gate"
+    shared: str = "shared_experts"
+
+
+STACKED = ExpertNames(joint=("experts.gate_up_proj", "experts.down_proj"))
+"""The names in transformers 5, which stacks the experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,21 @@ class Family:
     experts: Keys | None = None
     """The keys of a `MoeSpec` that correspond to one field; None for a family without experts."""
     expert_names: ExpertNames = ExpertNames()
+    stacked_names: ExpertNames = STACKED
+    """Those of files with the experts stacked."""
+    expert_switches: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a `MoeSpec` that all its mixtures have."""
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that change outputs, with the one value that is computed."""
     dense_ffn: bool = True
     """False if `keys.ffn` is the width of an expert, and no layer is dense."""
     lists_sparse_layers: bool = False
     """True if `decoder_sparse_step` and `mlp_only_layers` say which layers have experts."""
-    deepseek_router: bool = False
-    """True for a router of sigmoids and groups with shared experts, and layers that predict more tokens."""
+    deepseek_router: Literal["v2", "v3"] | None = None
+    """A router of groups with shared experts: v3's of sigmoids with a bias, beside layers that predict more
+    tokens; or v2's of softmax."""
+    shared_experts: int = 1
+    """Default of `n_shared_experts`."""
     latents: bool = False
     """True for latent attention (`MLA_KEYS`), False for grouped queries."""
     learned_positions: bool = False
@@ -142,6 +162,21 @@ _MIXTRAL_EXPERTS: Keys = {
     "ffn": JsonKey("intermediate_size", SIZE),
     "aux_loss": JsonKey("router_aux_loss_coef", FACTOR, 0.001),
 }
+_OLMOE_EXPERTS: Keys = {
+    "experts": JsonKey("num_experts", SIZE, 64, other="num_local_experts"),
+    "top_k": JsonKey(_TOP_K, SIZE, 8),
+    "ffn": JsonKey("intermediate_size", SIZE),
+    "renormalise": JsonKey("norm_topk_prob", FLAG, False),
+    "aux_loss": JsonKey("router_aux_loss_coef", FACTOR, 0.01),
+}
+_QWEN2_EXPERTS: Keys = {
+    "experts": JsonKey("num_experts", SIZE, 60),
+    "top_k": JsonKey(_TOP_K, SIZE, 4),
+    "ffn": JsonKey(_MOE_FFN, SIZE, 1408),
+    "shared_ffn": JsonKey("shared_expert_intermediate_size", SIZE, 5632),
+    "renormalise": JsonKey("norm_topk_prob", FLAG, False),
+    "aux_loss": JsonKey("router_aux_loss_coef", FACTOR, 0.001),
+}
 _QWEN3_EXPERTS: Keys = {
     "experts": JsonKey("num_experts", SIZE, 128, other="num_local_experts"),
     "top_k": JsonKey(_TOP_K, SIZE, 8),
@@ -160,6 +195,31 @@ _DEEPSEEK_EXPERTS: Keys = {
     "aux_loss": JsonKey("aux_loss_alpha", FACTOR, 0.0),
     "dense_first": JsonKey("first_k_dense_replace", COUNT, 3),
 }
+_GLM4_EXPERTS: Keys = {
+    **_DEEPSEEK_EXPERTS,
+    "experts": JsonKey("n_routed_experts", SIZE, 128, other="num_local_experts"),
+    "ffn": JsonKey(_MOE_FFN, SIZE, 1408),
+    "scale": JsonKey("routed_scaling_factor", NUMBER, 1.0),
+    "groups": JsonKey("n_group", SIZE, 1),
+    "top_groups": JsonKey("topk_group", SIZE, 1),
+    "dense_first": JsonKey("first_k_dense_replace", COUNT, 1),
+}
+_DEEPSEEK_V2_EXPERTS: Keys = {
+    "experts": JsonKey("n_routed_experts", SIZE, 64, other="num_experts"),
+    "top_k": JsonKey(_TOP_K, SIZE),
+    "ffn": JsonKey(_MOE_FFN, SIZE, 1407),
+    "scale": JsonKey("routed_scaling_factor", NUMBER, 1.0),
+    "aux_loss": JsonKey("aux_loss_alpha", FACTOR, 0.0),
+    "dense_first": JsonKey("first_k_dense_replace", COUNT, 0),
+}
+_GRANITE: Keys = {
+    **_llama(2048),
+    "embedding_scale": JsonKey("embedding_multiplier", NUMBER, 1.0),
+    "residual_scale": JsonKey("residual_multiplier", NUMBER, 1.0),
+    "attention_scale": JsonKey("attention_multiplier", NUMBER, 1.0),
+    "logit_scale": JsonKey("logits_scaling", NUMBER, 1.0, inverse=True),
+}
+_SIGMOIDS = {"router": "sigmoid", "bias": True}
 
 _TANH: Mapping[str, Activation] = {"gelu_pytorch_tanh": "geglu_tanh"}
 
@@ -192,15 +252,7 @@ FAMILIES: dict[str, Family] = {
         models="SmolLM3",
     ),
     "granite": Family(
-        "GraniteForCausalLM", "granite",
-        {
-            **_llama(2048),
-            "mlp_bias": JsonKey("mlp_bias", FLAG, False),
-            "embedding_scale": JsonKey("embedding_multiplier", NUMBER, 1.0),
-            "residual_scale": JsonKey("residual_multiplier", NUMBER, 1.0),
-            "attention_scale": JsonKey("attention_multiplier", NUMBER, 1.0),
-            "logit_scale": JsonKey("logits_scaling", NUMBER, 1.0, inverse=True),
-        },
+        "GraniteForCausalLM", "granite", {**_GRANITE, "mlp_bias": JsonKey("mlp_bias", FLAG, False)},
         models="Granite 3",
     ),
     "phi3": Family(
@@ -271,9 +323,53 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", "deepseek2", _llama(4096), experts=_DEEPSEEK_EXPERTS,
-        deepseek_router=True, latents=True,
+        expert_switches=_SIGMOIDS, deepseek_router="v3", latents=True, kv_heads=128,
         models="DeepSeek-V3, DeepSeek-R1, Moonlight",
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM", None, _llama(4096, 1e-5), fixed={"qk_norm": True, "qk_norm_over": "all"},
+        experts=_OLMOE_EXPERTS, dense_ffn=False, computed={"clip_qkv": None}, even_heads=True,
+        models="OLMoE",
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", None, {**_llama(32768), "qkv_bias": JsonKey("qkv_bias", FLAG, True)},
+        experts=_QWEN2_EXPERTS, expert_names=ExpertNames(shared="shared_expert"),
+        stacked_names=replace(STACKED, shared="shared_expert"), expert_switches={"shared_gate": True},
+        computed={"use_sliding_window": False}, lists_sparse_layers=True, attention_bias=None, kv_heads=16,
+        models="Qwen1.5-MoE, Qwen2-57B-A14B",
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", None,
+        {**_llama(131072, 1e-5), "qk_norm": JsonKey("use_qk_norm", FLAG, False)},
+        experts=_GLM4_EXPERTS, expert_switches=_SIGMOIDS, deepseek_router="v3",
+        bias_of_output=False, kv_heads=8, rope_share=0.5,
+        models="GLM-4.5, GLM-4.6",
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM", None, _llama(2048), experts=_DEEPSEEK_V2_EXPERTS,
+        expert_switches={"renormalise": False}, computed={"norm_topk_prob": False}, deepseek_router="v2",
+        shared_experts=2, latents=True,
+        models="DeepSeek-V2, V2-Lite",
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM", None, _GRANITE, experts=_MIXTRAL_EXPERTS,
+        expert_names=ExpertNames(
+            "block_sparse_moe", joint=("input_linear.weight", "output_linear.weight"), router="router.layer"
+        ),
+        stacked_names=replace(STACKED, module="block_sparse_moe", router="router"), dense_ffn=False,
+        models="Granite 3 MoE",
     ),
 }  # fmt: skip
 """`model_type` of a config, and `model.family` -> its row."""
 assert tuple(FAMILIES) == get_args(FamilyName)
+
+
+def stored_shared_ffn(moe: MoeSpec, family: Family) -> int:
+    """Return the channels of the shared experts in files.
+
+    A family that counts shared experts has a whole number of them, each as wide as a routed one: what the
+    model has not is filled up by channels of zeros, which add nothing.
+    """
+    if family.deepseek_router is None:
+        return moe.shared_ffn
+    return -(-moe.shared_ffn // moe.ffn) * moe.ffn

@@ -223,7 +223,11 @@ class ReferenceDecoder:
             )
         y = self.tap(f"{path}.experts", y.view_as(x))
         if moe.shared_ffn:
-            y = y + self._mlp(f"{path}.shared", x)
+            shared = self._mlp(f"{path}.shared", x)
+            if moe.shared_gate:
+                logit = self.tap(f"{path}.shared_gate", x @ self.weights[f"{path}.shared_gate.weight"].T)
+                shared = torch.sigmoid(logit) * shared
+            y = y + shared
         return self.tap(path, y), routing
 
 
@@ -270,16 +274,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Te
 def choose_experts(moe: MoeSpec, scores: Tensor, bias: Tensor | None) -> Tensor:
     """The experts (n, T, k) with the largest scores (n, T, E) plus `bias` (E,), within the best groups.
 
-    A group counts by the sum of its two best (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2). Among equal values
-    `torch.topk` chooses by their places in the row alone, so here as in every layout.
+    A group counts by the sum of its two best (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2), or by its best
+    (DeepSeek-AI 2024, DeepSeek-V2, §2.2.2). Among equal values `torch.topk` chooses by their places in the row alone, so here as in every layout.
     """
     values = scores if bias is None else scores + bias
     if moe.top_groups < moe.groups:
         grouped = values.unflatten(-1, (moe.groups, -1))
-        of_group = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
-        best = F.one_hot(of_group.topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
+        best = F.one_hot(scores_of_groups(moe, values).topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
         values = grouped.masked_fill(~best.unsqueeze(-1), -math.inf).flatten(-2)
     return values.topk(moe.top_k).indices
+
+
+def scores_of_groups(moe: MoeSpec, values: Tensor) -> Tensor:
+    """What each group (n, T, groups) counts by, from the values of its experts (n, T, E)."""
+    grouped = values.unflatten(-1, (moe.groups, -1))
+    if moe.group_score == "max":
+        return grouped.amax(-1)
+    return grouped.sort(-1, descending=True).values[..., :2].sum(-1)
 
 
 def within_capacity(moe: MoeSpec, experts: Tensor) -> Tensor:
