@@ -97,6 +97,12 @@ def export(
     """
     run, folder = existing(run, "the folder of a run"), Path(folder)
     _check_weights(weights)
+    try:
+        license_id(license)
+    except ValueError:
+        raise UserError(
+            f"license: {license!r} is not the identifier of a license; give one such as apache-2.0, mit or other"
+        ) from None
     from meshwright.weights.exports import export_folder, export_gguf_file
 
     if folder.suffix.lower() == ".gguf":

@@ -34,13 +34,13 @@ def export_folder(
         )
 
     def write(saved: SavedWeights) -> None:
-        info, has_text = read_object(run / "run.json") or {}, tokenizer.is_file()
-        card = model_card(saved.spec, info, read_metrics(run), saved.step, license, has_text)
+        info = read_object(run / "run.json") or {}
+        card = model_card(saved.spec, info, read_metrics(run), saved.step, license, folder.name)
         export_hf(
             folder,
             saved.spec.model,
             saved,
-            tokenizer if has_text else None,
+            tokenizer if tokenizer.is_file() else None,
             DTYPES[dtype] if dtype else stored_dtype(saved),
             side_files=run,
             card=card,

@@ -25,11 +25,12 @@ def model_card(
     rows: list[dict[str, Any]],
     step: int,
     license: str,
-    tokenizer: bool,
+    folder: str,
 ) -> str:
     """Return the card of a run's checkpoint of `step`, by its record.
 
-    `info` is the content of run.json, `rows` are those of metrics.jsonl. The license is the user's to give.
+    `info` is the content of run.json, `rows` are those of metrics.jsonl. The license is the user's to give;
+    `folder` is the name of the exported one.
     """
     source = info.get("imported") or (spec.model.weights if spec.model.weights != RANDOM else None)
     fields: dict[str, Any] = {"license": license, "library_name": "transformers"}
@@ -40,7 +41,7 @@ def model_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in _facts(spec, source, rows, step))
     return (
         f"---\n{front}\n---\n\n# A language model of family {spec.model.family}\n\n"
-        f"| | |\n| --- | --- |\n{table}\n{_use(tokenizer)}{_command(spec) if step else ''}"
+        f"| | |\n| --- | --- |\n{table}\n{_use(folder)}{_command(spec) if step else ''}"
     )
 
 
@@ -78,12 +79,11 @@ def _facts(
     yield "data", ", ".join(f"`{each}`" for each in sources)
 
 
-def _use(tokenizer: bool) -> str:
-    if not tokenizer:
-        return ""
+def _use(folder: str) -> str:
     return (
         "\n## Use\n\n```py\nfrom transformers import pipeline\n\n"
-        'generate = pipeline("text-generation", "FOLDER")\nprint(generate("Once upon a time"))\n```\n\n'
+        f'generate = pipeline("text-generation", {json.dumps(folder)})\n'
+        'print(generate("Once upon a time"))\n```\n\n'
         "The tokenizer puts the token before a text that the model was trained to read there.\n"
     )
 

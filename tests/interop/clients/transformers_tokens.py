@@ -1,7 +1,7 @@
-"""Greedy tokens of prompts by `transformers.pipeline`, as anyone calls it:
-`python transformers_tokens.py FOLDER PROMPTS.json COUNT`.
+"""Greedy continuations by `transformers.pipeline`, as anyone calls it:
+`python transformers_tokens.py PROMPTS.json COUNT FOLDER...`.
 
-Prints the version and the texts as the last line of the output, a JSON object.
+Prints for each folder a JSON object: its name and the texts, or the error. The version comes first.
 """
 
 import json
@@ -12,13 +12,19 @@ from pathlib import Path
 def main() -> None:
     import transformers
 
-    folder, prompts, count = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3])
-    generator = transformers.pipeline("text-generation", folder)
-    found = [
-        generator(prompt, max_new_tokens=count, do_sample=False, return_full_text=False)[0]["generated_text"]
-        for prompt in prompts
-    ]
-    print(json.dumps({"version": transformers.__version__, "texts": found}))
+    prompts, count = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    print(json.dumps({"version": transformers.__version__}), flush=True)
+    for folder in sys.argv[3:]:
+        try:
+            generate = transformers.pipeline("text-generation", folder)
+            rows = [
+                generate(prompt, max_new_tokens=count, do_sample=False, return_full_text=False)
+                for prompt in prompts
+            ]
+            found = {"texts": [row[0]["generated_text"] for row in rows]}
+        except Exception as error:  # whatever a client says of a folder is its row
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"folder": folder, **found}), flush=True)
 
 
 if __name__ == "__main__":
