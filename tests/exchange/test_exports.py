@@ -199,6 +199,6 @@ def test_the_card_has_the_numbers_of_the_run_and_how_it_was_made(tmp_path: Path)
 
 def test_a_license_is_an_identifier(run: Path, tmp_path: Path) -> None:
     api.export(run, tmp_path / "hf", license="apache-2.0")
-    assert "license: \"apache-2.0\"" in (tmp_path / "hf" / "README.md").read_text()
+    assert 'license: "apache-2.0"' in (tmp_path / "hf" / "README.md").read_text()
     with pytest.raises(UserError, match="license: 'My License' is not the identifier of a license"):
         api.export(run, tmp_path / "other", license="My License")

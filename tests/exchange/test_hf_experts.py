@@ -118,7 +118,9 @@ def test_every_element_of_a_preset_is_in_one_tensor_of_its_files(preset: str, st
         shapes = {name: tensor.shape for name, tensor in Decoder(spec).tensors().items()}
     every = list(hf_tensors(spec, stacked))
     assert len({piece.hf for piece in every}) == len(every)
-    zeros = sum(piece.elements(shapes) - shapes[piece.parameters[0]].numel() for piece in every if piece.padded)
+    zeros = sum(
+        piece.elements(shapes) - shapes[piece.parameters[0]].numel() for piece in every if piece.padded
+    )
     assert sum(piece.elements(shapes) for piece in every) == zeros + sum(s.numel() for s in shapes.values())
     assert {name for piece in every for name in piece.parameters} == shapes.keys()
 

@@ -107,7 +107,9 @@ def main() -> int:
     for name in options.clients:
         client = CLIENTS[name]
         known = [model for model in made if model not in client.without]
-        targets = {str(made[model][client.gguf]): model for model in known if made[model][client.gguf].exists()}
+        targets = {
+            str(made[model][client.gguf]): model for model in known if made[model][client.gguf].exists()
+        }
         version, *rows = opened(name, client, list(map(Path, targets)), options.work) or [{"version": "?"}]
         told = {targets[str(row["folder"])]: row for row in rows}
         for model in targets.values():
@@ -116,7 +118,9 @@ def main() -> int:
             same = sum(a == b for a, b in zip(texts, expected, strict=True)) if isinstance(texts, list) else 0
             failed += same < len(PROMPTS)
             opens = "yes" if texts is not None else str(row.get("error", ""))[:120]
-            print(f"| {model} | {name} {version['version']} | {opens} | {same} of {len(PROMPTS)} |", flush=True)
+            print(
+                f"| {model} | {name} {version['version']} | {opens} | {same} of {len(PROMPTS)} |", flush=True
+            )
     return 1 if failed else 0
 
 

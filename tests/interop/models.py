@@ -13,7 +13,11 @@ _SIZES = {
     "layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 512,
     "max_seq_len": 512,
 }  # fmt: skip
-_WINDOWS = {"layers": 3, "sliding_window": 16, "layer_types": "sliding_attention,full_attention,sliding_attention"}
+_WINDOWS = {
+    "layers": 3,
+    "sliding_window": 16,
+    "layer_types": "sliding_attention,full_attention,sliding_attention",
+}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "dense": {"family": "llama"},
     "tied": {"family": "llama", "tied": True},

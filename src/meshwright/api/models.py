@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
 License = Annotated[str, Option(
-    "license that the model card names: apache-2.0, mit, ...; an id of the Hugging Face hub", "ID", license_id,
-    "other")]  # fmt: skip
+    "license that the model card names: apache-2.0, mit or another id of the Hugging Face hub", "ID",
+    license_id, "other")]  # fmt: skip
 
 
 def tokenize(
@@ -101,7 +101,8 @@ def export(
         license_id(license)
     except ValueError:
         raise UserError(
-            f"license: {license!r} is not the identifier of a license; give one such as apache-2.0, mit or other"
+            f"license: {license!r} is not the identifier of a license; give one such as apache-2.0, mit or "
+            "other"
         ) from None
     from meshwright.weights.exports import export_folder, export_gguf_file
 

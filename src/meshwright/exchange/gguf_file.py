@@ -58,10 +58,10 @@ def export_gguf(
 ) -> None:
     """Write a model and its tokenizer as a GGUF file, which appears whole or not at all.
 
-    `tensors` are `Decoder.tensors()`, or a source that they are read from one by one. Matrices are written as `dtype`, a key of `GGUF_DTYPES`; vectors and
-    routers in float32, and with q8_0 matrices whose rows are no whole blocks of 32 in float16. One
-    parameter is read and converted at a time. Raises `UserError` as `check_gguf` does, for a tokenizer that llama.cpp does not
-    know, and for a file that cannot be written.
+    `tensors` are `Decoder.tensors()`, or a source that they are read from one by one. Matrices are written as
+    `dtype`, a key of `GGUF_DTYPES`; vectors and routers in float32, and with q8_0 matrices whose rows are no
+    whole blocks of 32 in float16. One parameter is read and converted at a time. Raises `UserError` as
+    `check_gguf` does, for a tokenizer that llama.cpp does not know, and for a file that cannot be written.
     """
     check_gguf(file, spec)
     import gguf
@@ -109,9 +109,7 @@ def gguf_tensors(spec: ModelSpec, source: ParameterSource) -> Iterator[tuple[str
         yield "rope_freqs.weight", factors
 
 
-def _converted(
-    spec: ModelSpec, piece: HfTensor, source: ParameterSource
-) -> Iterator[tuple[str, Tensor]]:
+def _converted(spec: ModelSpec, piece: HfTensor, source: ParameterSource) -> Iterator[tuple[str, Tensor]]:
     """Yield what becomes of a tensor of the HF folder, under names of the HF folder's form."""
     hf, parts, family = piece.hf, piece.hf.split("."), FAMILIES[spec.family]
     if piece.expert == 0:

@@ -31,10 +31,11 @@ def write_weights(
     max_shard_bytes: int,
     quantised: QuantisedCodes | None,
 ) -> None:
-    """Write a model's weights in `dtype`, in one file, or in several of at most `max_shard_bytes` and an index.
+    """Write a model's weights in `dtype`, in one file, or in several and an index.
 
-    A parameter is in memory at a time. With `quantised`, the files have its codes in place of the tensors of
-    its names. A tensor that is larger than a shard has one to itself. Raises `OSError`.
+    A parameter is in memory at a time; a file has at most `max_shard_bytes`, but for a tensor that is larger,
+    which has one to itself. With `quantised`, the files have its codes in place of the tensors of its names.
+    Raises `OSError`.
     """
     source = LastRead(source)
     shards = _deal(_listed(spec, source, dtype, quantised), max_shard_bytes)

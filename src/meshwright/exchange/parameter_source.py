@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ParameterSource(Protocol):
-    """The parameters and routers' biases of a model by the decoder's names, each read when it is asked for."""
+    """Parameters and routers' biases of a model by the decoder's names, each read when it is asked for."""
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

@@ -30,7 +30,6 @@ from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.sections import DataSpec
 from meshwright.train.state import check_fields, check_same_model, imported_state
 
-
 DTYPE_KEY = "imported_dtype"
 """Key of run.json: the number format of the folder that a run was imported from."""
 

@@ -14,7 +14,7 @@ from meshwright.exchange.parameter_source import HeldParameters
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.linear import Linear
-from meshwright.model.quantisation import DYNAMIC, Codes, quantise
+from meshwright.model.quantisation import DYNAMIC, Codes
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.parameters import parameters

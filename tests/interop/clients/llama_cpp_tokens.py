@@ -1,4 +1,5 @@
-"""Greedy continuations by llama.cpp, in its wheel for CPUs: `python llama_cpp_tokens.py PROMPTS.json COUNT FILE...`.
+"""Greedy continuations by llama.cpp, in its wheel for CPUs:
+`python llama_cpp_tokens.py PROMPTS.json COUNT FILE...`.
 
 Prints for each GGUF file a JSON object: its name and the texts, or the error. The version comes first.
 """

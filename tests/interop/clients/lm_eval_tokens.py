@@ -1,4 +1,5 @@
-"""Greedy continuations by lm-eval's model of HF folders: `python lm_eval_tokens.py PROMPTS.json COUNT FOLDER...`.
+"""Greedy continuations by lm-eval's model of HF folders:
+`python lm_eval_tokens.py PROMPTS.json COUNT FOLDER...`.
 
 Prints for each folder a JSON object: its name and the texts, or the error. The version comes first.
 """

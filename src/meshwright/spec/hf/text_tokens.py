@@ -95,7 +95,7 @@ class PublishedTokenizer:
 
     @property
     def is_written_here(self) -> bool:
-        """True for a tokenizer that was trained here: the config beside it is as `written_config` makes it."""
+        """True for one that was trained here: the config beside it is as `written_config` makes it."""
         return _is_written_here(self.names)
 
     @property
