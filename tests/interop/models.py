@@ -35,7 +35,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {"family": "olmo2", "norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "cohere2": {
         "family": "cohere2", "tied": True, "parallel_block": True, "norm": "layernorm", "norm_bias": False,
-        "rope_layers": "0,2", "logit_scale": 0.5, **_WINDOWS,
+        "rope_layers": "true,false,true", "logit_scale": 0.5, **_WINDOWS,
     },
     "glm4": {
         "family": "glm4", "norm_placement": "both", "rope_dim": 16, "qkv_bias": True,
@@ -44,7 +44,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "family": "granite", "embedding_scale": 6.0, "residual_scale": 0.5, "attention_scale": 0.2,
         "logit_scale": 0.25,
     },
-    "smollm3": {"family": "smollm3", "tied": True, "rope_layers": "0"},
+    "smollm3": {"family": "smollm3", "tied": True, "rope_layers": "true,false"},
     "starcoder2": {
         "family": "starcoder2", "tied": True, "norm": "layernorm", "qkv_bias": True, "out_bias": True,
         "mlp_bias": True, "activation": "gelu_tanh",

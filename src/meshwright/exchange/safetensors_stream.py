@@ -20,7 +20,7 @@ _ALIGNMENT = 8
 
 
 class TensorInfo(NamedTuple):
-    """What the header says of a tensor."""
+    """A tensor as the header of a file lists it."""
 
     name: str
     shape: tuple[int, ...]
