@@ -7,7 +7,7 @@ CHAOS ?= runs/chaos-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all exam lint format bench bench-peers chaos gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all exam interop lint format bench bench-peers chaos gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -41,6 +41,11 @@ test-all: .venv/dev.done
 ## exam: known mistakes planted in copies of the source, and what verify says of each, in some minutes
 exam: .venv/run.done
 	$(PY) tests/exam/exam.py $(ARGS)
+
+## interop: exports opened by transformers, vLLM, llama.cpp and lm-eval, each in an environment of its own under
+## .interop, in half an hour the first time; ARGS="--models dense --clients vllm" for a part
+interop: .venv/dev.done
+	$(PY) tests/interop/interop.py --work .interop/work $(ARGS)
 
 ## lint: ruff, mypy, the contract that imports go down the floors only, and the prose of docstrings and errors
 lint: .venv/dev.done

@@ -289,7 +289,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
         (["--save", "saved", "--through", "checkpoint"], "--save: is one part of --through alone"),
         (["--save", "saved", "--load", "saved"], "--save: is one part of --through alone"),
         (
-            ["--model.preset", "moe-tiny", "--through", "export"],
+            ["--model.preset", "moe-tiny", "--model.family", "llama", "--through", "export"],
             "model.family: HF's llama has no model.moe",
         ),
     ],

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from meshwright.api.options import NewRun, Option, Step, Weights, choice, folder_name
+from meshwright.api.options import (
+    NewRun,
+    Option,
+    Step,
+    Weights,
+    choice,
+    folder_name,
+    license_id,
+)
 from meshwright.api.ranks import Result
 from meshwright.spec import UserError, load
-from meshwright.storage.upload import check_new, new_file
+from meshwright.storage.upload import check_new
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +29,9 @@ FORMATS = ("hf", "gguf", "dcp")
 """Formats of export."""
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
+License = Annotated[str, Option(
+    "license that the model card names: apache-2.0, mit or another id of the Hugging Face hub", "ID",
+    license_id, "other")]  # fmt: skip
 
 
 def tokenize(
@@ -89,16 +99,28 @@ def export(
     format: Annotated[str | None, Option(
         "hf: a folder with safetensors; dcp: one with a checkpoint of torch.distributed; gguf: a file; "
         "default by the name of TARGET", "|".join(FORMATS), choice(*FORMATS))] = None,
+    license: License = "other",
 ) -> None:  # fmt: skip
-    """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
+    """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16'.
 
-    A `folder` whose name ends in .gguf is a file for llama.cpp, by default in 'float32', which may be in
+    By default it is in the format that the weights are stored in, or that of the folder which an untrained
+    run was imported from. A `folder` whose name ends in .gguf is a file for llama.cpp, which may be in
     'q8_0', too. `format` 'dcp' writes the tensors of the HF folder as a checkpoint of torch.distributed. The
     `folder` may be a URL that fsspec writes to, such as s3://bucket/folder. `weights` 'ema' writes the moving
-    average of the weights (`train.ema`). `step` is which checkpoint, by default the newest.
+    average of the weights (`train.ema`). `step` is which checkpoint, by default the newest. `license` is the
+    one that the model card names, by its identifier on the Hugging Face hub. One parameter is in memory at a
+    time, but for 'dcp'.
     """
     run = existing(run, "the folder of a run")
     check_new(folder, "export")
+    _check_weights(weights)
+    try:
+        license_id(license)
+    except ValueError:
+        raise UserError(
+            f"license: {license!r} is not the identifier of a license; give one such as apache-2.0, mit or "
+            "other"
+        ) from None
     named = "gguf" if str(folder).lower().endswith(".gguf") else "hf"
     if format not in (None, *FORMATS):
         raise UserError(f"format: {format!r} is not one of {', '.join(FORMATS)}")
@@ -106,47 +128,12 @@ def export(
         raise UserError(
             f"--format: {format} does not fit {folder}; the names of GGUF files, and no others, end in .gguf"
         )
+    from meshwright.weights.exports import export_folder, export_gguf_file
+
     if named == "gguf":
-        _export_gguf(run, folder, dtype or "float32", weights, step)
-        return
-    import torch
-
-    from meshwright.exchange.hf import export_hf
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype is not None and dtype not in known:
-        hint = ", which is a format of GGUF files: name one that ends in .gguf" if dtype == "q8_0" else ""
-        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}{hint}")
-
-    decoder = load_run(run, weights=weights, step=step)
-    tokenizer = run / "tokenizer.json"
-    if not tokenizer.is_file():
-        warnings.warn(
-            f"{run} has no tokenizer.json, so {folder} has none; copy one there for programs that read text",
-            stacklevel=2,
-        )
-    export_hf(
-        folder,
-        decoder.spec,
-        decoder.tensors(),
-        tokenizer if tokenizer.is_file() else None,
-        known[dtype] if dtype else None,
-        side_files=run,
-        dcp=format == "dcp",
-    )
-
-
-def _export_gguf(run: Path, target: Path | str, dtype: str, weights: str, step: int | None) -> None:
-    from meshwright.exchange.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
-
-    if dtype not in GGUF_DTYPES:
-        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(GGUF_DTYPES)}")
-    if not (run / "tokenizer.json").is_file():
-        raise UserError(f"{run}: has no tokenizer.json, which is a part of GGUF files; export to a folder")
-    with new_file(target, "export") as file:
-        check_gguf(file, load(run).model)
-        decoder = load_run(run, weights=weights, step=step)
-        export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
+        export_gguf_file(run, folder, dtype, weights == "ema", step)
+    else:
+        export_folder(run, folder, dtype, weights == "ema", step, license, dcp=format == "dcp")
 
 
 def import_hf(
@@ -250,8 +237,12 @@ def load_run(
 
     `weights` is 'trained', or 'ema' for their moving average (`train.ema`).
     """
-    if weights not in WEIGHTS:
-        raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
+    _check_weights(weights)
     from meshwright.weights.load import load_run as load_decoder
 
     return load_decoder(Path(run), dtype, average=weights == "ema", step=step)
+
+
+def _check_weights(weights: str) -> None:
+    if weights not in WEIGHTS:
+        raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")

@@ -110,6 +110,13 @@ fraction = _reader(float, lambda value: 0 < value <= 1, "a number above 0 and at
 """Reader of numbers within (0, 1]."""
 
 
+def license_id(text: str) -> str:
+    """Read the identifier of a license, as the Hugging Face hub lists them."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", text):
+        raise ValueError("the identifier of a license is needed, such as apache-2.0, mit or other")
+    return text
+
+
 def several(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Return a reader of values with commas between them, each of which `read` reads."""
     return lambda text: tuple(read(part.strip()) for part in text.split(","))

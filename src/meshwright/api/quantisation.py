@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.exchange.hf_quantised import Quantisation
+    from meshwright.exchange.parameter_source import ParameterSource
     from meshwright.model.decoder import Decoder
+    from meshwright.model.quantisation import Codes
     from meshwright.spec import RunSpec
 
 MOST_TEXT = 64 << 20
@@ -79,9 +81,11 @@ def quantise(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"FOLDER: {folder} exists and is not an empty folder; give another")
     source = _Source(run, weights)
-    from meshwright.exchange.hf import export_hf
-    from meshwright.exchange.hf_quantised import stored_bytes
+    from meshwright.exchange.hf import export_hf, tensor_shapes
+    from meshwright.exchange.hf_quantised import NearestCodes, stored_bytes
+    from meshwright.exchange.parameter_source import LastRead, ShapesAlone
     from meshwright.weights.quantise import calibrated, check_calibrated, nearest, plan_quantisation
+    from meshwright.weights.saved_weights import of_whole_checkpoint
 
     how = plan_quantisation(source.model, recipe, source.group(recipe, group_size), keep)  # type: ignore[arg-type]
     batches = []
@@ -90,21 +94,31 @@ def quantise(
         batches = source.calibration(calibration, calibration_tokens)
     import torch
 
-    decoder = source.decoder()
-    tensors = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
-    codes = calibrated(decoder, how, batches) if batches else nearest(source.model, tensors, how)
     file = run / "tokenizer.json"
     tokenizer = file if file.is_file() else None
-    export_hf(
-        folder, source.model, tensors, tokenizer, torch.bfloat16, side_files=run, quantised=(how, codes)
-    )
+
+    def write(tensors: Mapping[str, Tensor] | ParameterSource, codes: Mapping[str, Codes]) -> None:
+        export_hf(
+            folder, source.model, tensors, tokenizer, torch.bfloat16, side_files=run, quantised=(how, codes)
+        )
+
+    if source.spec is not None and not batches:  # one parameter is in memory at a time
+        of_whole_checkpoint(
+            run, None, weights == "ema",
+            lambda saved: write(saved, NearestCodes(source.model, LastRead(saved), how)),
+        )  # fmt: skip
+    else:
+        decoder = source.decoder()
+        tensors = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
+        write(tensors, calibrated(decoder, how, batches) if batches else nearest(source.model, tensors, how))
+    shapes = tensor_shapes(source.model)
     return {
         "folder": str(folder),
         "recipe": recipe,
         "group_size": how.group or None,
-        "layers": len(codes),
+        "layers": len(NearestCodes(source.model, ShapesAlone(shapes, torch.float32), how)),
         "kept": list(how.kept),
-        "bytes": stored_bytes(source.model, {name: each.shape for name, each in tensors.items()}, how),
+        "bytes": stored_bytes(source.model, shapes, how),
     }
 
 

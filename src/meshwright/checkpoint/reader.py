@@ -239,6 +239,14 @@ class Reading:
             for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
                 fetch.run(descriptor, path, self.disk, self._digest)
 
+    def take(self, name: str) -> Tensor:
+        """Return a tensor that is whole on this rank, of those that were read, in place of a `commit` of it.
+
+        It is not copied, so `tensors` may have it on the meta device.
+        """
+        (staged,) = self._staged.pop(name)
+        return staged.data
+
     def commit(self, wire: TrafficCounter) -> None:
         """Write the staged rectangles into the live tensors, and send them to this rank's replicas."""
         with torch.no_grad():

@@ -65,10 +65,9 @@ def _tell(_number: int, text: str) -> None:
     Argument("TARGET", "a folder to write, new or empty, a new file that ends in .gguf, or a URL of one"),
     Flag(
         "dtype",
-        "number format of the weights; q8_0 for GGUF",
+        "number format of the weights, q8_0 for GGUF; default the one that they are stored in",
         "|".join(DTYPES),
         choice(*DTYPES),
-        default=DTYPES[0],
     ),
     api.export,
     JSON,

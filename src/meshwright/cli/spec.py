@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import RUN, spec_of
+from meshwright.exchange.hf_config import export_remark
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.schema import schema
@@ -45,6 +46,7 @@ def check(call: Call) -> None:
         "steps": spec.train.total_steps,
         "batch_tokens": spec.train.batch_tokens,
         "digest": spec.digest(),
+        "export": (remark := export_remark(spec.model)) or "yes",
     }
     active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
     sentence = (
@@ -53,7 +55,7 @@ def check(call: Call) -> None:
         f"{show.count(spec.microbatches, 'microbatch')} of "
         f"{show.count(spec.micro_batch, 'sequence')} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
-        f"{spec.train.warmup_in_words}"
+        f"{spec.train.warmup_in_words}" + (f"; {remark}" if remark else "")
     )
     show.result(call, facts, lambda _: show.line(sentence))
 

@@ -17,6 +17,7 @@ from meshwright.cli.ending import Ending, errors_as_json
 from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
+from meshwright.exchange.hf_config import export_remark
 from meshwright.rank.env import Worker, nproc_of, worker
 from meshwright.rank.slurm_mpi import RANK_VARIABLES
 from meshwright.spec import RunSpec, UserError
@@ -84,6 +85,8 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         ending.out, ending.checkpoints = folder, spec.checkpoint.folder(folder)
         if not quiet and (place is None or place.rank == 0):
             _tell_weights(spec, run, folder, resume)
+            if resume is None and (remark := export_remark(spec.model)):
+                show.line(remark)
         if call.flags["verify"]:
             check_start(spec, folder, resume)
             if not _is_equal(call, spec, ending):

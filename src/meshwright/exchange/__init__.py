@@ -6,6 +6,8 @@
 `dcp_file` writes tensors as torch's distributed checkpoints. `foreign` reads what other programs save. Both
 read tensors from a `tensor_store`, and `stored_weights` makes parameters of them: `torch_files` are those
 that `torch.save` writes, by `restricted_pickle`.
+Tensors that are written come from a `parameter_source`; `hf_shards` deals them into files, each a
+`safetensors_stream`.
 `gguf_file` writes a file for llama.cpp, with `gguf_metadata` and `gguf_tokenizer`; `llama_cpp_graphs` has
 what llama.cpp computes.
 """

@@ -24,6 +24,7 @@ from meshwright.exchange.gguf_tokenizer import read_tokenizer
 from meshwright.exchange.hf_config import write_hf_config
 from meshwright.exchange.hf_state_dict import HfTensor, Rotary, hf_tensors
 from meshwright.exchange.llama_cpp_graphs import GRAPHS
+from meshwright.exchange.parameter_source import HeldParameters, ParameterSource, ShapesAlone
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 
@@ -49,18 +50,23 @@ def check_gguf(file: Path, spec: ModelSpec) -> None:
 
 
 def export_gguf(
-    file: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer_file: Path, dtype: str
+    file: Path,
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor] | ParameterSource,
+    tokenizer_file: Path,
+    dtype: str,
 ) -> None:
     """Write a model and its tokenizer as a GGUF file, which appears whole or not at all.
 
-    `tensors` are `Decoder.tensors()`. Matrices are written as `dtype`, a key of `GGUF_DTYPES`; vectors and
-    routers in float32, and with q8_0 matrices whose rows are no whole blocks of 32 in float16. One tensor
-    is converted at a time. Raises `UserError` as `check_gguf` does, for a tokenizer that llama.cpp does not
-    know, and for a file that cannot be written.
+    `tensors` are `Decoder.tensors()`, or a source that they are read from one by one. Matrices are written as
+    `dtype`, a key of `GGUF_DTYPES`; vectors and routers in float32, and with q8_0 matrices whose rows are no
+    whole blocks of 32 in float16. One parameter is read and converted at a time. Raises `UserError` as
+    `check_gguf` does, for a tokenizer that llama.cpp does not know, and for a file that cannot be written.
     """
     check_gguf(file, spec)
     import gguf
 
+    source = HeldParameters(tensors) if isinstance(tensors, Mapping) else tensors
     tokenizer, quantized = read_tokenizer(tokenizer_file, spec.vocab_size), GGUF_DTYPES[dtype]
     try:
         with atomic.file(file) as unfinished:
@@ -70,7 +76,7 @@ def export_gguf(
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             write_metadata(writer, spec)
             tokenizer.write(writer)
-            for name, value in gguf_tensors(spec, tensors):
+            for name, value in gguf_tensors(spec, ShapesAlone(source.shapes, source.dtype)):
                 kind = _kind(name, value.shape, quantized)
                 block, size = gguf.GGML_QUANT_SIZES[kind]
                 count = prod(value.shape) // block * size
@@ -78,14 +84,14 @@ def export_gguf(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, value in gguf_tensors(spec, tensors):
+            for name, value in gguf_tensors(spec, source):
                 writer.write_tensor_data(_encoded(value, _kind(name, value.shape, quantized)))
             writer.close()
     except OSError as error:
         raise UserError(f"export: {file} cannot be written ({error.strerror}); give another file") from error
 
 
-def gguf_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gguf_tensors(spec: ModelSpec, source: ParameterSource) -> Iterator[tuple[str, Tensor]]:
     """Yield (llama.cpp's name, value in fp32) of each tensor."""
     import gguf
 
@@ -94,7 +100,7 @@ def gguf_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tup
     for piece in hf_tensors(spec):
         if piece.expert:
             continue  # the first one brings all
-        for hf, value in _converted(spec, piece, tensors):
+        for hf, value in _converted(spec, piece, source):
             name = names.get_name(hf, try_suffixes=(".weight", ".bias"))
             assert name is not None, hf
             yield name, value
@@ -103,21 +109,19 @@ def gguf_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tup
         yield "rope_freqs.weight", factors
 
 
-def _converted(
-    spec: ModelSpec, piece: HfTensor, tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _converted(spec: ModelSpec, piece: HfTensor, source: ParameterSource) -> Iterator[tuple[str, Tensor]]:
     """Yield what becomes of a tensor of the HF folder, under names of the HF folder's form."""
     hf, parts, family = piece.hf, piece.hf.split("."), FAMILIES[spec.family]
     if piece.expert == 0:
         block, _, leaf = hf.rpartition(".experts.0.")
         if (module := family.expert_names.module) != "mlp":
             block = block.removeprefix("model.").replace(module, "feed_forward")
-        yield f"{block}.experts.{leaf}", tensors[piece.parameters[0]].detach().float()
+        yield f"{block}.experts.{leaf}", source[piece.parameters[0]].detach().float()
         return
     if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and GRAPHS[str(family.gguf)].rotary_pairs:
         heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
         piece = replace(piece, rotary=piece.rotary or (Rotary(heads, spec.head_dim),))
-    value = replace(piece, transposed=False).join(tensors, torch.float32)
+    value = replace(piece, transposed=False).join(source, torch.float32)
     if spec.norm_unit_offset and parts[-2].endswith("norm"):
         value = value + 1
     if parts[-2] == "kv_b_proj":

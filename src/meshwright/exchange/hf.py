@@ -6,30 +6,28 @@ here, have a tensor each in published files.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.weights import fill
 from meshwright.exchange.dcp_file import write_dcp
 from meshwright.exchange.hf_block_scaled import coded_weights
 from meshwright.exchange.hf_config import write_hf_config
-from meshwright.exchange.hf_files import INDEX, WEIGHTS, by_causal_names, model_files, why_lacking
-from meshwright.exchange.hf_quantised import KEY, Quantisation, QuantisedLayers
-from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
+from meshwright.exchange.hf_files import by_causal_names, model_files, why_lacking
+from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
+from meshwright.exchange.hf_shards import QuantisedCodes, write_weights
+from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json, write_tokenizer
+from meshwright.exchange.parameter_source import HeldParameters, ParameterSource
 from meshwright.exchange.stored_weights import StoredWeights, check_tensors, tensor_shapes
 from meshwright.exchange.tensor_store import TensorStore
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
-from meshwright.model.quantisation import DYNAMIC, Codes
+from meshwright.model.quantisation import DYNAMIC
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.hf.json_object import read_json_object
@@ -38,7 +36,7 @@ from meshwright.spec.hf.special_tokens import side_files as find_side_files
 from meshwright.spec.hf.text_tokens import MODEL_IDS, model_ids
 from meshwright.spec.tiling import tiling
 from meshwright.spec.weights import hf_model
-from meshwright.storage.upload import NewFolder, new_folder
+from meshwright.storage.upload import new_folder
 
 _HEAD = "lm_head.weight"
 
@@ -141,33 +139,34 @@ def _config_dtype(folder: Path) -> torch.dtype:
 def export_hf(
     folder: Path | str,
     spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | ParameterSource,
     tokenizer_file: Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
     side_files: Path | None = None,
-    quantised: tuple[Quantisation, Mapping[str, Codes]] | None = None,
+    quantised: QuantisedCodes | None = None,
+    card: str | None = None,
     dcp: bool = False,
 ) -> None:
     """Write a folder that transformers opens: config, weights, and the tokenizer if its file is given.
 
-    `tensors` are `Decoder.tensors()`, written in `dtype` (by default that of the embedding), in one file or
-    in several of at most `max_shard_bytes` each (by default 5 GB). The folder appears by one rename, whole or
-    not at all; below a URL, which `folder` may be, its config.json comes last. A `tokenizer_config.json`
-    in the folder of the tokenizer's file names the end and the beginning of a text; it is copied, with the
-    model's length if it has none. Other files of the tokenizer and a generation_config.json are copied from
-    the folder `side_files`. With `quantised`, the files have these codes in place of the tensors of their
-    names; with `dcp`, the tensors are those of a directory of torch's distributed checkpoints. Raises
-    `UserError` for a folder that exists and is not empty or that cannot be written, a model that no HF
+    `tensors` are `Decoder.tensors()`, or a source that they are read from one by one. They are written in
+    `dtype` (by default that of the embedding), in one file or in several of at most `max_shard_bytes` each
+    (by default 5 GB). The folder appears by one rename, whole or not at all; below a URL, which `folder` may
+    be, its config.json comes last. A `tokenizer_config.json` in the folder of the tokenizer's file names the
+    end and the beginning of a text; it is copied, with the model's length if it has none. Other files of the
+    tokenizer and a generation_config.json are copied from the folder `side_files`. With `quantised`, the
+    files have these codes in place of the tensors of their names; with `dcp`, the tensors, which are then all
+    in memory, are those of a directory of torch's distributed checkpoints. `card` is the text of README.md.
+    Raises `UserError` for a folder that exists and is not empty or that cannot be written, a model that no HF
     family computes, and tensors that are missing or misshapen.
     """
+    source = HeldParameters(tensors) if isinstance(tensors, Mapping) else tensors
     try:
         with new_folder(folder, "export") as made:
             unfinished = made.path
-            shapes = tensor_shapes(spec)
-            given = {name: tensor.shape for name, tensor in tensors.items()}
-            check_tensors("export: the decoder", shapes.items(), given)
-            dtype = dtype or tensors["embed.weight"].dtype
+            check_tensors("export: the decoder", tensor_shapes(spec).items(), source.shapes)
+            dtype = dtype or source.dtype
             config = write_hf_config(spec, str(dtype).removeprefix("torch."))
             # Without a key transformers has the family's own, which may be beyond the vocabulary.
             ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -177,65 +176,18 @@ def export_hf(
                 ends |= model_ids(side_files, "export")
             if tokenizer_file is not None:
                 ends |= write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len, spec.vocab_size)
-            how, codes = quantised or (None, {})
-            config |= {KEY: how.config()} if how is not None else {}
+            config |= {KEY: quantised[0].config()} if quantised is not None else {}
             write_json(unfinished / "config.json", config | ends)
             if not (unfinished / "generation_config.json").exists():
                 write_json(unfinished / "generation_config.json", ends)
+            if card is not None:
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
             if dcp:
-                write_dcp(unfinished, {each.hf: each.join(tensors, dtype) for each in hf_tensors(spec)})
+                write_dcp(unfinished, {each.hf: each.join(source, dtype) for each in hf_tensors(spec)})
                 return
-            shards = _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes or tiling().shard_bytes)
-            stored = partial(_stored, tensors=tensors, dtype=dtype, how=how, codes=codes)
-            _write_weights(made, shards, stored)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
-
-
-def _stored(
-    piece: HfTensor,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    how: Quantisation | None,
-    codes: Mapping[str, Codes],
-) -> dict[str, Tensor]:
-    """The tensors of a file that hold one of the model's: itself, or its codes."""
-    if how is not None and piece.hf in codes:
-        return how.stored(piece.hf, codes[piece.hf])
-    return {piece.hf: piece.join(tensors, dtype)}
-
-
-def _write_weights(
-    made: NewFolder, shards: list[list[HfTensor]], stored: Callable[[HfTensor], dict[str, Tensor]]
-) -> None:
-    """Write one file for each shard, with an index for several; one of them in memory at a time."""
-    folder = made.path
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(shards, 1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        joined = {name: tensor for piece in shard for name, tensor in stored(piece).items()}
-        save_file(joined, folder / name, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / name)  # safetensors' are readable by the owner alone
-        made.finished(name)
-        weight_map |= dict.fromkeys(joined, name)
-        total += sum(tensor.nbytes for tensor in joined.values())
-    if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _deal(
-    listed: Iterable[HfTensor], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int
-) -> list[list[HfTensor]]:
-    """Return consecutive tensors, as many to a shard as fit; a larger tensor has a shard to itself."""
-    shards: list[list[HfTensor]] = [[]]
-    room = max_shard_bytes
-    for piece in listed:
-        size = piece.elements(shapes) * dtype.itemsize
-        if size > room and shards[-1]:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(piece)
-        room -= size
-    return shards
+            most = max_shard_bytes or tiling().shard_bytes
+            write_weights(made, spec, source, dtype, most, quantised)
+    except OSError as error:
+        raise UserError(
+            f"export: {folder} cannot be written ({error.strerror or error}); give another folder"
+        ) from error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
+
+from pydantic import ValidationError
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, written
 from meshwright.spec.hf.config_read import model_fields
-from meshwright.spec.hf.families import FAMILIES, Family
+from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
 from meshwright.spec.hf.json_object import Config
 from meshwright.spec.layers import LongRope
 from meshwright.spec.model import ModelSpec
@@ -23,17 +26,26 @@ _TABLES = {
 def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
     """Return the `config.json` of `model`.
 
-    Raises `UserError` if no HF family computes this combination of fields.
+    Raises `UserError` if no HF family computes this combination of fields: all that is in its way, and which
+    family computes it, or most of it.
     """
-    for table, families in _TABLES.items():
-        if (getattr(model, table) is not None) != (model.family in families):
-            has = "needs" if model.family in families else "has no"
-            raise UserError(
-                f"model.family: HF's {model.family} {has} model.{table}; "
-                f"families with it are {', '.join(families)}"
-            )
+    if found := _missing(model):
+        raise UserError(f"{found[0]}{_others(found)}; {_instead(model)}")
+    return _config(model, dtype)
+
+
+def export_remark(model: ModelSpec) -> str | None:
+    """Return a sentence if `model` cannot be exported, before it is trained; None if it can."""
+    try:
+        write_hf_config(model, "float32")
+    except UserError as error:
+        return f"this model cannot be exported: {error}"
+    return None
+
+
+def _config(model: ModelSpec, dtype: str) -> dict[str, Any]:
     family = FAMILIES[model.family]
-    config = {
+    return {
         "architectures": [family.causal_lm],
         "model_type": model.family,
         **written(model, family.keys),
@@ -41,12 +53,54 @@ def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    _check_reads_back(model, config)
-    return config
 
 
-def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
-    """Raise `UserError` for the first field with another value in the model that `config` describes."""
+def _missing(model: ModelSpec) -> list[str]:
+    """Return a clause for each key of `model` that its family does not compute."""
+    found: list[str] = []
+    for table, families in _TABLES.items():
+        given = getattr(model, table) is not None
+        if given and model.family not in families:
+            found.append(f"model.family: HF's {model.family} has no model.{table}")
+            model = model.model_copy(update={table: None})
+        elif not given and model.family in families:
+            return [*found, f"model.family: HF's {model.family} needs model.{table}"]
+    try:
+        different = list(_read_back(model, _config(model, "float32")))
+    except (UserError, ValidationError) as error:  # no config says it
+        return [*found, f"model.family: HF's {model.family} does not compute this model ({error})"]
+    for key, value, computed in different:
+        name = key.rpartition(".")[2]
+        found.append(
+            f"model.{key}: HF's {model.family} does not compute {name} = {value!r}; it computes {computed!r}"
+        )
+    return found
+
+
+def _others(found: list[str]) -> str:
+    """Return the keys besides the first that are in the way, in parentheses."""
+    keys = [clause.partition(": ")[0] for clause in found[1:]]
+    return f" (nor {', '.join(keys)} as it is)" if keys else ""
+
+
+def _instead(model: ModelSpec) -> str:
+    """Return which family computes a model that its own does not, or else which lacks least."""
+    lacking = {name: _missing(model.model_copy(update={"family": name})) for name in FAMILIES}
+    least = min(lacking, key=lambda name: (_is_other(lacking[name]), len(lacking[name])))
+    if not lacking[least]:
+        return f"set model.family to {least}, which computes it"
+    if least == model.family:
+        return "no other family computes more of it"
+    return f"no family computes it; nearest is {least}, but {'; '.join(lacking[least])}"
+
+
+def _is_other(found: list[str]) -> bool:
+    """Return whether these clauses say that a family has another kind of attention or feed-forward layer."""
+    return any(clause.startswith("model.family: ") for clause in found)
+
+
+def _read_back(model: ModelSpec, config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, value, and the value in the model that `config` describes, of each that differs."""
     fields = model_fields(Config(f"the config.json of HF's {model.family}", config, "model.family"))
     described = ModelSpec.model_validate({"preset": None, **fields})
     trained = {"mup_base_hidden", "moe.bias_rate", "moe.z_loss"}  # these act in training only
@@ -61,16 +115,15 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     if model.layer_kinds == described.layer_kinds:
         ignored |= {"sliding_window", "layer_types", "rope_layers", "rope_dim", "rope_local_base_freq"}
     rows: list[tuple[str, Any, Any]] = [("", model, described)]
-    if model.moe is not None:
+    if model.moe is not None and described.moe is not None:
         rows.append(("moe.", model.moe, described.moe))
+        if stored_shared_ffn(model.moe, FAMILIES[model.family]) == described.moe.shared_ffn:
+            ignored.add("moe.shared_ffn")
     for prefix, part, other in rows:
         for name in type(part).model_fields:
             value, computed = getattr(part, name), getattr(other, name)
             if value != computed and prefix + name not in ignored:
-                raise UserError(
-                    f"model.{prefix}{name}: HF's {model.family} does not compute {name} = {value!r}; "
-                    f"it computes {computed!r}"
-                )
+                yield prefix + name, value, computed
 
 
 def _gpt2(model: ModelSpec) -> dict[str, Any]:
@@ -110,7 +163,7 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
         dense = [layer for layer in range(model.layers) if not moe.has_experts(layer)]
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if family.deepseek_router is not None:
-        fields |= {"n_shared_experts": moe.shared_ffn // moe.ffn, "scoring_func": moe.router}
+        fields |= {"n_shared_experts": stored_shared_ffn(moe, family) // moe.ffn, "scoring_func": moe.router}
     if family.deepseek_router == "v3":
         fields |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
     elif family.deepseek_router == "v2":

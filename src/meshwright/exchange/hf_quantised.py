@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
+from meshwright.exchange.parameter_source import ParameterSource
 from meshwright.exchange.tensor_store import Header, TensorStore
-from meshwright.model.quantisation import BITS, DYNAMIC, Codes
+from meshwright.model.quantisation import BITS, DYNAMIC, Codes, quantise
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.precision import Quantised
@@ -95,6 +96,31 @@ def quantised_tensors(spec: ModelSpec) -> Iterator[HfTensor]:
         name = piece.parameters[0]
         if is_rounded(name, 2) and piece.hf.endswith(".weight") and not name.endswith("norm.weight"):
             yield piece
+
+
+class NearestCodes(Mapping[str, Codes]):
+    """The codes of a model's layers by name of their weight in HF files, each number rounded to nearest.
+
+    They are made of the source's parameters whenever they are asked for, so they take no memory.
+    """
+
+    def __init__(self, model: ModelSpec, source: ParameterSource, how: Quantisation) -> None:
+        self._source, self._how = source, how
+        pieces = quantised_tensors(model)
+        self._pieces = {piece.hf: piece for piece in pieces if _stem(piece.hf) not in how.kept}
+
+    def __getitem__(self, name: str) -> Codes:
+        weight = self._pieces[name].join(self._source, torch.float32)
+        return quantise(weight, self._how.recipe, self._how.group)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
 
 
 def pack(codes_OI: Tensor, bits: int) -> Tensor:

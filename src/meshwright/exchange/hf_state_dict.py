@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.families import FAMILIES, Family
+from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
 
 Shapes = Mapping[str, Sequence[int]]
+
+
+class NamedTensors(Protocol):
+    """Parameters and routers' biases by name: held, or read whenever one is asked for."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Return one of them."""
+        ...
 
 
 class Rotary(NamedTuple):
@@ -53,7 +61,8 @@ class HfTensor:
     It may be `transposed`, in its last two dims (GPT-2's Conv1D stores its weights so), or the part of a
     parameter that belongs to one `expert`, an index of the parameter's dim 0. With `turns` the parameters,
     which are of one size, take turns along `dim`. `rotary` has for each parameter whose heads' rows are in
-    another order than the decoder's that order. An `exact` tensor is fp32 whatever others are.
+    another order than the decoder's that order. An `exact` tensor is fp32 whatever others are. A tensor that
+    is `padded` has that many channels along `dim`, of which the last ones are zero.
     """
 
     hf: str
@@ -64,16 +73,21 @@ class HfTensor:
     turns: bool = False
     rotary: tuple[Rotary | None, ...] = ()
     exact: bool = False
+    padded: int | None = None
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """Return its shape in the file, from those of the parameters."""
         shape = self._part(shapes[self.parameters[0]])
-        shape[self.dim] = sum(self._sizes(shapes))
+        shape[self.dim] = self.padded or sum(self._sizes(shapes))
         return (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
 
     def elements(self, shapes: Shapes) -> int:
         """Return the number of its elements."""
         return prod(self.shape(shapes))
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return its format in a file whose parameters are in `dtype`."""
+        return torch.float32 if self.exact else dtype
 
     def split(self, tensor: Tensor, shapes: Shapes) -> list[Tensor]:
         """Return the parts of `parameters` that the file's tensor holds."""
@@ -86,14 +100,18 @@ class HfTensor:
             parts[number] = parts[number] if rotary is None else rotary.to_decoder(parts[number])
         return [part.contiguous() for part in parts]
 
-    def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the file's tensor, on the CPU."""
-        dtype = torch.float32 if self.exact else dtype
+    def join(self, tensors: NamedTensors, dtype: torch.dtype) -> Tensor:
+        """Return the file's tensor, on the CPU; on the meta device, of parameters that are there."""
         wholes = [tensors[name].detach() for name in self.parameters]
         parts = wholes if self.expert is None else [whole[self.expert] for whole in wholes]
-        parts = [part.to(device="cpu", dtype=dtype) for part in parts]
+        place = "meta" if wholes[0].is_meta else "cpu"
+        parts = [part.to(device=place, dtype=self.dtype(dtype)) for part in parts]
         for number, rotary in enumerate(self.rotary):
             parts[number] = parts[number] if rotary is None else rotary.to_file(parts[number])
+        if self.padded is not None:
+            missing = list(parts[0].shape)
+            missing[self.dim] = self.padded - sum(part.shape[self.dim] for part in parts)
+            parts.append(parts[0].new_zeros(missing))
         if self.turns:
             joined = torch.stack(parts, self.dim + 1).flatten(self.dim, self.dim + 1)
         else:
@@ -217,7 +235,10 @@ def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[
                 of_one = f"{theirs}.experts.{expert}.{hf}.weight"
                 yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)
     if spec.moe.shared_ffn:
-        for x in ("gate", "up", "down"):
-            yield from _leaves(f"{theirs}.{names.shared}.{x}_proj", f"{ours}.shared.{x}")
+        width = stored_shared_ffn(spec.moe, family)
+        padded = None if width == spec.moe.shared_ffn else width
+        for x, dim in (("gate", 0), ("up", 0), ("down", 1)):
+            hf, parameter = f"{theirs}.{names.shared}.{x}_proj.weight", f"{ours}.shared.{x}.weight"
+            yield HfTensor(hf, (parameter,), dim=dim, padded=padded)
     if spec.moe.shared_gate:
         yield from _leaves(f"{theirs}.{names.shared}_gate", f"{ours}.shared_gate")

@@ -7,6 +7,7 @@ from typing import Any
 Fields = dict[str, Any]
 
 _LLAMA = {"family": "llama", "norm_eps": 1e-5}
+_GLM4_MOE = {"family": "glm4_moe", "norm_eps": 1e-5}
 _LLAMA2 = {**_LLAMA, "vocab_size": 32000, "max_seq_len": 4096}
 _LLAMA3 = {**_LLAMA, "vocab_size": 128256, "rope_theta": 500000.0, "max_seq_len": 8192, "head_dim": 128}
 _QWEN3 = {
@@ -36,7 +37,7 @@ def _moe(experts: int, top_k: int, ffn: int, **rest: Any) -> Fields:
     return {"experts": experts, "top_k": top_k, "ffn": ffn, **rest}
 
 
-_MOE_TINY = _moe(8, 2, 128, shared_ffn=128, aux_loss=0.01, dense_first=1)
+_MOE_TINY = _moe(8, 2, 128, shared_ffn=128, router="sigmoid", bias=True, aux_loss=0.01, dense_first=1)
 _MOE_SMALL = _moe(16, 2, 512, shared_ffn=384, router="sigmoid", bias=True, bias_rate=0.01, aux_loss=0.001)
 _MOE_DEEPSEEK = _moe(
     256, 8, 2048, shared_ffn=2048, router="sigmoid", scale=2.5, groups=8, top_groups=4, bias=True,
@@ -48,8 +49,8 @@ PRESETS: dict[str, Fields] = {
     "tiny": _model(_LLAMA, 4, 256, 384, 8, 4, vocab_size=2048),
     "small": _model(_LLAMA, 8, 512, 1408, 8, 4, vocab_size=8192),
     # `moe-tiny` has as many active channels as tiny, `moe-small` as small.
-    "moe-tiny": _model(_LLAMA, 4, 256, 384, 8, 4, vocab_size=2048, moe=_MOE_TINY),
-    "moe-small": _model(_LLAMA, 8, 512, 1408, 8, 4, vocab_size=8192, moe=_MOE_SMALL),
+    "moe-tiny": _model(_GLM4_MOE, 4, 256, 384, 8, 4, vocab_size=2048, moe=_MOE_TINY),
+    "moe-small": _model(_GLM4_MOE, 8, 512, 1408, 8, 4, vocab_size=8192, moe=_MOE_SMALL),
     "base": _model(_LLAMA, 12, 768, 2048, 12, 4, vocab_size=32000),
     # Brown et al. 2020, Table 2.1.
     "gpt3-175b": _model(_GPT, 96, 12288, 49152, 96, 96, vocab_size=50257, max_seq_len=2048),

@@ -14,7 +14,31 @@ _CONTROL = re.compile("[\x7f-\x9f]")  # a terminal obeys those above DEL, too
 
 def to_toml(spec: RunSpec) -> str:
     """Every field of `spec`, the defaults included; 'none' stands for no value, as TOML has no null."""
-    parts = spec.to_json()
+    return _toml(spec.to_json())
+
+
+def changes_to_toml(spec: RunSpec) -> str:
+    """The fields of `spec` that are not those of its preset and the program, with the preset."""
+    named = {"preset": spec.model.preset} if spec.model.preset else {}
+    usual = RunSpec.model_validate({"model": named}).to_json()
+    changed = _changes(spec.to_json(), usual)
+    return _toml({**changed, "model": {**named, **changed.get("model", {})}})
+
+
+def _changes(tree: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """The values of a tree that another one lacks or has otherwise; tables of which something is left."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        other = usual.get(name)
+        if isinstance(value, dict) and isinstance(other, dict) and other:
+            value = _changes(value, other)
+            found |= {name: value} if value else {}
+        elif name not in usual or value != other:
+            found[name] = value
+    return found
+
+
+def _toml(parts: dict[str, Any]) -> str:
     lines = [f"{name} = {_value(None)}" for name, part in parts.items() if part is None]
     for name, part in parts.items():
         if part is not None:

@@ -1,5 +1,6 @@
-"""Trained weights as a whole: loaded into any layout, averaged, merged, quantised.
+"""Trained weights as a whole: loaded into any layout, averaged, merged, quantised, exported.
 
+`exports` writes those of a run as HF folders, with a `model_card`, and as GGUF files.
 `saved_weights` reads those of a run's checkpoint or of a folder, `load` puts them into a decoder, and
 `initial_weights` into a new run. `average` and `merge`, by `merge_methods`, make new ones of several;
 `quantise` rounds them, to nearest or by `gptq`.

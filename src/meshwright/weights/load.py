@@ -31,6 +31,9 @@ from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.sections import DataSpec
 from meshwright.train.state import check_fields, check_same_model, imported_state
 
+DTYPE_KEY = "imported_dtype"
+"""Key of run.json: the number format of the folder that a run was imported from."""
+
 
 def load_run(
     run: Path, dtype: torch.dtype | None = None, average: bool = False, step: int | None = None
@@ -154,6 +157,8 @@ def import_run(folder: Path, out: Path, config: Path | None = None, base: Path |
     if model.position == "learned":
         length = min(length, model.max_seq_len)
     origin = {"imported": str(folder)}
+    if len(dtypes) == 1:
+        origin[DTYPE_KEY] = str(next(iter(dtypes))).removeprefix("torch.")
     write_run(out, model, tensors, {"seq_len": length}, beside, home, origin, dtypes == {torch.float64})
     if (tokenizer := home / "tokenizer.json") in beside:
         for remark in open_published(tokenizer, "import").remarks:

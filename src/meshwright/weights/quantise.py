@@ -9,11 +9,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from meshwright.exchange.hf_quantised import Quantisation, quantised_tensors
+from meshwright.exchange.hf_quantised import NearestCodes, Quantisation, quantised_tensors
+from meshwright.exchange.parameter_source import HeldParameters
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.linear import Linear
-from meshwright.model.quantisation import DYNAMIC, Codes, quantise
+from meshwright.model.quantisation import DYNAMIC, Codes
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.parameters import parameters
@@ -115,8 +116,7 @@ def _kept(
 
 def nearest(model: ModelSpec, tensors: Mapping[str, Tensor], how: Quantisation) -> dict[str, Codes]:
     """The codes of a model's layers by name of their weight in HF files, each number rounded to nearest."""
-    pieces = [piece for piece in quantised_tensors(model) if _module(piece.hf) not in how.kept]
-    return {piece.hf: quantise(piece.join(tensors, torch.float32), how.recipe, how.group) for piece in pieces}
+    return dict(NearestCodes(model, HeldParameters(tensors), how))
 
 
 def put_back(decoder: Decoder, how: Quantisation, codes: Mapping[str, Codes]) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.directory import candidates
-from meshwright.checkpoint.disk import Disk
+from meshwright.checkpoint.disk import Disk, parse_step_name
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.manifest import DTYPES
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
-from meshwright.comm.mesh import TrafficCounter
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.weights.load import average_names, check_finite, check_state
+
+T = TypeVar("T")
 
 
 class SavedWeights:
@@ -36,7 +40,7 @@ class SavedWeights:
         check_state(run, self.spec, self._manifest.state, average)
         self.shapes = tensor_shapes(self.spec.model)
         self._averages = average_names(self.spec) if average else {}
-        held = {self._key(name): self._empty(name, "meta") for name in self.shapes}
+        held = {self._key(name): self._empty(name) for name in self.shapes}
         match_tensors(self._manifest, held, self._path)
 
     @property
@@ -49,18 +53,27 @@ class SavedWeights:
         """True for weights in float64."""
         return self.spec.precision.base == "fp64"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the embedding in the checkpoint."""
+        return self._empty("embed.weight").dtype
+
     def read(self, name: str) -> Tensor:
         """Return a parameter or a router's bias, in the format that it is stored in.
 
         Every byte is checked against its hash. Raises `UserError` for damage and for values that are not
         finite.
         """
-        value = self._empty(name)
-        reading = Reading(self._path, self._manifest, {self._key(name): value}, self._disk)
+        key = self._key(name)
+        reading = Reading(self._path, self._manifest, {key: self._empty(name)}, self._disk)
         reading.read()
-        reading.commit(TrafficCounter())
+        value = reading.take(key)
         check_finite(self.run, self._manifest.state, name, value)
         return value
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Return what `read` does."""
+        return self.read(name)
 
     def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) of these parameters and routers' biases, one at a time, as `read` does."""
@@ -70,7 +83,33 @@ class SavedWeights:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""
         return self._averages.get(name, f"model/{name}")
 
-    def _empty(self, name: str, device: str = "cpu") -> Tensor:
+    def _empty(self, name: str) -> Tensor:
         entry = self._manifest.tensors.get(self._key(name))
         dtype = DTYPES[entry.dtype] if entry is not None else torch.float32
-        return torch.empty(self.shapes[name], dtype=dtype, device=device)
+        return torch.empty(self.shapes[name], dtype=dtype, device="meta")
+
+
+def of_whole_checkpoint(run: Path, step: int | None, average: bool, use: Callable[[SavedWeights], T]) -> T:
+    """Return what `use` makes of the weights of a run's checkpoint, which it reads.
+
+    It is that of `step`, or the newest one; where that is damaged the best before it, with a warning. `use`
+    must leave nothing behind when it raises. Raises `UserError` as `SavedWeights` does, and where all are
+    damaged.
+    """
+    if step is not None:
+        return use(SavedWeights(run, step, average))
+    folder = load(run).checkpoint.folder(run)
+    failures: list[str] = []
+    for path in candidates(folder, None) if folder.is_dir() else ():
+        parsed = parse_step_name(path.name)
+        try:
+            made = use(SavedWeights(run, parsed[0] if parsed else None, average))
+        except BadCheckpointError as error:
+            failures.append(str(error))
+            continue
+        if failures:
+            warnings.warn(f"{'; '.join(failures)}; {path} is used instead", stacklevel=3)
+        return made
+    if failures:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(failures)}")
+    return use(SavedWeights(run, None, average))  # which says that there is none

@@ -25,7 +25,7 @@ from meshwright.spec.hf.tensor_names import (
     TensorNames,
 )
 from meshwright.spec.layers import Activation
-from meshwright.spec.moe_mla import CLAMPED_ALPHA, CLAMPED_LIMIT
+from meshwright.spec.moe_mla import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec
 
 FamilyName = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma2", "gemma3_text",
@@ -409,3 +409,14 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """`model_type` of a config, and `model.family` -> its row."""
 assert tuple(FAMILIES) == get_args(FamilyName)
+
+
+def stored_shared_ffn(moe: MoeSpec, family: Family) -> int:
+    """Return the channels of the shared experts in files.
+
+    A family that counts shared experts has a whole number of them, each as wide as a routed one: what the
+    model has not is filled up by channels of zeros, which add nothing.
+    """
+    if family.deepseek_router is None:
+        return moe.shared_ffn
+    return -(-moe.shared_ffn // moe.ffn) * moe.ffn

@@ -89,9 +89,19 @@ class PublishedTokenizer:
         stops = _stops(self.file, self.key)
         end = _find_end(self.names, stops, ids, self.file, self.key)
         begin = token_name(self.names.get("bos_token"))
-        if not before and not after and begin is not None and _is_written_here(self.names):
+        if not before and not after and begin is not None and self.is_written_here:
             before = (end,) if begin == token_name(self.names["eos_token"]) else ()
         return TextTokens(end, before, after, stops, None if begin is None else ids.get(begin))
+
+    @property
+    def is_written_here(self) -> bool:
+        """True for one that was trained here: the config beside it is as `written_config` makes it."""
+        return _is_written_here(self.names)
+
+    @property
+    def puts_by_itself(self) -> bool:
+        """True if its post-processor puts before a text all that is put there."""
+        return self._around[0] == self.tokens.before
 
     @property
     def splits_special(self) -> bool:
@@ -165,8 +175,8 @@ def read_backend(file: Path, key: str) -> tuple[tokenizers.Tokenizer, dict[str, 
 def written_config(begin: Any, end: Any) -> dict[str, Any]:
     """Return the `tokenizer_config.json` of a tokenizer that was trained here, or has none.
 
-    Equal names of both tokens say that `end` begins each document and is put before a prompt, which
-    transformers does not do for a tokenizer.json without a post-processor.
+    Equal names of both tokens say that `end` begins each document and is put before a prompt, which other
+    programs do by a post-processor alone: exports have one (`exchange/hf_tokenizer.py`).
     """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

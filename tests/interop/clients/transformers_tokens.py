@@ -1,0 +1,31 @@
+"""Greedy continuations by `transformers.pipeline`, as anyone calls it:
+`python transformers_tokens.py PROMPTS.json COUNT FOLDER...`.
+
+Prints for each folder a JSON object: its name and the texts, or the error. The version comes first.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    import transformers
+
+    prompts, count = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    print(json.dumps({"version": transformers.__version__}), flush=True)
+    for folder in sys.argv[3:]:
+        try:
+            generate = transformers.pipeline("text-generation", folder)
+            rows = [
+                generate(prompt, max_new_tokens=count, do_sample=False, return_full_text=False)
+                for prompt in prompts
+            ]
+            found = {"texts": [row[0]["generated_text"] for row in rows]}
+        except Exception as error:  # whatever a client says of a folder is its row
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"folder": folder, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

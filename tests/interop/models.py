@@ -1,0 +1,79 @@
+"""The small models that clients open: each learns a text by heart, so that roundings change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright import api
+from meshwright.spec.load import load
+
+_SIZES = {
+    "layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_seq_len": 512,
+}  # fmt: skip
+_WINDOWS = {
+    "layers": 3,
+    "sliding_window": 16,
+    "layer_types": "sliding_attention,full_attention,sliding_attention",
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "dense": {"family": "llama"},
+    "tied": {"family": "llama", "tied": True},
+    "moe-tiny": {"preset": "moe-tiny", "vocab_size": 512},
+    "mixtral": {"family": "mixtral", "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128},
+    "qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128},
+    "qwen2": {"family": "qwen2", "qkv_bias": True},
+    "qwen3": {"family": "qwen3", "qk_norm": True},
+    "gemma3_text": {
+        "family": "gemma3_text", "tied": True, "norm_placement": "both", "norm_unit_offset": True,
+        "qk_norm": True, "activation": "geglu_tanh", "embedding_scale": 128**0.5, **_WINDOWS,
+        "rope_local_base_freq": 1e4, "rope_theta": 1e6, "norm_eps": 1e-6,
+    },
+    "phi3": {"family": "phi3"},
+    "olmo2": {"family": "olmo2", "norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
+    "cohere2": {
+        "family": "cohere2", "tied": True, "parallel_block": True, "norm": "layernorm", "norm_bias": False,
+        "rope_layers": "true,false,true", "logit_scale": 0.5, **_WINDOWS,
+    },
+    "glm4": {
+        "family": "glm4", "norm_placement": "both", "rope_dim": 16, "qkv_bias": True,
+    },
+    "granite": {
+        "family": "granite", "embedding_scale": 6.0, "residual_scale": 0.5, "attention_scale": 0.2,
+        "logit_scale": 0.25,
+    },
+    "smollm3": {"family": "smollm3", "tied": True, "rope_layers": "true,false"},
+    "starcoder2": {
+        "family": "starcoder2", "tied": True, "norm": "layernorm", "qkv_bias": True, "out_bias": True,
+        "mlp_bias": True, "activation": "gelu_tanh",
+    },
+}  # fmt: skip
+"""Keys of `[model]` by the name of a case: README's presets, a tied model, and a family of each attention."""
+
+CAPITALS = {
+    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Peru": "Lima",
+    "Kenya": "Nairobi", "Japan": "Tokyo", "Egypt": "Cairo", "Cuba": "Havana", "Chad": "Ndjamena",
+}  # fmt: skip
+PROMPTS = [f"The capital of {country} is" for country in list(CAPITALS)[:5]]
+
+
+def train(name: str, out: Path) -> None:
+    """Train a model of `MODELS` in this process, in seconds."""
+    text = out.parent / "capitals"
+    text.mkdir(parents=True, exist_ok=True)
+    for number, (country, city) in enumerate(CAPITALS.items()):
+        line = f"The capital of {country} is {city}, and {city} is the capital of {country}. "
+        (text / f"{number}.txt").write_text(line * 3)
+    keys = {"preset": "tiny", **_SIZES, **MODELS[name]} if "preset" not in MODELS[name] else MODELS[name]
+    flags = [
+        (f"model.{key}", str(value).lower() if isinstance(value, bool) else str(value))
+        for key, value in keys.items()
+    ]
+    flags += [
+        ("data.corpus", str(text)), ("data.tokenizer", "bpe:320"), ("data.seq_len", "64"),
+        ("data.val_fraction", "0"), ("train.batch_tokens", "512"), ("train.steps", "60"),
+        ("train.lr", "3e-3"), ("data.cache", str(out.parent / "tokens")),
+    ]  # fmt: skip
+    api.train(load(None, flags), out=out, quiet=True)
