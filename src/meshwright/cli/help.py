@@ -56,7 +56,9 @@ def _key(key: Key) -> list[str]:
     indent = " " * 26
     lines = [f"  {name:<22}  {key.text:<32}  {default}".rstrip()]
     if len(lines[0]) > WIDTH:
-        lines = [f"  {name:<22}  {key.text}", indent + default]
+        first, *more = textwrap.wrap(key.text.replace("|", "| "), WIDTH - len(indent))
+        lines = [f"  {name:<22}  {first}", *(indent + line for line in more), indent + default]
+        lines = [line.replace("| ", "|") for line in lines]
     return lines + textwrap.wrap(key.description, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
