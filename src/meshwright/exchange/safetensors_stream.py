@@ -58,7 +58,7 @@ class SafetensorsStream:
             assert (tuple(value.shape), value.dtype) == (info.shape, info.dtype), name
             self._file.seek(self._starts[name])
             if info.bytes:
-                self._file.write(memoryview(value.contiguous().flatten().view(torch.uint8).numpy()))
+                self._file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def __enter__(self) -> Self:
         return self
