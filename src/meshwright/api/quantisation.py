@@ -83,8 +83,8 @@ def quantise(
     source = _Source(run, weights)
     from meshwright.exchange.hf import export_hf
     from meshwright.exchange.hf_quantised import NearestCodes, stored_bytes
-    from meshwright.exchange.stored_weights import tensor_shapes
     from meshwright.exchange.parameter_source import LastRead, ShapesAlone
+    from meshwright.exchange.stored_weights import tensor_shapes
     from meshwright.weights.quantise import calibrated, check_calibrated, nearest, plan_quantisation
     from meshwright.weights.saved_weights import of_whole_checkpoint
 
