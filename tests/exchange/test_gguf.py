@@ -18,12 +18,16 @@ from tokenizers import Tokenizer
 from hf_models import (
     CASES,
     DEEPSEEK,
+    GEMMA2,
     GEMMA3,
     GPT2,
+    GPT_OSS,
     GRANITE,
     LLAMA,
     LLAMA3_ROPE,
     MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
     QWEN3_MOE,
     SPECIAL,
     TYPES,
@@ -204,8 +208,9 @@ COMPUTED = {name: case for name, case in CASES.items() if name not in (
     "deepseek_v3 yarn", "deepseek_v3 without a latent of queries", "gpt2 erf, narrow",
     "qwen2 tied, windows from a layer on", "smollm3", "smollm3 listed", "starcoder2 window, tied, no biases",
     "gemma3", "gemma3 scaled", "cohere2", "cohere2 untied, biases", "olmo2 tied, biases",
-    "phi3 longrope", "phi3 longrope, partial rotation", "gemma2", "gemma2 without caps", "olmo3",
-    "olmo3 yarn on full layers",
+    "phi3 longrope", "phi3 longrope, partial rotation", "gemma2", "gemma2 without caps",
+    "olmo3 yarn on full layers", "olmoe", "olmoe biases, tied", "qwen2_moe no biases, dense first",
+    "deepseek_v2 groups, yarn, no latent of queries", "gpt_oss", "gpt_oss no biases, tied, full layers",
 )} | {
     "llama yarn, attention factor": (
         "Llama", LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5, "rope_theta": 1e3}}),
@@ -225,6 +230,12 @@ COMPUTED = {name: case for name, case in CASES.items() if name not in (
     "glm4 wide heads": ("Glm4", LLAMA | SPECIAL | {"head_dim": 32}),
     "cohere2": ("Cohere2", COHERE2),
     "cohere2 every second": ("Cohere2", COHERE2 | {"layer_types": TYPES, "num_hidden_layers": 3}),
+    "gemma2": ("Gemma2", GEMMA2 | {"query_pre_attn_scalar": 16}),
+    "gemma2 without caps": (
+        "Gemma2", GEMMA2 | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None,
+                            "final_logit_softcapping": None}),
+    "olmoe": ("Olmoe", OLMOE | SPECIAL | {"norm_topk_prob": False, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOss", GPT_OSS | {"attention_bias": True, "rope_parameters": YARN}),
     "olmo2 yarn": ("Olmo2", LLAMA | SPECIAL | {"rope_parameters": YARN}),
 }  # fmt: skip
 """Models that llama.cpp computes as we do."""
@@ -292,8 +303,17 @@ REFUSED = [
     (*CASES["cohere2"], r"model\.tied: llama\.cpp's cohere2 does not compute a head of its own"),
     (*CASES["olmo2 tied, biases"], r"model\.qkv_bias: llama\.cpp's olmo2"),
     (*CASES["phi3 longrope"], r"model\.rope_scaling: llama\.cpp's phi3 does not compute LongRoPE"),
-    (*CASES["gemma2"], r"model\.family: GGUF files of gemma2 are not written"),
-    (*CASES["olmo3"], r"model\.family: GGUF files of olmo3 are not written"),
+    (*CASES["gemma2"], r"model\.attention_scale: llama\.cpp's gemma2"),
+    (*CASES["olmo3 yarn on full layers"], r"model\.rope_local_base_freq: llama\.cpp's olmo2"),
+    (
+        "Olmoe",
+        OLMOE | SPECIAL | {"norm_topk_prob": True, "num_key_value_heads": 4},
+        r"model\.moe\.renormalise: llama\.cpp's olmoe .* whose weights add up to 1",
+    ),
+    ("Olmoe", OLMOE | SPECIAL | {"norm_topk_prob": False}, r"model\.kv_heads: llama\.cpp's olmoe"),
+    ("Qwen2Moe", QWEN2_MOE | {"norm_topk_prob": True}, r"model\.moe\.renormalise: .* add up to 1"),
+    (*CASES["deepseek_v2 groups, yarn, no latent of queries"], r"model\.moe\.group_score: "),
+    (*CASES["gpt_oss"], r"model\.rope_scaling\.truncate: llama\.cpp's gpt-oss"),
 ]
 
 

@@ -98,26 +98,29 @@ def gguf_tensors(spec: ModelSpec, source: ParameterSource) -> Iterator[tuple[str
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == FAMILIES[spec.family].gguf)
     names = gguf.get_tensor_name_map(arch, spec.layers)
     for piece in hf_tensors(spec):
-        if piece.expert:
-            continue  # the first one brings all
+        if ".experts." in piece.parameters[0]:
+            if not piece.expert:  # the first one brings all
+                yield from ((_of_experts(name), source[name].float()) for name in piece.parameters)
+            continue
         for hf, value in _converted(spec, piece, source):
             name = names.get_name(hf, try_suffixes=(".weight", ".bias"))
             assert name is not None, hf
-            yield name, value
+            yield name if hf.endswith((".weight", ".bias")) else f"{name}.weight", value
     factors = rope_factors(spec)
     if factors is not None:
         yield "rope_freqs.weight", factors
 
 
+def _of_experts(parameter: str) -> str:
+    """Return llama.cpp's name of a layer's experts, by that of the parameter."""
+    _, layer, _, _, leaf = parameter.split(".")
+    kind, _, bias = leaf.partition("_")
+    return f"blk.{layer}.ffn_{kind}_exps.{bias or 'weight'}"
+
+
 def _converted(spec: ModelSpec, piece: HfTensor, source: ParameterSource) -> Iterator[tuple[str, Tensor]]:
     """Yield what becomes of a tensor of the HF folder, under names of the HF folder's form."""
     hf, parts, family = piece.hf, piece.hf.split("."), FAMILIES[spec.family]
-    if piece.expert == 0:
-        block, _, leaf = hf.rpartition(".experts.0.")
-        if (module := family.expert_names.module) != "mlp":
-            block = block.removeprefix("model.").replace(module, "feed_forward")
-        yield f"{block}.experts.{leaf}", source[piece.parameters[0]].detach().float()
-        return
     if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and GRAPHS[str(family.gguf)].rotary_pairs:
         heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
         piece = replace(piece, rotary=piece.rotary or (Rotary(heads, spec.head_dim),))
@@ -130,6 +133,8 @@ def _converted(spec: ModelSpec, piece: HfTensor, source: ParameterSource) -> Ite
         keys, values = per_head.split([per_head.shape[1] - spec.mla.v_dim, spec.mla.v_dim], 1)
         yield hf.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
         yield hf.replace("kv_b_proj", "v_b_proj"), values
+    elif parts[-2] == "shared_expert_gate":
+        yield hf, value[0]
     elif parts[-1] == "e_score_correction_bias":
         yield ".".join([*parts[:-1], "e_score_correction.bias"]), value
     else:

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.exchange.llama_cpp_graphs import GRAPHS, LlamaCppGraph, not_computed, window_period
+from meshwright.exchange.llama_cpp_graphs import (
+    GRAPHS,
+    LlamaCppExperts,
+    LlamaCppGraph,
+    not_computed,
+    window_period,
+)
 from meshwright.model.rope import attention_factor, frequencies
-from meshwright.spec import ModelSpec, UserError
+from meshwright.spec import ModelSpec, MoeSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.layers import LinearRope, Llama3Rope, RopeSpec, YarnRope
 
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, in DeepSeek's code and here; llama.cpp takes the model's."""
+_NO_CAP = 1e6
+"""A cap that changes no number of fp32, for a model without one, as llama.cpp's graph divides by it."""
 _LITE = (26, 27)
 """Numbers of layers at which llama.cpp takes a DeepSeek for one without a latent of queries."""
 
@@ -46,21 +54,12 @@ def check_computed(spec: ModelSpec) -> None:
 
 def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
-    rope, scaling, moe = turning(spec), spec.rope_scaling, spec.moe
-    arch = str(FAMILIES[spec.family].gguf)
-    yield from not_computed(spec, arch)
+    rope, scaling = turning(spec), spec.rope_scaling
+    yield from not_computed(spec, str(FAMILIES[spec.family].gguf))
     if spec.mla is not None and spec.norm_eps != _LATENT_EPS:
         yield "norm_eps", f"latents whose norms have another epsilon ({_LATENT_EPS:g}) than the model's"
     if isinstance(scaling, YarnRope) and spec.mla and rope is not None and attention_factor(rope) != 1:
         yield "rope_scaling.mscale", "YaRN with an mscale that is not mscale_all_dim"
-    if moe is None:
-        return
-    if arch == "qwen3moe" and not moe.renormalise:
-        yield "moe.renormalise", "experts whose weights do not add up to 1"
-    if arch == "qwen3moe" and not all(map(spec.has_experts, range(spec.layers))):
-        yield "moe", "layers without experts"
-    if arch == "deepseek2" and not moe.shared_ffn:
-        yield "moe.shared_ffn", "a mixture without a shared expert"
     if spec.mla is not None and spec.mla.q_rank is not None and spec.layers in _LITE:
         yield "layers", f"a latent of queries in a model of {spec.layers} layers"
 
@@ -94,14 +93,17 @@ def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     if graph.window_rope:
         writer.add_rope_freq_base_swa(spec.rope_local_base_freq or spec.rope_theta)
     _write_scales(writer, spec, graph)
+    if graph.softcaps:
+        writer.add_attn_logit_softcapping(spec.attention_softcap or _NO_CAP)
+        writer.add_final_logit_softcapping(spec.logit_softcap or _NO_CAP)
     if spec.mla is None:
         writer.add_head_count_kv(spec.kv_heads)
         writer.add_key_length(spec.head_dim)
         writer.add_value_length(spec.head_dim)
     else:
         _write_latents(writer, spec)
-    if spec.moe is not None:
-        _write_experts(writer, spec)
+    if spec.moe is not None and graph.experts is not None:
+        _write_experts(writer, spec.moe, graph.experts)
 
 
 def _write_positions(writer: GGUFWriter, rope: RopeSpec, latent: bool) -> None:
@@ -134,7 +136,7 @@ def _write_scales(writer: GGUFWriter, spec: ModelSpec, graph: LlamaCppGraph) -> 
     }
     for key in graph.scales:
         value = getattr(spec, key) or spec.head_dim**-0.5
-        divides = key == "logit_scale" and FAMILIES[spec.family].gguf == "granite"
+        divides = key == "logit_scale" and "granite" in str(FAMILIES[spec.family].gguf)
         add[key](1 / value if divides else value)
 
 
@@ -150,22 +152,21 @@ def _write_latents(writer: GGUFWriter, spec: ModelSpec) -> None:
     writer.add_value_length_mla(spec.mla.v_dim)
 
 
-def _write_experts(writer: GGUFWriter, spec: ModelSpec) -> None:
+def _write_experts(writer: GGUFWriter, moe: MoeSpec, graph: LlamaCppExperts) -> None:
     import gguf
 
-    moe = spec.moe
-    assert moe is not None
     writer.add_expert_count(moe.experts)
     writer.add_expert_used_count(moe.top_k)
-    if not FAMILIES[spec.family].dense_ffn:
-        return
     writer.add_expert_feed_forward_length(moe.ffn)
-    if FAMILIES[spec.family].deepseek_router:
+    if graph.shared == "needed":
+        writer.add_expert_shared_feed_forward_length(moe.shared_ffn)
+    if graph.sigmoids:
+        gating = gguf.ExpertGatingFuncType
         writer.add_leading_dense_block_count(moe.dense_first)
-        writer.add_expert_shared_count(moe.shared_ffn // moe.ffn)
+        writer.add_expert_shared_count(-(-moe.shared_ffn // moe.ffn))
         writer.add_expert_weights_scale(moe.scale)
         writer.add_expert_weights_norm(moe.renormalise)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_gating_func(gating.SIGMOID if moe.router == "sigmoid" else gating.SOFTMAX)
         if moe.top_groups < moe.groups:
             writer.add_expert_group_count(moe.groups)
             writer.add_expert_group_used_count(moe.top_groups)

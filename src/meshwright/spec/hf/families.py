@@ -290,7 +290,7 @@ FAMILIES: dict[str, Family] = {
         models="StarCoder2",
     ),
     "gemma2": Family(
-        "Gemma2ForCausalLM", None,
+        "Gemma2ForCausalLM", "gemma2",
         {
             **_llama(8192, tied=True),
             "attention_softcap": JsonKey("attn_logit_softcapping", NUMBER, 50.0, nullable=True),
@@ -335,7 +335,7 @@ FAMILIES: dict[str, Family] = {
         models="OLMo 2",
     ),
     "olmo3": Family(
-        "Olmo3ForCausalLM", None, _llama(2048, 1e-5), names=OLMO2,
+        "Olmo3ForCausalLM", "olmo2", _llama(2048, 1e-5), names=OLMO2,
         fixed={"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
         rope_theta=5e5, rope_by_type=True, windows=True, window=4096, layer_types=True, window_pattern=4,
         models="OLMo 3",
@@ -361,32 +361,32 @@ FAMILIES: dict[str, Family] = {
         models="DeepSeek-V3, DeepSeek-R1, Moonlight",
     ),
     "olmoe": Family(
-        "OlmoeForCausalLM", None, _llama(4096, 1e-5), fixed={"qk_norm": True, "qk_norm_over": "all"},
+        "OlmoeForCausalLM", "olmoe", _llama(4096, 1e-5), fixed={"qk_norm": True, "qk_norm_over": "all"},
         experts=_OLMOE_EXPERTS, dense_ffn=False, computed={"clip_qkv": None}, even_heads=True,
         models="OLMoE",
     ),
     "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM", None, {**_llama(32768), "qkv_bias": JsonKey("qkv_bias", FLAG, True)},
+        "Qwen2MoeForCausalLM", "qwen2moe", {**_llama(32768), "qkv_bias": JsonKey("qkv_bias", FLAG, True)},
         experts=_QWEN2_EXPERTS, expert_names=ExpertNames(shared="shared_expert"),
         stacked_names=replace(STACKED, shared="shared_expert"), expert_switches={"shared_gate": True},
         computed={"use_sliding_window": False}, lists_sparse_layers=True, attention_bias=None, kv_heads=16,
         models="Qwen1.5-MoE, Qwen2-MoE",
     ),
     "glm4_moe": Family(
-        "Glm4MoeForCausalLM", None,
+        "Glm4MoeForCausalLM", "glm4moe",
         {**_llama(131072, 1e-5), "qk_norm": JsonKey("use_qk_norm", FLAG, False)},
         experts=_GLM4_EXPERTS, expert_switches=_SIGMOIDS, deepseek_router="v3",
         bias_of_output=False, kv_heads=8, rope_share=0.5,
         models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     ),
     "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM", None, _llama(2048), experts=_DEEPSEEK_V2_EXPERTS,
+        "DeepseekV2ForCausalLM", "deepseek2", _llama(2048), experts=_DEEPSEEK_V2_EXPERTS,
         expert_switches={"renormalise": False}, computed={"norm_topk_prob": False}, deepseek_router="v2",
         shared_experts=2, latents=True,
         models="DeepSeek-V2, DeepSeek-V2-Lite",
     ),
     "granitemoe": Family(
-        "GraniteMoeForCausalLM", None, _GRANITE, experts=_MIXTRAL_EXPERTS,
+        "GraniteMoeForCausalLM", "granitemoe", _GRANITE, experts=_MIXTRAL_EXPERTS,
         expert_names=ExpertNames(
             "block_sparse_moe", joint=("input_linear.weight", "output_linear.weight"), router="router.layer"
         ),
@@ -394,7 +394,7 @@ FAMILIES: dict[str, Family] = {
         models="Granite 3 with experts",
     ),
     "gpt_oss": Family(
-        "GptOssForCausalLM", None, _llama(131072, 1e-5), fixed={"attention_sinks": True},
+        "GptOssForCausalLM", "gpt-oss", _llama(131072, 1e-5), fixed={"attention_sinks": True},
         experts=_GPT_OSS_EXPERTS, expert_names=_GPT_OSS_NAMES, stacked_names=_GPT_OSS_NAMES,
         expert_switches={"router_bias": True, "expert_bias": True, "activation": "clamped_swiglu"},
         computed={"swiglu_alpha": CLAMPED_ALPHA, "swiglu_limit": CLAMPED_LIMIT}, dense_ffn=False,
