@@ -42,7 +42,11 @@ def _blocks(family: Family) -> Iterator[str]:
     if family.latents:
         yield "latent attention"
     if family.experts is not None:
-        yield "experts"
+        yield "experts with biases" if family.expert_switches.get("expert_bias") else "experts"
+    if family.expert_switches.get("shared_gate"):
+        yield "a gate of the shared expert"
+    if fixed.get("attention_sinks"):
+        yield "attention sinks"
     if fixed.get("qk_norm"):
         yield "norms of queries and keys" + (" over all heads" if "qk_norm_over" in fixed else "")
     if (placement := fixed.get("norm_placement")) is not None:
