@@ -123,12 +123,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TOKENS = torch.randint(0, 101, (2, 48), generator=torch.Generator().manual_seed(0))
 
 
+def config_class(family: str) -> Any:
+    """The class of a family's config in transformers."""
+    return getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+
+
+def causal_lm(family: str) -> str:
+    """The name of a family's model in transformers."""
+    return "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+
+
 def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -> Any:
     """A model of transformers with random weights (biases and norms too), saved in `folder`."""
     torch.manual_seed(0)
-    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    config = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    model = getattr(transformers, name)(getattr(transformers, config)(**fields)).float().eval()
+    model = getattr(transformers, causal_lm(family))(config_class(family)(**fields)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +15,33 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from hf_models import CASES, DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, YARN, save_theirs
+from hf_models import (
+    CASES,
+    DEEPSEEK,
+    GEMMA3,
+    GPT2,
+    GRANITE,
+    LLAMA,
+    LLAMA3_ROPE,
+    MIXTRAL,
+    QWEN3_MOE,
+    SPECIAL,
+    TYPES,
+    YARN,
+    causal_lm,
+    config_class,
+    save_theirs,
+)
+from llama_cpp_server import LlamaCpp
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import train_bpe
 from meshwright.exchange.gguf_file import check_gguf, export_gguf
 from meshwright.exchange.hf import load_hf
+from meshwright.exchange.llama_cpp_graphs import GRAPHS
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.hf.families import FAMILIES
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'meshwright[gguf]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -179,16 +196,14 @@ def test_transformers_opens_the_file_and_writes_the_same_tokens(tmp_path: Path, 
     assert read.encode("the naïve cat", add_special_tokens=False) == backend.encode("the naïve cat").ids
 
 
-def llama_cpp() -> Any:
-    return pytest.importorskip(
-        "llama_cpp", reason="llama_cpp is not installed: pip install llama-cpp-python builds it for minutes"
-    )
-
-
+SMOLLM3 = LLAMA | SPECIAL | {"num_hidden_layers": 5}
+COHERE2 = LLAMA | SPECIAL | {"sliding_window": 7, "num_hidden_layers": 5, "tie_word_embeddings": True}
 COMPUTED = {name: case for name, case in CASES.items() if name not in (
     "qwen3 windows from a layer on", "qwen3 windows in some layers", "qwen3 tied, biases",
     "llama yarn, not truncated", "qwen3_moe biases, dense first", "qwen3_moe every second",
     "deepseek_v3 yarn", "deepseek_v3 without a latent of queries", "gpt2 erf, narrow",
+    "qwen2 tied, windows from a layer on", "smollm3", "smollm3 listed", "starcoder2 window, tied, no biases",
+    "gemma3", "gemma3 scaled", "cohere2", "cohere2 untied, biases", "olmo2 tied, biases",
 )} | {
     "llama yarn, attention factor": (
         "Llama", LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5, "rope_theta": 1e3}}),
@@ -197,43 +212,54 @@ COMPUTED = {name: case for name, case in CASES.items() if name not in (
         "DeepseekV3", DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
     "deepseek_v3 without a latent": (
         "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "topk_group": 4}),
+    "qwen2 yarn": ("Qwen2", LLAMA | {"rope_parameters": YARN}),
+    "smollm3": ("SmolLM3", SMOLLM3),
+    "smollm3 biases, wide heads": ("SmolLM3", SMOLLM3 | {"head_dim": 32}),
+    "granite scaled": ("Granite", LLAMA | GRANITE | {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
+    "starcoder2 window, tied": (
+        "Starcoder2", LLAMA | SPECIAL | {"sliding_window": 9, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", GEMMA3 | {"query_pre_attn_scalar": 16}),
+    "gemma3 scaled": ("Gemma3", CASES["gemma3 scaled"][1] | {"query_pre_attn_scalar": 16}),
+    "glm4 wide heads": ("Glm4", LLAMA | SPECIAL | {"head_dim": 32}),
+    "cohere2": ("Cohere2", COHERE2),
+    "cohere2 every second": ("Cohere2", COHERE2 | {"layer_types": TYPES, "num_hidden_layers": 3}),
+    "olmo2 yarn": ("Olmo2", LLAMA | SPECIAL | {"rope_parameters": YARN}),
 }  # fmt: skip
 """Models that llama.cpp computes as we do."""
 
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_llama_cpp_computes_the_same_logits(tmp_path: Path, name: str) -> None:
-    library, model = llama_cpp(), make(tmp_path, *COMPUTED[name])
-    length = min(40, model.ours.spec.sliding_window or 40)
+    model = make(tmp_path, *COMPUTED[name])
+    spec = model.ours.spec
+    windows = GRAPHS[str(FAMILIES[spec.family].gguf)].window_period is not None
+    length = 40 if windows else min(40, (spec.sliding_window or 41) - 1)
     tokens = torch.randint(0, 290, (length,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = model.ours(tokens[None])[0].numpy()
-    reader = library.Llama(
-        str(model.file), n_ctx=64, logits_all=True, n_threads=1, type_k=0, type_v=0, verbose=False
-    )
-    reader.eval(tokens.tolist())
+        ours = model.ours(tokens[None])[0].log_softmax(-1)
+    reader = LlamaCpp(model.file)
     # llama.cpp looks GELU up in a table of fp16.
-    allowed = 5e-3 if model.ours.spec.family == "gpt2" else 5e-5
-    assert np.abs(np.array(reader.scores[:length]) - ours).max() < allowed
+    allowed = 5e-3 if "gelu" in spec.activation or "geglu" in spec.activation else 2e-5
+    for end in (1, length // 2, length):
+        theirs = reader.log_probs(tokens[:end].tolist(), spec.vocab_size)
+        assert (theirs - ours[end - 1]).abs().max() < allowed
 
 
 @pytest.mark.parametrize("text", ["the naïve cat's 1234 things  \n\n\tx = 'm'  ", "a  b\r\n\n  c ", ""])
 def test_llama_cpp_reads_a_text_as_the_same_tokens(tmp_path: Path, text: str) -> None:
-    library, model = llama_cpp(), make(tmp_path, "Llama", LLAMA | {"num_hidden_layers": 1})
-    reader = library.Llama(str(model.file), vocab_only=True, verbose=False)
+    reader = LlamaCpp(make(tmp_path, "Llama", LLAMA | {"num_hidden_layers": 1}).file)
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert reader.tokenize(text.encode(), add_bos=True) == [0, *backend.encode(text).ids]
+    given = reader.log_probs([0, *backend.encode(text).ids], 300)
+    assert torch.equal(reader.log_probs(text, 300), given)
+    assert not torch.equal(reader.log_probs([0, *backend.encode(text + "x").ids], 300), given)
 
 
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no folder of llama.cpp's programs")
-def test_llama_cpps_program_continues_a_prompt_alike(tmp_path: Path) -> None:
-    make(tmp_path, "Llama", LLAMA)
+def test_llama_cpp_continues_a_prompt_as_generate_does(tmp_path: Path) -> None:
+    model = make(tmp_path, "Llama", LLAMA)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tmp_path / file, tmp_path / "hf" / file)
     ours = api.generate(tmp_path / "hf", "the cat", max_new_tokens=24)
-    command = [str(Path(os.environ["LLAMA_CPP"]) / "llama-simple"), "-m", str(tmp_path / "m.gguf")]
-    told = subprocess.run([*command, "-n", "24", "the cat"], capture_output=True, timeout=120, check=True)
-    assert f"the cat{ours}" in told.stdout.decode(errors="replace")
+    assert len(ours) > 12 and LlamaCpp(model.file).continued("the cat", 24).startswith(ours)
 
 
 REFUSED = [
@@ -250,6 +276,19 @@ REFUSED = [
     ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": False}, r"model\.moe\.renormalise: "),
     (*CASES["qwen3_moe every second"], r"model\.moe: .* layers without experts"),
     (*CASES["gpt2 erf, narrow"], r"model\.activation: llama\.cpp's gpt2 .* \(it has gelu_tanh\)"),
+    ("Qwen2", LLAMA | {"head_dim": 32}, r"model\.head_dim: llama\.cpp's qwen2 "),
+    (*CASES["smollm3 listed"], r"model\.rope_layers: llama\.cpp's smollm3 .* each 4-th"),
+    ("SmolLM3", SMOLLM3 | {"mlp_bias": True}, r"model\.mlp_bias: llama\.cpp's smollm3"),
+    (*CASES["starcoder2 window, tied, no biases"], r"model\.qkv_bias: .* a model without biases"),
+    (*CASES["gemma3"], r"model\.attention_scale: llama\.cpp's gemma3 .* than 0\.25 here"),
+    (
+        "Gemma3",
+        GEMMA3
+        | {"query_pre_attn_scalar": 16, "layer_types": TYPES[::-1] + TYPES[:1], "num_hidden_layers": 4},
+        r"model\.layer_types: llama\.cpp's gemma3 does not compute layers whose windows",
+    ),
+    (*CASES["cohere2"], r"model\.tied: llama\.cpp's cohere2 does not compute a head of its own"),
+    (*CASES["olmo2 tied, biases"], r"model\.qkv_bias: llama\.cpp's olmo2"),
 ]
 
 
@@ -257,8 +296,7 @@ REFUSED = [
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(
     tmp_path: Path, family: str, fields: dict[str, Any], words: str
 ) -> None:
-    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    getattr(transformers, f"{family}Config")(**fields, architectures=[name]).save_pretrained(tmp_path)
+    config_class(family)(**fields, architectures=[causal_lm(family)]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=words) as told:
         check_gguf(tmp_path / "m.gguf", ModelSpec.model_validate({"hf": str(tmp_path)}))
     assert "export to a folder" in str(told.value) and "\n" not in str(told.value)

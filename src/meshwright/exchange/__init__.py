@@ -5,5 +5,6 @@
 and `hf_tokenizer` copies tokenizers. `dcp_file` writes tensors as torch's distributed checkpoints.
 `foreign` reads what other programs save. Both read tensors from a `tensor_store`, and `stored_weights` makes
 parameters of them: `torch_files` are those that `torch.save` writes, by `restricted_pickle`.
-`gguf_file` writes a file for llama.cpp, with `gguf_metadata` and `gguf_tokenizer`.
+`gguf_file` writes a file for llama.cpp, with `gguf_metadata` and `gguf_tokenizer`; `llama_cpp_graphs` has
+what llama.cpp computes.
 """

@@ -1,8 +1,9 @@
 """A GGUF file for llama.cpp: a model's architecture, its tokenizer and its weights in one.
 
-Tensors are those of the HF folder under llama.cpp's names, with three differences: of Llama's queries and
-keys the channels that positions rotate are in pairs, the experts of a layer are one tensor, and of latent
-attention the part of `kv_b` that makes keys is apart from the one that makes values, and transposed.
+Tensors are those of the HF folder under llama.cpp's names, with four differences: of queries and keys the
+channels that positions rotate are in pairs, for Llama's graph and some others; a norm's weight is the factor
+itself; the experts of a layer are one tensor; and of latent attention the part of `kv_b` that makes keys is
+apart from the one that makes values, and transposed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from meshwright.exchange.gguf_metadata import check_computed, rope_factors, writ
 from meshwright.exchange.gguf_tokenizer import read_tokenizer
 from meshwright.exchange.hf_config import write_hf_config
 from meshwright.exchange.hf_state_dict import HfTensor, Rotary, hf_tensors
+from meshwright.exchange.llama_cpp_graphs import GRAPHS
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 
@@ -112,10 +114,12 @@ def _converted(
             block = block.removeprefix("model.").replace(module, "feed_forward")
         yield f"{block}.experts.{leaf}", tensors[piece.parameters[0]].detach().float()
         return
-    if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and family.gguf == "llama":
+    if parts[-2] in ("q_proj", "k_proj") and spec.mla is None and GRAPHS[str(family.gguf)].rotary_pairs:
         heads = spec.heads if parts[-2] == "q_proj" else spec.kv_heads
-        piece = replace(piece, rotary=(Rotary(heads, spec.head_dim),))
+        piece = replace(piece, rotary=piece.rotary or (Rotary(heads, spec.head_dim),))
     value = replace(piece, transposed=False).join(tensors, torch.float32)
+    if spec.norm_unit_offset and parts[-2].endswith("norm"):
+        value = value + 1
     if parts[-2] == "kv_b_proj":
         assert spec.mla is not None
         per_head = value.unflatten(0, (spec.heads, -1))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshwright.exchange.llama_cpp_graphs import GRAPHS, LlamaCppGraph, not_computed, window_period
 from meshwright.model.rope import attention_factor, frequencies
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
@@ -22,8 +23,6 @@ from meshwright.spec.layers import LinearRope, Llama3Rope, RopeSpec, YarnRope
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-_BETAS = (32.0, 1.0)
-"""YaRN's `beta_fast` and `beta_slow` in llama.cpp, which reads them for other families only."""
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, in DeepSeek's code and here; llama.cpp takes the model's."""
 _LITE = (26, 27)
@@ -47,20 +46,9 @@ def check_computed(spec: ModelSpec) -> None:
 
 def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
-    rope, scaling, moe = spec.kinds[0].rope, spec.rope_scaling, spec.moe
-    arch = FAMILIES[spec.family].gguf
-    if len({kind.window for kind in spec.kinds}) > 1:
-        yield "layer_types", "layers with different windows"
-    if spec.activation == "gelu":
-        yield "activation", "the exact GELU (it has gelu_tanh)"
-    if arch in ("qwen3", "qwen3moe") and spec.out_bias:
-        yield "out_bias", "a bias after attention"
-    if isinstance(scaling, Llama3Rope) and arch != "llama":
-        yield "rope_scaling", "Llama 3's scaling of positions"
-    if isinstance(scaling, YarnRope) and not scaling.truncate:
-        yield "rope_scaling.truncate", "YaRN with a ramp between fractions of channels"
-    if isinstance(scaling, YarnRope) and (scaling.beta_fast, scaling.beta_slow) != _BETAS:
-        yield "rope_scaling", "YaRN with another beta_fast than 32 or another beta_slow than 1"
+    rope, scaling, moe = turning(spec), spec.rope_scaling, spec.moe
+    arch = str(FAMILIES[spec.family].gguf)
+    yield from not_computed(spec, arch)
     if spec.mla is not None and spec.norm_eps != _LATENT_EPS:
         yield "norm_eps", f"latents whose norms have another epsilon ({_LATENT_EPS:g}) than the model's"
     if isinstance(scaling, YarnRope) and spec.mla and rope is not None and attention_factor(rope) != 1:
@@ -80,10 +68,17 @@ def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
 def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     """Add the keys of the architecture to a GGUF file.
 
-    The length is that of the sliding window where there is one: up to it all positions are attended to, which
-    is what llama.cpp computes.
+    Where llama.cpp computes no windows the length is at most the sliding window: up to it all positions are
+    attended to.
     """
-    writer.add_context_length(min(spec.max_seq_len, spec.sliding_window or spec.max_seq_len))
+    graph = GRAPHS[str(FAMILIES[spec.family].gguf)]
+    window = spec.sliding_window
+    if graph.window_period is None or window is None:
+        writer.add_context_length(min(spec.max_seq_len, window or spec.max_seq_len))
+    else:
+        writer.add_context_length(spec.max_seq_len)
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern(window_period(spec) or 1)
     writer.add_embedding_length(spec.hidden)
     writer.add_block_count(spec.layers)
     writer.add_vocab_size(spec.vocab_size)
@@ -94,8 +89,11 @@ def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_layer_norm_eps(spec.norm_eps)
     else:
         writer.add_layer_norm_rms_eps(spec.norm_eps)
-    if (rope := spec.kinds[0].rope) is not None:
+    if (rope := turning(spec)) is not None:
         _write_positions(writer, rope, spec.mla is not None)
+    if graph.window_rope:
+        writer.add_rope_freq_base_swa(spec.rope_local_base_freq or spec.rope_theta)
+    _write_scales(writer, spec, graph)
     if spec.mla is None:
         writer.add_head_count_kv(spec.kv_heads)
         writer.add_key_length(spec.head_dim)
@@ -124,6 +122,20 @@ def _write_positions(writer: GGUFWriter, rope: RopeSpec, latent: bool) -> None:
         else:  # llama.cpp multiplies it by YaRN's usual factor
             usual = 0.1 * math.log(scaling.factor) + 1
             writer.add_rope_scaling_attn_factors(attention_factor(rope) / usual)
+
+
+def _write_scales(writer: GGUFWriter, spec: ModelSpec, graph: LlamaCppGraph) -> None:
+    """Add the factors that a graph multiplies by; Granite's divides logits by its own."""
+    add = {
+        "embedding_scale": writer.add_embedding_scale,
+        "residual_scale": writer.add_residual_scale,
+        "attention_scale": writer.add_attention_scale,
+        "logit_scale": writer.add_logit_scale,
+    }
+    for key in graph.scales:
+        value = getattr(spec, key) or spec.head_dim**-0.5
+        divides = key == "logit_scale" and FAMILIES[spec.family].gguf == "granite"
+        add[key](1 / value if divides else value)
 
 
 def _write_latents(writer: GGUFWriter, spec: ModelSpec) -> None:
@@ -159,10 +171,16 @@ def _write_experts(writer: GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_group_used_count(moe.top_groups)
 
 
+def turning(spec: ModelSpec) -> RopeSpec | None:
+    """Return the rotary positions of the layers that attend to all tokens, or else of others."""
+    kinds = sorted(spec.kinds, key=lambda kind: kind.window is not None)
+    return next((kind.rope for kind in kinds if kind.rope is not None), None)
+
+
 def rope_factors(spec: ModelSpec) -> Tensor | None:
     """Return what Llama 3's scaling divides each frequency by, (channels that turn / 2,) fp32; None without
     it."""
-    rope = spec.kinds[0].rope
+    rope = turning(spec)
     if rope is None or not isinstance(rope.scaling, Llama3Rope):
         return None
     device, dtype = torch.device("cpu"), torch.float64

@@ -133,7 +133,8 @@ def _describe(leaf: Node) -> str:
         items = leaf["items"]
         if items.get("type") == "array":
             return f"list of lists of {_describe(items['items'])}s"
-        return f"list of {_describe(items)}" + ("" if _choices(items) else "s")
+        words = _choices(items) or items.get("type") == "boolean"
+        return f"list of {_describe(items)}" + ("" if words else "s")
     if leaf["type"] == "object":
         return f"table of {_describe(leaf['additionalProperties'])}s"
     return _PLAIN[leaf["type"]]

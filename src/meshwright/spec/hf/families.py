@@ -8,7 +8,7 @@ that no field here gives are in `exchange/hf_state_dict.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
 from meshwright.spec.hf.config_keys import Keys
@@ -50,6 +50,9 @@ class Family:
     """The architecture in llama.cpp; None where its files are not written."""
     keys: Keys
     """The keys of a `ModelSpec` that correspond to one field."""
+    _: KW_ONLY
+    models: str
+    """Published models of the family, for the page of models."""
     names: TensorNames = LLAMA
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a `ModelSpec` that all its models have."""
@@ -164,27 +167,32 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM", "llama", {**_llama(2048), "mlp_bias": JsonKey("mlp_bias", FLAG, False)},
         even_heads=True,
+        models="Llama 1 to 3, SmolLM 1 and 2, Yi, DeepSeek LLM",
     ),
     "qwen2": Family(
-        "Qwen2ForCausalLM", None, _llama(32768), fixed={"qkv_bias": True},
+        "Qwen2ForCausalLM", "qwen2", _llama(32768), fixed={"qkv_bias": True},
         attention_bias=None, kv_heads=32,
         windows=True, window=4096, window_switch=True, layer_types=True, full_layers_first=28,
+        models="Qwen2, Qwen2.5, QwQ",
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", _llama(32768), fixed={"qk_norm": True}, kv_heads=32, head_dim=128,
         windows=True, window=4096, window_switch=True, layer_types=True, full_layers_first=28,
+        models="Qwen3 dense",
     ),
     "mistral": Family(
         "MistralForCausalLM", "llama", _llama(131072),
         attention_bias=None, kv_heads=8, windows=True, window=4096, layer_types=True,
+        models="Mistral 7B, Nemo, Small; Ministral",
     ),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", None,
+        "SmolLM3ForCausalLM", "smollm3",
         {**_llama(32768, tied=True), "mlp_bias": JsonKey("mlp_bias", FLAG, False)},
         kv_heads=4, rope_theta=2e6, skips_rope="no_rope_layers",
+        models="SmolLM3",
     ),
     "granite": Family(
-        "GraniteForCausalLM", None,
+        "GraniteForCausalLM", "granite",
         {
             **_llama(2048),
             "mlp_bias": JsonKey("mlp_bias", FLAG, False),
@@ -193,12 +201,15 @@ FAMILIES: dict[str, Family] = {
             "attention_scale": JsonKey("attention_multiplier", NUMBER, 1.0),
             "logit_scale": JsonKey("logits_scaling", NUMBER, 1.0, inverse=True),
         },
+        models="Granite 3",
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", None, _llama(4096, 1e-5), PHI3, attention_bias=None, rope_share=1.0, windows=True,
+        "Phi3ForCausalLM", "phi3", _llama(4096, 1e-5), names=PHI3,
+        attention_bias=None, rope_share=1.0, windows=True,
+        models="Phi-3, Phi-3.5, Phi-4 dense",
     ),
     "starcoder2": Family(
-        "Starcoder2ForCausalLM", None,
+        "Starcoder2ForCausalLM", "starcoder2",
         {
             **_llama(4096, tied=True),
             "norm_eps": JsonKey("norm_epsilon", NUMBER, 1e-5),
@@ -207,48 +218,61 @@ FAMILIES: dict[str, Family] = {
             "out_bias": JsonKey("use_bias", FLAG, True),
             "mlp_bias": JsonKey("use_bias", FLAG, True),
         },
-        STARCODER2, {"norm": "layernorm"}, ("hidden_act", {"gelu_pytorch_tanh": "gelu_tanh"}),
+        names=STARCODER2, fixed={"norm": "layernorm"},
+        activations=("hidden_act", {"gelu_pytorch_tanh": "gelu_tanh"}),
         attention_bias=None, kv_heads=2, windows=True,
+        models="StarCoder2",
     ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", None, _llama(131072, tied=True), GEMMA,
-        {"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
-        ("hidden_activation", _TANH),
+        "Gemma3ForCausalLM", "gemma3", _llama(131072, tied=True), names=GEMMA,
+        fixed={"norm_placement": "both", "norm_unit_offset": True, "qk_norm": True},
+        activations=("hidden_activation", _TANH),
         kv_heads=4, head_dim=256, rope_theta=1e6, rope_local=1e4, scaled_embedding=True, query_scalar=256,
         windows=True, window=4096, layer_types=True, window_pattern=6,
+        models="Gemma 3 text",
     ),
     "glm4": Family(
-        "Glm4ForCausalLM", None, _llama(131072, 0.00000015625), GLM4, {"norm_placement": "both"},
+        "Glm4ForCausalLM", "glm4", _llama(131072, 0.00000015625),
+        names=GLM4, fixed={"norm_placement": "both"},
         attention_bias=True, bias_of_output=False, kv_heads=2, head_dim=128, rope_share=0.5, rope_pairs=True,
+        models="GLM-4-0414",
     ),
     "cohere2": Family(
-        "Cohere2ForCausalLM", None,
+        "Cohere2ForCausalLM", "cohere2",
         {
             **_llama(8192, tied=True),
             "norm_eps": JsonKey("layer_norm_eps", NUMBER, 1e-5),
             "logit_scale": JsonKey("logit_scale", NUMBER, 0.0625),
         },
-        PARALLEL, {"parallel_block": True, "norm": "layernorm", "norm_bias": False},
+        names=PARALLEL, fixed={"parallel_block": True, "norm": "layernorm", "norm_bias": False},
         even_heads=True, rope_pairs=True, skips_rope="full_attention",
         windows=True, window=4096, layer_types=True, window_pattern=4,
+        models="Command R7B, Command A",
     ),
     "olmo2": Family(
-        "Olmo2ForCausalLM", None, _llama(2048, 1e-5), OLMO2,
-        {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
+        "Olmo2ForCausalLM", "olmo2", _llama(2048, 1e-5), names=OLMO2,
+        fixed={"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"}, even_heads=True,
+        models="OLMo 2",
     ),
-    "gpt2": Family("GPT2LMHeadModel", "gpt2", _GPT2, GPT2, learned_positions=True),
+    "gpt2": Family(
+        "GPT2LMHeadModel", "gpt2", _GPT2, names=GPT2, learned_positions=True,
+        models="GPT-2",
+    ),
     "mixtral": Family(
         "MixtralForCausalLM", "llama", _llama(131072, 1e-5), experts=_MIXTRAL_EXPERTS,
         expert_names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")), dense_ffn=False,
         attention_bias=None, kv_heads=8, rope_theta=1e6, windows=True,
+        models="Mixtral 8x7B, 8x22B",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", "qwen3moe", _llama(32768), fixed={"qk_norm": True}, experts=_QWEN3_EXPERTS,
         lists_sparse_layers=True, kv_heads=4, windows=True, window=4096, window_switch=True,
+        models="Qwen3-MoE",
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", "deepseek2", _llama(4096), experts=_DEEPSEEK_EXPERTS,
         deepseek_router=True, latents=True,
+        models="DeepSeek-V3, DeepSeek-R1, Moonlight",
     ),
 }  # fmt: skip
 """`model_type` of a config, and `model.family` -> its row."""
