@@ -21,8 +21,9 @@ def check_weights(spec: RunSpec) -> None:
     source = weight_source(spec.model.weights)
     if source is None:
         return
-    theirs = hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
-    check_fits(spec.model, theirs, source)
+    if not source.is_foreign:  # to read those takes torch, so the first rank checks them
+        theirs = hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
+        check_fits(spec.model, theirs, source)
     if spec.data.tokenizer == "bpe" and any(map(_is_text, spec.data.mixture or [spec.data.corpus])):
         own = own_tokenizer(spec.model.weights) or "the tokenizer.json that they were trained with"
         raise UserError(
@@ -99,7 +100,7 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
 def _are_of_bytes(weights: str, tokenizer: str) -> bool:
     """Return True if both the run of the weights and this one read text by bytes."""
     source = weight_source(weights)
-    if tokenizer != "byte" or source is None or source.is_hf:
+    if tokenizer != "byte" or source is None or source.is_hf or source.is_foreign:
         return False
     return load(source.folder).data.tokenizer == "byte"
 

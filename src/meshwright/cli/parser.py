@@ -14,6 +14,7 @@ from meshwright.cli.overview import SUMMARIES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
+from meshwright.spec.load import Overrides
 from meshwright.spec.schema import known_keys, optional_tables
 
 _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
@@ -24,7 +25,8 @@ class Flag:
     """A flag: `--name VALUE`, or a switch if `read` is None; `read` raises ValueError for bad text.
 
     `values` returns the values that it takes, each with what it is, which help lists. With `repeated`, it may
-    be given several times, and its value is the list of all.
+    be given several times, and its value is the list of all. With `fills` it is shorthand for the dotted flags
+    that this returns for its value, of which the user may give those of other tables than the model's.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Flag:
     required: bool = False
     values: Callable[[], Mapping[str, str]] | None = None
     repeated: bool = False
+    fills: Callable[[Any], Overrides] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Call:
     """A parsed command line.
 
     `words` are the positional arguments, `flags` the values of flags by name (with underscores, without
-    --json), `overrides` the (key, text) of dotted flags; `json` is True if --json was given.
+    --json and those that stand for dotted flags), `overrides` the (key, text) of dotted flags; `json` is True
+    if --json was given.
     """
 
     words: tuple[str, ...]
@@ -173,9 +177,27 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
     if len(places) > len(verb.arguments) and not many:
         extra = places[len(verb.arguments)]
         raise UserError(f"'{extra}': is one word too many; usage: {verb.usage}")
-    defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags}
+    overrides = _filled(verb, given, overrides)
+    defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags if flag.fills is None}
     flags = {name.replace("-", "_"): value for name, value in (defaults | given).items()}
     return Call(tuple(places), flags, list(overrides.items()), json=flags.pop("json", False))
+
+
+def _filled(verb: Verb, given: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return the dotted flags, with those that other flags stand for, which are taken out of `given`."""
+    found: dict[str, str] = {}
+    for flag in verb.flags:
+        if flag.fills is None or flag.name not in given:
+            continue
+        value = given.pop(flag.name)
+        for key in ("model.hf", "model.weights", "model.preset"):
+            if key in overrides:
+                raise UserError(
+                    f"--{key}: {overrides[key]} is given together with --{flag.name} {value}, which says what "
+                    "to start from; give one of them"
+                )
+        found |= dict(flag.fills(value))
+    return {**found, **overrides}
 
 
 def _flag_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> Any:
