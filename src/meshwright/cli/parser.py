@@ -25,8 +25,8 @@ class Flag:
     """A flag: `--name VALUE`, or a switch if `read` is None; `read` raises ValueError for bad text.
 
     `values` returns the values that it takes, each with what it is, which help lists. With `repeated`, it may
-    be given several times, and its value is the list of all. With `fills` it is shorthand for the dotted flags
-    that this returns for its value, of which the user may give those of other tables than the model's.
+    be given several times, and its value is the list of all. With `fills` it is shorthand for the dotted
+    flags that this returns for its value; those that the user gives take precedence.
     """
 
     name: str
@@ -193,8 +193,8 @@ def _filled(verb: Verb, given: dict[str, Any], overrides: Mapping[str, str]) -> 
         for key in ("model.hf", "model.weights", "model.preset"):
             if key in overrides:
                 raise UserError(
-                    f"--{key}: {overrides[key]} is given together with --{flag.name} {value}, which says what "
-                    "to start from; give one of them"
+                    f"--{key}: {overrides[key]} is given together with --{flag.name} {value}, which says "
+                    "what to start from; give one of them"
                 )
         found |= dict(flag.fills(value))
     return {**found, **overrides}

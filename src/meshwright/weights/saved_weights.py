@@ -1,8 +1,8 @@
-"""The weights of one checkpoint of a run, whatever its layout, read one parameter at a time."""
+"""The weights of one checkpoint of a run, whatever its layout, read piece by piece."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from meshwright.checkpoint.directory import candidates
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import DTYPES
-from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
-from meshwright.comm.mesh import TrafficCounter
+from meshwright.checkpoint.reader import match_tensors, parse_manifest, read_manifest_text, stored_parts
+from meshwright.checkpoint.weights import Wanted, WeightPart, fill
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.weights.load import average_names, check_finite, check_state
@@ -56,15 +56,19 @@ class SavedWeights:
         finite.
         """
         value = self._empty(name)
-        reading = Reading(self._path, self._manifest, {self._key(name): value}, self._disk)
-        reading.read()
-        reading.commit(TrafficCounter())
-        check_finite(self.run, self._manifest.state, name, value)
+        fill({name: value}, self)
         return value
 
-    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, value) of these parameters and routers' biases, one at a time, as `read` does."""
-        yield from ((name, self.read(name)) for name in self.shapes if name in names)
+    def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
+        """Yield the stored pieces that overlap wanted rectangles of parameters and routers' biases.
+
+        Errors are those of `read`.
+        """
+        names = {self._key(name): name for name in wanted}
+        stored = {key: wanted[name] for key, name in names.items()}
+        for key, rectangle, value in stored_parts(self._path, self._manifest, stored, self._disk):
+            check_finite(self.run, self._manifest.state, names[key], value)
+            yield WeightPart(names[key], rectangle, value)
 
     def _key(self, name: str) -> str:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""
