@@ -109,6 +109,7 @@ class Disk:
                 done = 0
                 while done < len(data):
                     done += self.write(descriptor, data[done : done + most])
+                del data  # before the next one is made
             self.sync(descriptor)
         finally:
             os.close(descriptor)

@@ -9,6 +9,7 @@ to twice a rank's state. The blocks are kept from save to save.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ from meshwright.spec.tiling import tiling
 
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of tensors by name."""
+_CONVERTED = 4 * 2**20
+"""Bytes that are converted at a time, as tensors are written that come part by part."""
 
 
 class LiveImage:
@@ -124,26 +127,31 @@ class StreamedImage(LiveImage):
         start = 0
         for name, rectangle, value in self._parts:
             dtype = self._forms[name][0]
-            for offsets, sizes in _cut_first(rectangle, dtype.itemsize):
-                piece = narrow(value, (offsets, sizes), rectangle[0]).to(dtype).contiguous()
-                content = piece.view(-1).view(torch.uint8).numpy().data
-                self._rows.append([name, offsets, sizes, start, len(content), sha256(content)])
-                start += len(content)
-                yield content
+            for piece in _cut_first(rectangle, dtype.itemsize, tiling().piece_bytes):
+                length, digest = math.prod(piece[1]) * dtype.itemsize, hashlib.sha256()
+                for block in _cut_first(piece, dtype.itemsize, _CONVERTED):
+                    converted = narrow(value, block, rectangle[0]).to(dtype).contiguous()
+                    content = converted.view(-1).view(torch.uint8).numpy().data
+                    digest.update(content)
+                    yield content
+                    del converted, content
+                self._rows.append([name, *piece, start, length, digest.hexdigest()])
+                start += length
+            del value  # before the next one is read
 
     def rows(self, digest: Digest = sha256) -> list[list[Any]]:
         """Return [tensor, offsets, sizes, start, bytes, SHA-256] of each piece that was written."""
         return self._rows
 
 
-def _cut_first(rectangle: Rectangle, item_bytes: int) -> Iterator[Rectangle]:
-    """Cut a rectangle along its first dim of more than one index into pieces of at most `piece_bytes`."""
+def _cut_first(rectangle: Rectangle, item_bytes: int, most: int) -> Iterator[Rectangle]:
+    """Cut a rectangle along its first dim of more than one index into pieces of at most `most` bytes."""
     offsets, sizes = rectangle
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     if dim is None:
         yield rectangle
         return
-    for first, count in cut_rows(sizes[dim:], item_bytes):
+    for first, count in cut_rows(sizes[dim:], item_bytes, most):
         yield (
             (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
             (*sizes[:dim], count, *sizes[dim + 1 :]),

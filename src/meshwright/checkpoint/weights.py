@@ -38,7 +38,8 @@ class Weights(Protocol):
     def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
         """Yield parts that together cover the wanted rectangles, one at a time.
 
-        Raises `UserError` for damage. Of files no more is read than the format requires, and memory holds one tensor of them at most.
+        Raises `UserError` for damage. Of files no more is read than the format requires, and memory holds one
+        tensor of them at most.
         """
         ...
 
@@ -59,6 +60,8 @@ def fill(tensors: Tensors, weights: Weights) -> None:
                     value = narrow(part.value, shared, part.rectangle[0])
                     narrow(chunk.local, shared, chunk.offset).copy_(value)
                     filled[part.name] += math.prod(shared[1])
+                    del value
+            del part  # before the next one is read
     for name, chunks in held.items():
         if filled[name] != (wanted := sum(chunk.local.numel() for chunk in chunks)):
             raise UserError(

@@ -189,6 +189,7 @@ class SafetensorsFiles:
                     else:
                         _read_columns(file, start, value, shape, offsets)
                     yield value
+                    del value  # before the next one is read
         except (OSError, EOFError) as error:
             raise UserError(
                 f"model.hf: the tensor {name} cannot be read from {path} ({error}); copy the file again"

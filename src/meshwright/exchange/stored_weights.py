@@ -63,11 +63,13 @@ class StoredWeights:
                 for (number, _), each in zip(asked, heads, strict=True)
             ]
             values = self._store.parts(piece.hf, places) if places else iter(())
-            for (number, rectangle), around, place, value in zip(asked, heads, places, values, strict=True):
+            for (number, rectangle), around, place in zip(asked, heads, places, strict=True):
+                value = next(values)
                 self._check_finite(piece, value)
                 self._check_value(piece, place, value)
                 found = narrow(piece.part(number, value, self._shapes), rectangle, around[0])
                 yield WeightPart(piece.parameters[number], rectangle, found)
+                del value, found  # before the next one is read
 
     def _asked(self, piece: HfTensor, wanted: Wanted) -> Iterator[tuple[int, Rectangle]]:
         """Yield (number of the parameter in the piece, rectangle of it) of what is wanted of a piece."""

@@ -173,6 +173,10 @@ def check_new(out: Path) -> None:
         raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
 
 
+def _in_checkpoint(part: WeightPart) -> WeightPart:
+    return part._replace(name=f"model/{part.name}")
+
+
 def write_run(
     out: Path,
     model: ModelSpec,
@@ -210,8 +214,7 @@ def write_run(
                 f"model/{name}": (torch.float32 if name.endswith(".router.bias") else wide, shape)
                 for name, shape in tensor_shapes(model).items()
             }
-            named = (part._replace(name=f"model/{part.name}") for part in parts)
-            store.save_parts(0, forms, named, imported_state(spec, tokenizer))
+            store.save_parts(0, forms, map(_in_checkpoint, parts), imported_state(spec, tokenizer))
             store.close()
             record = json.dumps({"spec": spec.to_json(), **origin})
             (unfinished / "run.json").write_text(record, encoding="utf-8")
