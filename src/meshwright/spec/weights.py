@@ -127,11 +127,32 @@ def check_fits(model: ModelSpec, theirs: ModelSpec, source: WeightSource) -> Non
         )
     one, other = (each.model_dump(mode="json") for each in (model, theirs))
     for key, (own, its) in differences(one, other).items():
-        if key not in UNUSED:
+        if key == "vocab_size":
+            _check_rows(own, its, where)
+        elif key not in UNUSED:
             raise UserError(
                 f"model.{key}: {as_in_file(own)} contradicts {where}, whose weights are of a model with "
                 f"{as_in_file(its)}; remove it and {remedy}, or give model.weights = {RANDOM} for a new model"
             )
+
+
+def _check_rows(rows: int, theirs: int, where: Path) -> None:
+    """Raise `UserError` for a vocabulary without the rows of tokens that the weights in `where` know.
+
+    New rows may be added, and those that pad the embedding beyond the tokenizer's tokens left out.
+    """
+    if rows >= theirs:
+        return
+    known, file = theirs, where / "tokenizer.json"
+    if file.is_file():
+        from meshwright.spec.hf.text_tokens import read_backend
+
+        known = max(read_backend(file, "model.weights")[0].get_vocab().values(), default=0) + 1
+    if rows < known:
+        raise UserError(
+            f"model.vocab_size: {rows} leaves out tokens of the {known} that the weights in {where} are of; "
+            f"remove it, or give {known} or more"
+        )
 
 
 def hf_model(folder: Path, key: str) -> ModelSpec:

@@ -9,6 +9,7 @@ from meshwright.spec.files import user_path
 from meshwright.spec.hf.special_tokens import side_files
 from meshwright.spec.weights import WeightSource, check_fits, weight_source
 from meshwright.weights.load import check_trainable
+from meshwright.weights.resized import ResizedWeights
 from meshwright.weights.saved_weights import SavedWeights
 
 
@@ -24,12 +25,17 @@ def open_weights(model: ModelSpec) -> Weights | None:
     if not source.is_hf:
         saved = SavedWeights(source.folder, source.step)
         check_fits(model, saved.spec.model, source)
-        return saved
+        return _resized(saved, saved.spec.model, model)
     theirs, weights, folder = _opened(model, source)
     side_files(folder, "model.weights")  # they are copied into the run's folder
     check_fits(model, theirs, source)
     check_trainable(weights, source.folder, "model.weights")
-    return weights
+    return _resized(weights, theirs, model)
+
+
+def _resized(weights: Weights, stored: ModelSpec, model: ModelSpec) -> Weights:
+    """Return the weights with the model's number of rows for the vocabulary."""
+    return weights if stored.vocab_size == model.vocab_size else ResizedWeights(weights, stored, model)
 
 
 def _opened(model: ModelSpec, source: WeightSource) -> Source:
