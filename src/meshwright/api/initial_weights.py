@@ -9,7 +9,14 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.load import load
-from meshwright.spec.weights import FIRST_STEP, WeightSource, check_fits, hf_model, own_tokenizer, weight_source
+from meshwright.spec.weights import (
+    FIRST_STEP,
+    WeightSource,
+    check_fits,
+    hf_model,
+    own_tokenizer,
+    weight_source,
+)
 from meshwright.units import short
 
 
@@ -115,7 +122,7 @@ def _model_of(source: WeightSource) -> ModelSpec:
 def _are_of_bytes(weights: str, tokenizer: str) -> bool:
     """Return True if both the run of the weights and this one read text by bytes."""
     source = weight_source(weights)
-    if tokenizer != "byte" or source is None or source.is_hf or source.is_foreign:
+    if tokenizer != "byte" or source is None or not source.is_run:
         return False
     return load(source.folder).data.tokenizer == "byte"
 

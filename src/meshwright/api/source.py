@@ -37,7 +37,7 @@ def keys_of_source(source: str) -> Overrides:
         return list(_foreign(path))
     found = weight_source(str(path), KEY)
     assert found is not None  # a path is there, so it is not the word that stands for random weights
-    if not found.is_hf:
+    if found.is_run:
         return [("model.weights", str(path))]
     if not has_weights(path):
         raise UserError(

@@ -44,6 +44,11 @@ class WeightSource(NamedTuple):
     step: int | None = None
     is_foreign: bool = False
 
+    @property
+    def is_run(self) -> bool:
+        """True for the folder of a run."""
+        return not (self.is_hf or self.is_foreign)
+
 
 def is_foreign(path: Path) -> bool:
     """Return True for what looks like the checkpoint of another program: a folder by its names, or a file."""

@@ -1,6 +1,6 @@
 """Trained weights as a whole: loaded into any layout, averaged, merged, quantised.
 
 `saved_weights` reads those of a run's checkpoint or of a folder, `load` puts them into a decoder, and
-`initial_weights` into a new run, `resized` to its vocabulary. `average` and `merge`, by `merge_methods`, make new ones of several;
-`quantise` rounds them, to nearest or by `gptq`.
+`initial_weights` into a new run, `resized` to its vocabulary. `average` and `merge`, by `merge_methods`, make
+new ones of several; `quantise` rounds them, to nearest or by `gptq`.
 """

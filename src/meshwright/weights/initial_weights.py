@@ -22,7 +22,7 @@ def open_weights(model: ModelSpec) -> Weights | None:
     source = weight_source(model.weights)
     if source is None:
         return None
-    if not source.is_hf:
+    if source.is_run:
         saved = SavedWeights(source.folder, source.step)
         check_fits(model, saved.spec.model, source)
         return _resized(saved, saved.spec.model, model)
