@@ -1,4 +1,4 @@
-"""What `--from` stands for: the keys of a run that starts from a trained model, wherever that is."""
+"""The keys that `--from` stands for: those of a run that starts from a trained model, wherever that is."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _PARTS = {
 
 
 class _Factors(NamedTuple):
-    """What changes a weight: B A times `scale`, transposed where the weight is, and DoRA's norms of rows."""
+    """Change of a weight: B A times `scale`, transposed where the weight is, and DoRA's norms of rows."""
 
     a: Tensor
     b: Tensor

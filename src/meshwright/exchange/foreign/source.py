@@ -157,7 +157,7 @@ def _adapted(path: Path, key: str, base: Path | None) -> Source:
     if base is None:
         if not isinstance(named, str) or not Path(named).is_dir():
             raise UserError(
-                f"{key}: {path} is an adapter of {named!r}, which is no folder here; give --base FOLDER, "
+                f"{key}: {path} is an adapter of {named!r}, which is not a folder here; give --base FOLDER, "
                 "that model's"
             )
         base = Path(named)
