@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class Call:
     """A parsed command line.
 
     `words` are the positional arguments, `flags` the values of flags by name (with underscores, without
-    --json and those that stand for dotted flags), `overrides` the (key, text) of dotted flags; `json` is True
-    if --json was given.
+    --json), `overrides` the (key, text) of dotted flags; `json` is True if --json was given.
     """
 
     words: tuple[str, ...]
@@ -177,27 +176,29 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
     if len(places) > len(verb.arguments) and not many:
         extra = places[len(verb.arguments)]
         raise UserError(f"'{extra}': is one word too many; usage: {verb.usage}")
-    overrides = _filled(verb, given, overrides)
     defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags if flag.fills is None}
     flags = {name.replace("-", "_"): value for name, value in (defaults | given).items()}
     return Call(tuple(places), flags, list(overrides.items()), json=flags.pop("json", False))
 
 
-def _filled(verb: Verb, given: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the dotted flags, with those that other flags stand for, which are taken out of `given`."""
-    found: dict[str, str] = {}
+def filled(verb: Verb, call: Call) -> Call:
+    """Return a call with the dotted flags that some of its flags stand for in place of these.
+
+    Raises `UserError` for a flag that says the same as one of these, and as their functions do.
+    """
+    flags, given, found = dict(call.flags), dict(call.overrides), {}
     for flag in verb.flags:
-        if flag.fills is None or flag.name not in given:
+        value = flags.pop(flag.name.replace("-", "_"), None) if flag.fills is not None else None
+        if flag.fills is None or value is None:
             continue
-        value = given.pop(flag.name)
         for key in ("model.hf", "model.weights", "model.preset"):
-            if key in overrides:
+            if key in given:
                 raise UserError(
-                    f"--{key}: {overrides[key]} is given together with --{flag.name} {value}, which says "
-                    "what to start from; give one of them"
+                    f"--{key}: {given[key]} is given together with --{flag.name} {value}, which says what to "
+                    "start from; give one of them"
                 )
         found |= dict(flag.fills(value))
-    return {**found, **overrides}
+    return replace(call, flags=flags, overrides=list({**found, **given}.items()))
 
 
 def _flag_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> Any:
