@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.checkpoint.save_plan import narrow
+from meshwright.checkpoint.weights import whole
 from meshwright.exchange.hf import import_hf
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import ModelSpec
@@ -207,7 +209,11 @@ def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -
 def read_whole(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     """The spec of a folder, and all of its weights under the decoder's names."""
     spec, weights = import_hf(folder)
-    return spec, dict(weights.take(tensor_shapes(spec)))
+    shapes = tensor_shapes(spec)
+    found: dict[str, torch.Tensor] = {}
+    for name, rectangle, value in weights.parts({name: [whole(shape)] for name, shape in shapes.items()}):
+        narrow(found.setdefault(name, value.new_empty(shapes[name])), rectangle).copy_(value)
+    return spec, found
 
 
 def their_logits(folder: Path) -> torch.Tensor:

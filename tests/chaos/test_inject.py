@@ -230,13 +230,13 @@ def test_the_next_write_of_a_save_fails_once(
     arm(plan)
     rank = Rank(plan)
     disk = rank.injection.disk
-    disk.write_file(tmp_path / "before", memoryview(b"whole"))
+    disk.write_file(tmp_path / "before", [memoryview(b"whole")])
     rank.steps(2)
     assert plan.hits[0].starts and not plan.hits[0].acted
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        disk.write_file(tmp_path / "failing", memoryview(b"never"))
+        disk.write_file(tmp_path / "failing", [memoryview(b"never")])
     assert caught.value.errno == code and plan.hits[0].acted_step == 2
-    disk.write_file(tmp_path / "after", memoryview(b"whole"))
+    disk.write_file(tmp_path / "after", [memoryview(b"whole")])
     assert (tmp_path / "after").read_bytes() == b"whole"
     rank.steps(2)
     assert plan.hits[0].back

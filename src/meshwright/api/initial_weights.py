@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.load import load
-from meshwright.spec.weights import FIRST_STEP, check_fits, hf_model, own_tokenizer, weight_source
+from meshwright.spec.weights import (
+    FIRST_STEP,
+    WeightSource,
+    check_fits,
+    hf_model,
+    own_tokenizer,
+    weight_source,
+)
 from meshwright.units import short
 
 
@@ -21,8 +28,8 @@ def check_weights(spec: RunSpec) -> None:
     source = weight_source(spec.model.weights)
     if source is None:
         return
-    theirs = hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
-    check_fits(spec.model, theirs, source)
+    if not source.is_foreign:  # to read those takes torch, so the first rank checks them
+        check_fits(spec.model, _model_of(source), source)
     if spec.data.tokenizer == "bpe" and any(map(_is_text, spec.data.mixture or [spec.data.corpus])):
         own = own_tokenizer(spec.model.weights) or "the tokenizer.json that they were trained with"
         raise UserError(
@@ -78,7 +85,7 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
             text += f", not by {own} of these weights, so a token may have another's id"
         return (
             f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimiser and "
-            f"the step count start anew; {text}"
+            f"the step count start anew; {text}{_rows_told(model)}"
         )
     anew = "random, the tokenizer new" if tokenizer.startswith("bpe") else f"random, text by {tokenizer}"
     if model.hf is not None:
@@ -96,10 +103,26 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
     return None
 
 
+def _rows_told(model: ModelSpec) -> str:
+    """Return what is said of rows of the vocabulary that the weights do not have, or have too many of."""
+    source = weight_source(model.weights)
+    if source is None or source.is_foreign:
+        return ""
+    stored = _model_of(source)
+    added = model.vocab_size - stored.vocab_size
+    if added > 0:
+        return f"; the embedding has {added} new rows, each the mean of the {stored.vocab_size} others"
+    return f"; the last {-added} rows of the embedding, which are of no token, are left out" if added else ""
+
+
+def _model_of(source: WeightSource) -> ModelSpec:
+    return hf_model(source.folder, "model.weights") if source.is_hf else load(source.folder).model
+
+
 def _are_of_bytes(weights: str, tokenizer: str) -> bool:
     """Return True if both the run of the weights and this one read text by bytes."""
     source = weight_source(weights)
-    if tokenizer != "byte" or source is None or source.is_hf:
+    if tokenizer != "byte" or source is None or not source.is_run:
         return False
     return load(source.folder).data.tokenizer == "byte"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,7 +101,7 @@ class Disk:
         """Fill `target` from byte `start` on as far as one call does; return the number of bytes."""
         return os.preadv(descriptor, [target], start)
 
-    def write_file(self, path: Path, *blocks: memoryview) -> None:
+    def write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
         """Create `path`, write the blocks one after another and sync it."""
         descriptor, most = self.create(path), tiling().write_bytes
         try:
@@ -109,6 +109,7 @@ class Disk:
                 done = 0
                 while done < len(data):
                     done += self.write(descriptor, data[done : done + most])
+                del data  # before the next one is made
             self.sync(descriptor)
         finally:
             os.close(descriptor)
@@ -116,7 +117,7 @@ class Disk:
     def replace_file(self, path: Path, text: str, token: str) -> None:
         """Put `text` at `path` in one step: readers see the old content or the new, never a part."""
         temporary = path.with_name(f"{TEMPORARY}{path.name}-{token}")
-        self.write_file(temporary, memoryview(text.encode()))
+        self.write_file(temporary, [memoryview(text.encode())])
         self.rename(temporary, path)
         self.sync_directory(path.parent)
 

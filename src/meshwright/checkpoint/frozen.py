@@ -89,7 +89,7 @@ class FrozenTensors:
         name = _name_of(manifest)
         with writer.explained("publish", 0):
             writer.lease.check()
-            disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
+            disk.write_file(temporary / MANIFEST, [memoryview(manifest.render().encode())])
             disk.sync_directory(temporary)
             with writer.lease.fenced():
                 used = self._used()

@@ -16,7 +16,7 @@ import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -282,6 +282,39 @@ class Reading:
                 rows = f"tensor {name} from {list(staged.chunk.offset)} on"
                 with reading(self.path / MANIFEST):
                     check_cover(rows, staged.chunk.local_shape, covered[staged])
+
+
+def stored_parts(
+    path: Path, manifest: Manifest, wanted: Mapping[str, Sequence[Rectangle]], disk: Disk
+) -> Iterator[tuple[str, Rectangle, Tensor]]:
+    """Yield the verified pieces that overlap wanted rectangles of tensors, as (name, rectangle, value).
+
+    They come file by file, and one of them is in memory. Raises BadCheckpointError.
+    """
+    numbers = {number for name, listed in wanted.items() for number in manifest.parts_of(name, listed)}
+    found: dict[tuple[str, int], list[tuple[str, StoredPiece]]] = defaultdict(list)
+    for number in sorted(numbers):
+        part, folder = read_part(path, manifest, number, disk), manifest.folder_of(number)
+        for name in wanted.keys() & part.tensors.keys():
+            for piece in part.tensors[name]:
+                if any(common(piece.rectangle, rectangle) for rectangle in wanted[name]):
+                    file = os.path.normpath(f"{folder}/{piece.file}")
+                    found[file, part.files[piece.file]].append((name, piece))
+    for (file, size), pieces in sorted(found.items()):
+        for name, piece in sorted(pieces, key=lambda each: each[1].start):
+            content = retried(partial(_piece_content, path / file, size, name, piece, disk))
+            dtype = DTYPES[manifest.tensors[name].dtype]
+            value = torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(piece.sizes)
+            yield name, piece.rectangle, value
+
+
+def _piece_content(path: Path, size: int, name: str, piece: StoredPiece, disk: Disk) -> bytearray:
+    """Return the verified bytes of a piece in a file of `size` bytes. Raises BadCheckpointError."""
+    content = bytearray(piece.bytes)
+    with opened(path, size, disk) as descriptor:
+        _read_into(memoryview(content), descriptor, piece.start, path, disk)
+    _check_digest(sha256(content), name, piece, path)
+    return content
 
 
 def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple[Replicas, int]]:

@@ -143,9 +143,12 @@ def _cut(chunk: LocalShard) -> list[LocalShard]:
     return [_rows(chunk, start, count) for start, count in cuts]
 
 
-def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) of the rows of each piece of a rectangle with at least one dim."""
-    rows = max(1, tiling().piece_bytes // (math.prod(sizes[1:]) * item_bytes))
+def cut_rows(sizes: Sequence[int], item_bytes: int, most: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (first, number) of the rows of each piece of a rectangle with at least one dim.
+
+    Pieces have at most `most` bytes, by default `piece_bytes`, and one row at least.
+    """
+    rows = max(1, (most or tiling().piece_bytes) // (math.prod(sizes[1:]) * item_bytes))
     for start in range(0, sizes[0], rows):
         yield start, min(rows, sizes[0] - start)
 

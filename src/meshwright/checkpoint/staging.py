@@ -9,15 +9,24 @@ to twice a rank's state. The blocks are kept from save to save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.digests import Digest, sha256
-from meshwright.checkpoint.save_plan import LocalShard
+from meshwright.checkpoint.save_plan import LocalShard, cut_rows, narrow
+from meshwright.checkpoint.weights import WeightPart
+from meshwright.spec.sharded_tensor import Rectangle
 from meshwright.spec.tiling import tiling
+
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of tensors by name."""
+_CONVERTED = 4 * 2**20
+"""Bytes that are converted at a time, as tensors are written that come part by part."""
 
 
 class LiveImage:
@@ -35,7 +44,7 @@ class LiveImage:
         """Size of the file."""
         return sum(content.numel() for _, _, content in self._pieces)
 
-    def data(self) -> list[memoryview]:
+    def data(self) -> Iterable[memoryview]:
         """Return the file's bytes, block by block."""
         return [content.numpy().data for _, _, content in self._pieces]
 
@@ -95,6 +104,58 @@ class HostImage(LiveImage):
     def data(self) -> list[memoryview]:
         blocks = zip(self._blocks, self._lengths, strict=False)
         return [block.numpy().data[:length] for block, length in blocks]
+
+
+class StreamedImage(LiveImage):
+    """A piece file of tensors that come part by part, and are converted and hashed as they are written.
+
+    `forms` has the dtype and the shape of each tensor by name, all of which the parts fill.
+    """
+
+    def __init__(self, forms: Forms, parts: Iterable[WeightPart]) -> None:
+        super().__init__()
+        self._forms, self._parts = forms, parts
+        self._rows: list[list[Any]] = []
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._forms.values())
+
+    def data(self) -> Iterator[memoryview]:
+        """Yield the file's bytes, block by block, once."""
+        start = 0
+        for name, rectangle, value in self._parts:
+            dtype = self._forms[name][0]
+            for piece in _cut_first(rectangle, dtype.itemsize, tiling().piece_bytes):
+                length, digest = math.prod(piece[1]) * dtype.itemsize, hashlib.sha256()
+                for block in _cut_first(piece, dtype.itemsize, _CONVERTED):
+                    converted = narrow(value, block, rectangle[0]).to(dtype).contiguous()
+                    content = converted.view(-1).view(torch.uint8).numpy().data
+                    digest.update(content)
+                    yield content
+                    del converted, content
+                self._rows.append([name, *piece, start, length, digest.hexdigest()])
+                start += length
+            del value  # before the next one is read
+
+    def rows(self, digest: Digest = sha256) -> list[list[Any]]:
+        """Return [tensor, offsets, sizes, start, bytes, SHA-256] of each piece that was written."""
+        return self._rows
+
+
+def _cut_first(rectangle: Rectangle, item_bytes: int, most: int) -> Iterator[Rectangle]:
+    """Cut a rectangle along its first dim of more than one index into pieces of at most `most` bytes."""
+    offsets, sizes = rectangle
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if dim is None:
+        yield rectangle
+        return
+    for first, count in cut_rows(sizes[dim:], item_bytes, most):
+        yield (
+            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+            (*sizes[:dim], count, *sizes[dim + 1 :]),
+        )
 
 
 def widest_first(chunks: Iterable[LocalShard]) -> list[LocalShard]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from meshwright.checkpoint.disk import (
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.frozen import FrozenTensors
 from meshwright.checkpoint.lease import Lease
+from meshwright.checkpoint.manifest import DTYPE_NAMES
 from meshwright.checkpoint.reader import (
     Reading,
     match_tensors,
@@ -50,6 +51,8 @@ from meshwright.checkpoint.reader import (
 )
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import Tensors, describe
+from meshwright.checkpoint.staging import Forms, StreamedImage
+from meshwright.checkpoint.weights import WeightPart
 from meshwright.checkpoint.writer import Writer
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import TrafficCounter
@@ -141,6 +144,28 @@ class CheckpointStore:
 
         self._thread = threading.Thread(target=commit, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
+
+    def save_parts(
+        self, step: int, forms: Forms, parts: Iterable[WeightPart], state: Mapping[str, Any]
+    ) -> None:
+        """Publish a checkpoint of tensors that come part by part, one of which is in memory at a time.
+
+        `forms` has the dtype and the shape of each tensor by name; its parts cover it, in any dtype. This
+        process is alone. Errors are those of `save`, and what `parts` raises.
+        """
+        if self._ranks.size > 1:
+            raise CheckpointError("parts of tensors are saved by one process alone")
+        self._join()
+        text = json.dumps(dict(state))
+        self.claim()
+        described = {name: [DTYPE_NAMES[dtype], list(shape), 0] for name, (dtype, shape) in forms.items()}
+        self._writer.plan.agree(described)
+
+        def publish(temporary: Path, reported: list[Any]) -> None:
+            self._publish(temporary, step, json.loads(text), reported)
+
+        self._writer.commit(step, StreamedImage(forms, parts), publish)
+        self.published = step
 
     def save_frozen(self, tensors: Tensors) -> None:
         """Write `tensors` (this rank's), which no step changes, for all checkpoints from now on.
@@ -293,7 +318,7 @@ class CheckpointStore:
         with self._writer.explained("publish", step):
             self._lease.check()
             manifest = self.frozen.added_to(self._writer.manifest(step, state, parts))
-            self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
+            self._disk.write_file(temporary / MANIFEST, [memoryview(manifest.render().encode())])
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():
                 target = self._next_name(step)

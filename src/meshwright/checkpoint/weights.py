@@ -1,14 +1,30 @@
-"""Weights of a trained model, read one parameter at a time into tensors of any layout."""
+"""Weights of a trained model, read part by part into tensors of any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Protocol
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.rectangles import common
 from meshwright.checkpoint.save_plan import Tensors, local_chunks, narrow
+from meshwright.spec import UserError
+from meshwright.spec.sharded_tensor import Rectangle
+
+Wanted = Mapping[str, Sequence[Rectangle]]
+"""Rectangles of parameters by name, which share no element."""
+
+
+class WeightPart(NamedTuple):
+    """A rectangle of a parameter with its value, on the CPU."""
+
+    name: str
+    rectangle: Rectangle
+    value: Tensor
 
 
 class Weights(Protocol):
@@ -19,19 +35,46 @@ class Weights(Protocol):
         """True if weights are in float64."""
         ...
 
-    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole value on the CPU) of these, each once. Raises `UserError` for damage."""
+    def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
+        """Yield parts that together cover the wanted rectangles, one at a time.
+
+        Raises `UserError` for damage. Of files no more is read than the format requires, and memory holds one
+        tensor of them at most.
+        """
         ...
 
 
 def fill(tensors: Tensors, weights: Weights) -> None:
     """Copy into each tensor its part of the value of its name, converted to its dtype.
 
-    Only what this rank has a part of is read, and one parameter of it is in memory at a time. Local: no
-    message is sent.
+    Only what this rank has a part of is read. Local: no message is sent. Raises `UserError` for damage, and
+    where the weights do not fill a tensor.
     """
-    held = {name: local_chunks(name, tensor) for name, tensor in tensors.items()}
+    held = {name: chunks for name, tensor in tensors.items() if (chunks := local_chunks(name, tensor))}
+    filled: Counter[str] = Counter()
     with torch.no_grad():
-        for name, value in weights.take({name for name, chunks in held.items() if chunks}):
-            for chunk in held[name]:
-                chunk.local.copy_(narrow(value, chunk.rectangle))
+        for part in weights.parts({name: [each.rectangle for each in held[name]] for name in held}):
+            for chunk in held[part.name]:
+                shared = common(part.rectangle, chunk.rectangle)
+                if shared is not None:
+                    value = narrow(part.value, shared, part.rectangle[0])
+                    narrow(chunk.local, shared, chunk.offset).copy_(value)
+                    filled[part.name] += math.prod(shared[1])
+                    del value
+            del part  # before the next one is read
+    for name, chunks in held.items():
+        if filled[name] != (wanted := sum(chunk.local.numel() for chunk in chunks)):
+            raise UserError(
+                f"the weights have {filled[name]} of the {wanted} numbers that a rank needs of the parameter "
+                f"{name}; give another copy of the model"
+            )
+
+
+def whole(shape: Sequence[int]) -> Rectangle:
+    """Return the rectangle that is all of a tensor."""
+    return (0,) * len(shape), tuple(shape)
+
+
+def whole_part(name: str, value: Tensor) -> WeightPart:
+    """Return a parameter as one part."""
+    return WeightPart(name, whole(value.shape), value)

@@ -104,7 +104,7 @@ class Writer:
         if not image.bytes:
             return []
         with self.explained("write", step):
-            self.disk.write_file(temporary / rank_file(self.ranks.rank), *image.data())
+            self.disk.write_file(temporary / rank_file(self.ranks.rank), image.data())
         return image.rows()
 
     def _write_part(self, temporary: Path, step: int, listed: list[list[Any]]) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ class Writer:
         content = part.render().encode()
         file = PartFile(part_file(self.ranks.rank), len(content), hashlib.sha256(content).hexdigest())
         with self.explained("write", step):
-            self.disk.write_file(temporary / file.file, memoryview(content))
+            self.disk.write_file(temporary / file.file, [memoryview(content)])
         return report(part, file)
 
     def _check_part(

@@ -9,11 +9,11 @@ from typing import Any
 from meshwright import api
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, verb
-from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.report.format import size
 
 
-@verb("dryrun", RUN, api.dryrun, JSON)
+@verb("dryrun", RUN, FROM, api.dryrun, JSON)
 def dryrun(call: Call) -> None:
     """Show what a rank holds and sends in one step."""
     show.result(call, api.dryrun(spec_of(call), **call.flags), _show)

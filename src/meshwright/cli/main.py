@@ -91,9 +91,9 @@ def main(words: Sequence[str]) -> int:
 
         print(helps.verb(verb))
         return 0
-    from meshwright.cli.parser import parse
+    from meshwright.cli.parser import filled, parse
 
-    return verb.function(parse(verb, rest)) or 0
+    return verb.function(filled(verb, parse(verb, rest))) or 0
 
 
 def find(*words: str) -> Verb:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from meshwright.cli.overview import SUMMARIES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
+from meshwright.spec.load import Overrides
 from meshwright.spec.schema import known_keys, optional_tables
 
 _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
@@ -24,7 +25,8 @@ class Flag:
     """A flag: `--name VALUE`, or a switch if `read` is None; `read` raises ValueError for bad text.
 
     `values` returns the values that it takes, each with what it is, which help lists. With `repeated`, it may
-    be given several times, and its value is the list of all.
+    be given several times, and its value is the list of all. With `fills` it is shorthand for the dotted
+    flags that this returns for its value; those that the user gives take precedence.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Flag:
     required: bool = False
     values: Callable[[], Mapping[str, str]] | None = None
     repeated: bool = False
+    fills: Callable[[Any], Overrides] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,9 +176,29 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
     if len(places) > len(verb.arguments) and not many:
         extra = places[len(verb.arguments)]
         raise UserError(f"'{extra}': is one word too many; usage: {verb.usage}")
-    defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags}
+    defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags if flag.fills is None}
     flags = {name.replace("-", "_"): value for name, value in (defaults | given).items()}
     return Call(tuple(places), flags, list(overrides.items()), json=flags.pop("json", False))
+
+
+def filled(verb: Verb, call: Call) -> Call:
+    """Return a call with the dotted flags that some of its flags stand for in place of these.
+
+    Raises `UserError` for a flag that says the same as one of these, and as their functions do.
+    """
+    flags, given, found = dict(call.flags), dict(call.overrides), {}
+    for flag in verb.flags:
+        value = flags.pop(flag.name.replace("-", "_"), None) if flag.fills is not None else None
+        if flag.fills is None or value is None:
+            continue
+        for key in ("model.hf", "model.weights", "model.preset"):
+            if key in given:
+                raise UserError(
+                    f"--{key}: {given[key]} is given together with --{flag.name} {value}, which says what to "
+                    "start from; give one of them"
+                )
+        found |= dict(flag.fills(value))
+    return replace(call, flags=flags, overrides=list({**found, **given}.items()))
 
 
 def _flag_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,13 @@ from meshwright import api
 from meshwright.api.options import file_name, positive
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
-from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree
 from meshwright.spec.toml import to_toml
+from meshwright.spec.weights import weight_source
 from meshwright.units import gigabytes, percent, short
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def _fixed(text: str) -> list[tuple[str, str]]:
 
 @verb(
     "plan",
-    Argument("MODEL", "a preset, an HF folder or config.json, or a run file", keys=True),
+    Argument("MODEL", "a preset, an HF folder or config.json, or a run file", required=False, keys=True),
+    FROM,
     api.plan,
     Flag(
         "fix",
@@ -71,7 +73,9 @@ def plan(call: Call) -> None:
     flags["progress"] = _print_best if flags["progress"] else None
     fixed = [pair for pairs in flags.pop("fix") or () for pair in pairs]
     limit = flags["max_memory"] = 1e9 * flags["max_memory"] if flags["max_memory"] else None
-    plans = api.plan(call.words[0], **flags, overrides=_overrides(call, fixed), finished=_print_devices)
+    model, overrides = _planned_model(call)
+    call = replace(call, overrides=overrides)
+    plans = api.plan(model, **flags, overrides=_overrides(call, fixed), finished=_print_devices)
     if write is not None:
         _write(plans.best.spec, write)
     if out is not None:
@@ -82,6 +86,20 @@ def plan(call: Call) -> None:
     _show(plans, limit, why)
     written = [path for path in (write, out) if path is not None]
     print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
+
+
+def _planned_model(call: Call) -> tuple[str, list[tuple[str, str]]]:
+    """Return the model to plan for, MODEL or the folder that --from gives, and the other dotted flags."""
+    if call.words:
+        return call.words[0], call.overrides
+    given = dict(call.overrides)
+    weights = given.pop("model.weights", None)
+    source = None if weights is None else weight_source(weights)
+    if (folder := given.pop("model.hf", None)) is None and source is not None and not source.is_foreign:
+        folder = str(source.folder)
+    if folder is None:
+        raise UserError("MODEL: is missing; give a preset, an HF folder, a run file, or --from SOURCE")
+    return folder, list(given.items())
 
 
 def _overrides(call: Call, fixed: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -270,7 +288,7 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
             print(f"  {name:<18} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
 
 
-@verb("explain", RUN, api.explain, JSON)
+@verb("explain", RUN, FROM, api.explain, JSON)
 def explain(call: Call) -> None:
     """Explain the layout of a run on a cluster."""
     from meshwright.report.plan_text import text

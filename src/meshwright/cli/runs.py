@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright import api
 from meshwright.api.options import folder_name
+from meshwright.api.source import keys_of_source
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.rank.env import resolve
@@ -21,6 +22,15 @@ NPROC = Flag(
     "size; if no axis is set, `train` plans a layout of so many, and other verbs set layout.dp",
     "N|auto",
     str,
+)
+
+FROM = Flag(
+    "from",
+    "start from a trained model: its weights, architecture and tokenizer; an HF folder, a run or one of its "
+    "checkpoints, a checkpoint of another program, or a model of the hub as org/name",
+    "SOURCE",
+    str,
+    fills=keys_of_source,
 )
 
 

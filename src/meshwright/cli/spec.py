@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, verb
-from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.exchange.hf_config import export_remark
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
@@ -18,7 +18,7 @@ from meshwright.units import short
 _NPROC = Flag("nproc", "set layout.dp if no axis is set, as train does", "N|auto", str)
 
 
-@verb("spec show", RUN, _NPROC, JSON)
+@verb("spec show", RUN, FROM, _NPROC, JSON)
 def show_spec(call: Call) -> None:
     """Print every field of the spec, with defaults and presets resolved."""
     spec = spec_of(call)
@@ -31,7 +31,7 @@ def show_schema(call: Call) -> None:
     print(json.dumps(schema(), indent=2))
 
 
-@verb("spec check", RUN, _NPROC, JSON)
+@verb("spec check", RUN, FROM, _NPROC, JSON)
 def check(call: Call) -> None:
     """Validate a run file, and print in one line what would run."""
     spec = spec_of(call)

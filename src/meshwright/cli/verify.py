@@ -15,7 +15,7 @@ from meshwright.api.options import choice, folder_name, whole
 from meshwright.api.verify_runs import verify_worker
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, verb
-from meshwright.cli.runs import NPROC, RUN, spec_of
+from meshwright.cli.runs import FROM, NPROC, RUN, spec_of
 from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
 from meshwright.spec import UserError
@@ -36,6 +36,7 @@ def _axes(text: str) -> Overrides:
 @verb(
     "verify",
     RUN,
+    FROM,
     NPROC,
     Flag("steps", "optimiser steps to compare; default 3, with --sweep 2", "K", whole(1)),
     Flag(

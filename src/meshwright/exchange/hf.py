@@ -1,8 +1,4 @@
-"""HF folders in and out: config.json, (sharded) safetensors, tokenizer files.
-
-Tensors are read one at a time, and one parameter is assembled at a time: experts, which are one parameter
-here, have a tensor each in published files.
-"""
+"""HF folders in and out: config.json, (sharded) safetensors, tokenizer files."""
 
 from __future__ import annotations
 
@@ -34,6 +30,7 @@ from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.special_tokens import copy_side_files
 from meshwright.spec.hf.special_tokens import side_files as find_side_files
 from meshwright.spec.hf.text_tokens import MODEL_IDS, model_ids
+from meshwright.spec.sharded_tensor import Rectangle
 from meshwright.spec.tiling import tiling
 from meshwright.spec.weights import hf_model
 from meshwright.storage.upload import new_folder
@@ -42,7 +39,7 @@ _HEAD = "lm_head.weight"
 
 
 class HfWeights(StoredWeights):
-    """The tensors of an HF folder under the decoder's names, read one at a time (`Weights`).
+    """The tensors of an HF folder under the decoder's names, read part by part (`Weights`).
 
     They are those of the files beside the config.json in `folder`, or of a `store` at `place`, under the
     names of HF. Errors are those of `StoredWeights`; a tied head, if files have one, has to equal the
@@ -87,15 +84,15 @@ class HfWeights(StoredWeights):
         predicts = FAMILIES[self._spec.family].deepseek_router == "v3"
         return predicts and f"{layer}.eh_proj.weight" in self._names
 
-    def _check_value(self, piece: HfTensor, tensor: Tensor) -> None:
+    def _check_value(self, piece: HfTensor, place: Rectangle, value: Tensor) -> None:
         """Raise `UserError` for a tied head that has other values than the embedding.
 
         transformers 5 computes such a model with both.
         """
         if "embed.weight" not in piece.parameters or not self._spec.tied or _HEAD not in self._names:
             return
-        head = self._store.read(_HEAD)
-        if head.shape != tensor.shape or not (head == tensor).all():
+        shapes = [self._store.headers[name][1] for name in (_HEAD, piece.hf)]
+        if shapes[0] != shapes[1] or not torch.equal(next(self._store.parts(_HEAD, [place])), value):
             raise UserError(
                 f"model.hf: tie_word_embeddings is true in {self._folder / 'config.json'}, but the tensor "
                 f"{_HEAD} has other values than {piece.hf}; set tie_word_embeddings to false there, which "
@@ -104,7 +101,7 @@ class HfWeights(StoredWeights):
 
 
 def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
-    """Return the spec of an HF folder, and its weights under the decoder's names: `take` them by name.
+    """Return the spec of an HF folder, and its weights under the decoder's names.
 
     Raises `UserError` for a folder that the decoder cannot compute, or whose tensors are not those that its
     config.json asks for.

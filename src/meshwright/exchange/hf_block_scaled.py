@@ -13,7 +13,7 @@ round the inputs, too; here they are those of the model's own format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
-from meshwright.exchange.tensor_store import Header, TensorStore
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors
 from meshwright.spec import UserError
+from meshwright.spec.sharded_tensor import Rectangle
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of 3 bits; the fourth is the sign."""
@@ -41,7 +42,7 @@ class _Weight(NamedTuple):
     shape: tuple[int, ...]
 
 
-class BlockScaled:
+class BlockScaled(WholeTensors):
     """The tensors of an HF folder whose weights have a scale for each block, by names of what they stand for
     (`TensorStore`).
 
@@ -68,6 +69,12 @@ class BlockScaled:
             return self._files.read(name)
         codes, scales = self._files.read(weight.codes), self._files.read(weight.scales)
         return from_mxfp4(codes, scales).mT if self._mxfp4 else from_tiles(codes, scales, self._tile)
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        if name in self._weights:
+            return super().parts(name, rectangles)
+        return self._files.parts(name, rectangles)
 
     def _sides(self, described: Mapping[str, Any]) -> tuple[int, int]:
         sides = described.get("weight_block_size", [_TILE, _TILE])

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import math
+import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshwright.checkpoint.save_plan import narrow
+from meshwright.checkpoint.weights import whole
 from meshwright.exchange.hf_state_dict import hf_tensors
-from meshwright.exchange.tensor_store import Header, RenamedStore, TensorStore
+from meshwright.exchange.tensor_store import DTYPES_BY_NAME, Header, RenamedStore, TensorStore
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.files import parse_json
@@ -21,6 +27,8 @@ from meshwright.spec.hf.config_read import other_weights
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.special_tokens import check_within
+from meshwright.spec.sharded_tensor import Rectangle
+from meshwright.spec.tiling import tiling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -80,10 +88,13 @@ class _Folder:
                     stacklevel=2,
                 )
             found: dict[str, Header] = {}
+            starts: dict[str, int] = {}
             for path in paths:
-                found |= self._read(path)
+                first, listed = self._read(path)
+                found |= {name: (path, tuple(each["shape"]), each["dtype"]) for name, each in listed.items()}
+                starts |= {name: first + each["data_offsets"][0] for name, each in listed.items()}
                 self._check_count(path, found)
-            return SafetensorsFiles(found)
+            return SafetensorsFiles(found, starts)
         if paths := self.paths(BIN, BIN_INDEX):
             files = TorchFiles(paths, "model.hf")
             self._check_count(paths[0], files.headers)
@@ -119,8 +130,8 @@ class _Folder:
     def _most_bytes(self) -> int:
         return _EXTRA_BYTES + _BYTES_OF_NAME * self._most
 
-    def _read(self, path: Path) -> dict[str, Header]:
-        """Return the header of a file, whose size is looked at before it is parsed."""
+    def _read(self, path: Path) -> tuple[int, dict[str, Any]]:
+        """Return the place of a file's first tensor, and its header, whose size is looked at first."""
         try:
             with path.open("rb") as file:
                 start = file.read(8)
@@ -137,7 +148,7 @@ class _Folder:
                 f"model.hf: {path} is not a readable safetensors file ({error}); copy the file again"
             ) from error
         listed.pop("__metadata__", None)
-        return {name: (path, tuple(each["shape"]), each["dtype"]) for name, each in listed.items()}
+        return 8 + size, listed
 
     def _too_many(self, path: Path) -> UserError:
         return UserError(
@@ -147,19 +158,66 @@ class _Folder:
 
 
 class SafetensorsFiles:
-    """Tensors of safetensors files, whose headers were read (`TensorStore`)."""
+    """Tensors of safetensors files, whose headers were read (`TensorStore`).
 
-    def __init__(self, headers: Mapping[str, Header]) -> None:
-        self.headers = headers
-        self._opened: tuple[Path, Any] | None = None
+    They are read, and not mapped, so that what was read stays in no process's memory. `starts` are the places
+    of the tensors in their files, in bytes.
+    """
+
+    def __init__(self, headers: Mapping[str, Header], starts: Mapping[str, int]) -> None:
+        self.headers, self._starts = headers, starts
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU."""
-        path = self.headers[name][0]
-        if self._opened is None or self._opened[0] != path:  # each opening parses the header
-            self._opened = path, safe_open(path, framework="pt")
-        tensor: Tensor = self._opened[1].get_tensor(name)
-        return tensor
+        """Return a whole tensor on the CPU. Raises `UserError` for a file that cannot be read."""
+        return next(self.parts(name, [whole(self.headers[name][1])]))
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order.
+
+        Rows of dim 0 are read that have a part of one, and of rows only that part is kept.
+        """
+        path, shape, stored = self.headers[name]
+        dtype = DTYPES_BY_NAME[stored]
+        row = math.prod(shape[1:]) * dtype.itemsize
+        try:
+            with path.open("rb", buffering=0) as file:
+                for offsets, sizes in rectangles:
+                    value = torch.empty(sizes, dtype=dtype)
+                    start = self._starts[name] + (offsets[0] * row if shape else 0)
+                    if sizes[1:] == shape[1:]:
+                        _read_into(file, start, value)
+                    else:
+                        _read_columns(file, start, value, shape, offsets)
+                    yield value
+                    del value  # before the next one is read
+        except (OSError, EOFError) as error:
+            raise UserError(
+                f"model.hf: the tensor {name} cannot be read from {path} ({error}); copy the file again"
+            ) from error
+
+
+def _read_into(file: io.FileIO, start: int, value: Tensor) -> None:
+    """Fill a contiguous tensor with the bytes from `start` on. Raises `EOFError` where the file ends."""
+    content = value.view(-1).view(torch.uint8).numpy().data
+    done, most = 0, tiling().read_bytes
+    while done < len(content):
+        count = os.preadv(file.fileno(), [content[done : done + most]], start + done)
+        if count == 0:
+            raise EOFError(f"it ends at byte {start + done}")
+        done += count
+
+
+def _read_columns(
+    file: io.FileIO, start: int, value: Tensor, shape: Sequence[int], offsets: Sequence[int]
+) -> None:
+    """Fill a tensor with a part of rows of `shape`, the first of which is at `start`, some rows at a time."""
+    row = math.prod(shape[1:]) * value.element_size()
+    count = max(1, tiling().read_bytes // max(row, 1))
+    for first in range(0, len(value), count):
+        rows = torch.empty((min(count, len(value) - first), *shape[1:]), dtype=value.dtype)
+        _read_into(file, start + first * row, rows)
+        around = (0, *offsets[1:]), (len(rows), *value.shape[1:])
+        value[first : first + len(rows)] = narrow(rows, around)
 
 
 def model_files(folder: Path, spec: ModelSpec) -> TensorStore:

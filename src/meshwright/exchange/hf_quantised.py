@@ -13,7 +13,7 @@ under `ignore` the layers that are not quantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.exchange.parameter_source import ParameterSource
-from meshwright.exchange.tensor_store import Header, TensorStore
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors
 from meshwright.model.quantisation import BITS, DYNAMIC, Codes, quantise
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.precision import Quantised
+from meshwright.spec.sharded_tensor import Rectangle
 
 KEY = "quantization_config"
 FORMATS: dict[Quantised, str] = {
@@ -153,7 +154,7 @@ class _Layer(NamedTuple):
     shape: tuple[int, ...]
 
 
-class QuantisedLayers:
+class QuantisedLayers(WholeTensors):
     """The tensors of an HF folder with quantised weights by names of what they stand for (`TensorStore`).
 
     Raises `UserError` for a `quantization_config` that is not one of the recipes here, and for tensors that
@@ -183,6 +184,12 @@ class QuantisedLayers:
         codes = self._files.read(f"{_stem(name)}.weight_packed" if packed else name)
         codes = unpack(codes, bits, layer.shape[1]) if packed else codes
         return Codes(codes, self._files.read(f"{_stem(name)}.weight_scale")).values()
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        if name in self._layers:
+            return super().parts(name, rectangles)
+        return self._files.parts(name, rectangles)
 
     def _find(self, files: Mapping[str, Header]) -> Iterator[tuple[str, _Layer]]:
         recipe, group = self.quantisation.recipe, self.quantisation.group

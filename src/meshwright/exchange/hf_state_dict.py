@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.spec import ModelSpec
 from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
+from meshwright.spec.sharded_tensor import Rectangle
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -99,6 +100,49 @@ class HfTensor:
         for number, rotary in enumerate(self.rotary):
             parts[number] = parts[number] if rotary is None else rotary.to_decoder(parts[number])
         return [part.contiguous() for part in parts]
+
+    def rectangle(self, number: int, shapes: Shapes) -> Rectangle:
+        """Return which rectangle of its parameter of this `number` the file's tensor holds."""
+        shape = tuple(shapes[self.parameters[number]])
+        if self.expert is None:
+            return (0,) * len(shape), shape
+        return (self.expert, *(0 for _ in shape[1:])), (1, *shape[1:])
+
+    def whole_heads(self, number: int, rectangle: Rectangle, shapes: Shapes) -> Rectangle:
+        """Return the rectangle with all rows of each head that it has a row of, if a head's are reordered."""
+        rotary = self.rotary[number] if self.rotary else None
+        if rotary is None:
+            return rectangle
+        (first, *others), (count, *sizes) = rectangle
+        rows = shapes[self.parameters[number]][0] // rotary.heads
+        start, end = first // rows * rows, -(-(first + count) // rows) * rows
+        return (start, *others), (end - start, *sizes)
+
+    def place(self, number: int, rectangle: Rectangle, shapes: Shapes) -> Rectangle:
+        """Return where in the file's tensor a rectangle of a parameter lies, of whole heads if reordered.
+
+        Of parameters that take turns it is one with what lies between.
+        """
+        offsets, sizes = (list(part if self.expert is None else part[1:]) for part in rectangle)
+        if self.turns:
+            offsets[self.dim] *= len(self.parameters)
+            sizes[self.dim] *= len(self.parameters)
+        elif offsets:
+            offsets[self.dim] += sum(self._sizes(shapes)[:number])
+        if self.transposed:
+            offsets[-2:], sizes[-2:] = offsets[:-3:-1], sizes[:-3:-1]
+        return tuple(offsets), tuple(sizes)
+
+    def part(self, number: int, value: Tensor, shapes: Shapes) -> Tensor:
+        """Return the rectangle of a parameter whose `place` in the file's tensor has this value."""
+        value = value.mT if self.transposed else value
+        if self.turns:
+            value = value.unflatten(self.dim, (-1, len(self.parameters))).select(self.dim + 1, number)
+        rotary = self.rotary[number] if self.rotary else None
+        if rotary is not None:
+            rows = shapes[self.parameters[number]][0] // rotary.heads
+            value = rotary._replace(heads=len(value) // rows).to_decoder(value)
+        return value if self.expert is None else value.unsqueeze(0)
 
     def join(self, tensors: NamedTensors, dtype: torch.dtype) -> Tensor:
         """Return the file's tensor, on the CPU; on the meta device, of parameters that are there."""

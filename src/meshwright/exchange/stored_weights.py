@@ -1,23 +1,27 @@
-"""A decoder's parameters out of stored tensors: which of them make which, checked and read one at a time."""
+"""A decoder's parameters out of stored tensors: which of them make which, checked and read part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.rectangles import common
+from meshwright.checkpoint.save_plan import narrow
+from meshwright.checkpoint.weights import Wanted, WeightPart
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes
-from meshwright.exchange.tensor_store import TensorStore
+from meshwright.exchange.tensor_store import DTYPES_BY_NAME, TensorStore
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.parameters import parameters
+from meshwright.spec.sharded_tensor import Rectangle
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Number formats of weights that are read, by their names in safetensors files."""
 
 
 class StoredWeights:
-    """The tensors of a store under the decoder's names, read one at a time (`Weights`).
+    """The tensors of a store under the decoder's names, read part by part (`Weights`).
 
     Opening checks, from the headers, that no tensor of the `pieces` is missing, that every shape is the one
     that `spec` asks for, every dtype a floating-point one, and that the store has no other tensors but those
@@ -36,38 +40,58 @@ class StoredWeights:
         """True if a weight is in float64."""
         return any(self._store.headers[piece.hf][2] == "F64" for piece in self._pieces if not piece.exact)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The format of the weights, but for tensors that are fp32 in any file; None where they have several."""
+        names = {self._store.headers[piece.hf][2] for piece in self._pieces if not piece.exact}
+        return DTYPES_BY_NAME[names.pop()] if len(names) == 1 else None
+
+    @property
+    def all_exact(self) -> bool:
+        """True if all weights are in float64, but for tensors that are fp32 whatever the weights are."""
+        return all(piece.exact or self._store.headers[piece.hf][2] == "F64" for piece in self._pieces)
+
     def rounded_inputs(self) -> list[str]:
         """The parameters whose layers round their inputs, too, by the recipe of quantised weights."""
         return []
 
-    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter, value) of these parameters, each once, in the dtype of the file.
+    def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
+        """Yield the wanted rectangles of parameters in the dtype of the file, in the order of its tensors.
 
-        Tensors of files that hold none of them are not read.
+        Of experts, which are tensors of their own in files, each is a part. Tensors that have none of them
+        are not read.
         """
-        stacked: list[Tensor] = []
         for piece in self._pieces:
-            if not any(name in names for name in piece.parameters):
-                continue
-            tensor = self._store.read(piece.hf)
-            if not torch.isfinite(tensor).all():
-                raise UserError(
-                    f"{self._where}: the tensor {piece.hf} has values that are not finite; give another copy "
-                    "of the model"
-                )
-            self._check_value(piece, tensor)
-            parts = piece.split(tensor, self._shapes)
-            if piece.expert is None:
-                named = zip(piece.parameters, parts, strict=True)
-                yield from (each for each in named if each[0] in names)
-                continue
-            (parameter,), (part,) = piece.parameters, parts
-            shape = self._shapes[parameter]
-            if piece.expert == 0:
-                stacked = [part.new_empty(shape)]
-            stacked[0][piece.expert] = part
-            if piece.expert == shape[0] - 1:
-                yield parameter, stacked.pop()
+            asked = list(self._asked(piece, wanted))
+            heads = [piece.whole_heads(number, rectangle, self._shapes) for number, rectangle in asked]
+            places = [
+                piece.place(number, each, self._shapes)
+                for (number, _), each in zip(asked, heads, strict=True)
+            ]
+            values = self._store.parts(piece.hf, places) if places else iter(())
+            for (number, rectangle), around, place in zip(asked, heads, places, strict=True):
+                value = next(values)
+                self._check_finite(piece, value)
+                self._check_value(piece, place, value)
+                found = narrow(piece.part(number, value, self._shapes), rectangle, around[0])
+                yield WeightPart(piece.parameters[number], rectangle, found)
+                del value, found  # before the next one is read
+
+    def _asked(self, piece: HfTensor, wanted: Wanted) -> Iterator[tuple[int, Rectangle]]:
+        """Yield (number of the parameter in the piece, rectangle of it) of what is wanted of a piece."""
+        for number, name in enumerate(piece.parameters):
+            if name in wanted:
+                own = piece.rectangle(number, self._shapes)
+                shared = (common(rectangle, own) for rectangle in wanted[name])
+                yield from ((number, each) for each in shared if each is not None)
+
+    def _check_finite(self, piece: HfTensor, value: Tensor) -> None:
+        # The least and the greatest are NaN if any number is, and take no memory, as a mask would.
+        if not all(map(torch.isfinite, torch.aminmax(value))):
+            raise UserError(
+                f"{self._where}: the tensor {piece.hf} has values that are not finite; give another copy "
+                "of the model"
+            )
 
     def is_redundant(self, name: str) -> bool:
         """Return True for a tensor of the store that is no weight of the decoder."""
@@ -77,8 +101,8 @@ class StoredWeights:
         """Return the cause and the remedy of a tensor that the store lacks, or ''."""
         return ""
 
-    def _check_value(self, piece: HfTensor, tensor: Tensor) -> None:
-        """Raise `UserError` if a tensor that was read contradicts another one."""
+    def _check_value(self, piece: HfTensor, place: Rectangle, value: Tensor) -> None:
+        """Raise `UserError` if a rectangle that was read of a tensor contradicts another tensor."""
 
     def _check(self, expected: Iterable[HfTensor]) -> None:
         """Note the pieces one by one: a config.json that asks for more than there is ends at the first."""

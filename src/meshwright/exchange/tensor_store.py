@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from meshwright.checkpoint.save_plan import narrow
+from meshwright.spec.sharded_tensor import Rectangle
 
 Header = tuple[Path, tuple[int, ...], str]
 """File or folder, shape, and dtype (its name in safetensors) of a tensor."""
@@ -17,6 +20,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 """Dtype -> its name in safetensors files."""
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorStore(Protocol):
@@ -30,6 +34,26 @@ class TensorStore(Protocol):
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises `UserError` for damage."""
         ...
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order. Raises `UserError` for damage.
+
+        No more of it is read where the format allows that.
+        """
+        ...
+
+
+class WholeTensors:
+    """A store whose tensors are read whole, once for all rectangles that are wanted (`TensorStore`)."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU. Raises `UserError` for damage."""
+        raise NotImplementedError
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        value = self.read(name)
+        yield from (narrow(value, rectangle) for rectangle in rectangles)
 
 
 def header_of(place: Path, tensor: Tensor) -> Header:
@@ -52,3 +76,7 @@ class RenamedStore:
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises `UserError` for damage."""
         return self._store.read(self._names[name])
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        return self._store.parts(self._names[name], rectangles)

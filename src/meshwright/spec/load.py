@@ -22,7 +22,7 @@ from meshwright.spec.presets import PRESETS
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
-from meshwright.spec.weights import FIRST_STEP
+from meshwright.spec.weights import FIRST_STEP, run_of
 
 Overrides = Sequence[tuple[str, str]]
 """Dotted flags in the order given: [("layout.dp", "2"), ...]."""
@@ -90,6 +90,7 @@ def _validated(
         _take_another_model(merged, dict(overrides))
         for key, text in overrides:
             _overlay(merged, key, text)
+        _take_model_of_weights(merged)
         _tidy(merged, "", where)
         return kind.model_validate(merged, context={"ranks": ranks})
     except ValidationError as error:
@@ -114,6 +115,25 @@ def _take_another_model(tree: dict[str, Any], flags: dict[str, str]) -> None:
         tree["model"] = {}
     if given & {"hf", "weights"} and isinstance(data, dict):
         data.pop("tokenizer", None)
+
+
+def _take_model_of_weights(tree: dict[str, Any]) -> None:
+    """Fill the model with that of the run whose weights `model.weights` names, where no other is named.
+
+    Keys that are given stay.
+    """
+    model = tree.get("model")
+    if not isinstance(model, dict) or ModelSpec.model_fields.keys() <= model.keys():
+        return
+    if any(model.get(key) is not None for key in ("preset", "hf")):
+        return
+    if (run := run_of(model.get("weights"))) is None:
+        return
+    theirs = read_tree(run).get("model", {})
+    for table in ("moe", "mla"):  # keys of a table win one by one
+        if isinstance(model.get(table), dict) and isinstance(theirs.get(table), dict):
+            model[table] = {**theirs[table], **model[table]}
+    tree["model"] = {**theirs, **model}
 
 
 def _where(flags: set[str], tree: dict[str, Any], source: str, key: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.directory import candidates, published
 from meshwright.checkpoint.disk import parse_step_name
+from meshwright.checkpoint.weights import whole_part
 from meshwright.spec import UserError, load
 from meshwright.spec.hf.special_tokens import side_files
 from meshwright.weights.load import check_new, write_run
@@ -28,19 +29,18 @@ def average_run(
 
     These are the newest `last`, without those `given_up`, or those of `steps`; one of the two is given. Their
     layouts may differ. Weights become float32, or float64 in a run of that precision; routers' biases are
-    averaged, too. `ema` takes each checkpoint's moving average of the weights. Memory holds the result, and
-    of one parameter a checkpoint's values and the sum. Raises `UserError`.
+    averaged, too. `ema` takes each checkpoint's moving average of the weights. Memory holds of one parameter
+    a checkpoint's values and the sum. Raises `UserError`.
     """
     check_new(out)
     spec = load(run)
     chosen = chosen_steps(spec.checkpoint.folder(run), last, steps, given_up)
     opened = [SavedWeights(run, step, ema) for step in chosen]
-    tensors = {name: stored(name, _mean(each.read(name) for each in opened), opened[0].exact)
-               for name in opened[0].shapes}  # fmt: skip
+    parts = (whole_part(name, _mean(each.read(name) for each in opened)) for name in opened[0].shapes)
     data = spec.data.model_dump(mode="json")
     origin = {"average": {"run": str(run), "steps": chosen, "weights": "ema" if ema else "trained"}}
     beside = side_files(run, "average")
-    write_run(out, spec.model, tensors, data, beside, run, origin, opened[0].exact)
+    write_run(out, spec.model, parts, data, beside, run, origin, opened[0].exact)
     return chosen
 
 
@@ -80,8 +80,3 @@ def _mean(values: Iterable[Tensor]) -> Tensor:
     for value in values:
         total, count = total + value.double(), count + 1
     return total / count
-
-
-def stored(name: str, value: Tensor, exact: bool) -> Tensor:
-    """Return a result as a run's folder keeps it: float64 if `exact`, but routers' biases in float32."""
-    return value if exact and not name.endswith(".router.bias") else value.float()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from meshwright.checkpoint.weights import Weights
-from meshwright.exchange.hf import HfWeights
+from meshwright.exchange.foreign.source import Source, open_source
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.special_tokens import check_within, side_files
-from meshwright.spec.weights import check_fits, hf_model, weight_source
+from meshwright.spec.files import user_path
+from meshwright.spec.hf.special_tokens import side_files
+from meshwright.spec.weights import WeightSource, check_fits, weight_source
 from meshwright.weights.load import check_trainable
+from meshwright.weights.resized import ResizedWeights
 from meshwright.weights.saved_weights import SavedWeights
 
 
@@ -20,14 +22,28 @@ def open_weights(model: ModelSpec) -> Weights | None:
     source = weight_source(model.weights)
     if source is None:
         return None
-    if not source.is_hf:
+    if source.is_run:
         saved = SavedWeights(source.folder, source.step)
         check_fits(model, saved.spec.model, source)
-        return saved
-    check_within(source.folder / "config.json", source.folder, "model.weights")
-    side_files(source.folder, "model.weights")  # they are copied into the run's folder
-    theirs = hf_model(source.folder, "model.weights")
+        return _resized(saved, saved.spec.model, model)
+    theirs, weights, folder = _opened(model, source)
+    side_files(folder, "model.weights")  # they are copied into the run's folder
     check_fits(model, theirs, source)
-    weights = HfWeights(source.folder, theirs)
     check_trainable(weights, source.folder, "model.weights")
-    return weights
+    return _resized(weights, theirs, model)
+
+
+def _resized(weights: Weights, stored: ModelSpec, model: ModelSpec) -> Weights:
+    """Return the weights with the model's number of rows for the vocabulary."""
+    return weights if stored.vocab_size == model.vocab_size else ResizedWeights(weights, stored, model)
+
+
+def _opened(model: ModelSpec, source: WeightSource) -> Source:
+    """Return an HF folder, or another program's checkpoint with the config.json that `model.hf` names."""
+    where, near = source.folder, None
+    if source.is_foreign and model.hf is not None:
+        named = user_path(model.hf, "model.hf")
+        near = named if named.is_dir() else named.parent
+    if (where / "adapter_config.json").is_file() and source.is_foreign:
+        return open_source(where, "model.weights", base=near)
+    return open_source(where, "model.weights", config=near)

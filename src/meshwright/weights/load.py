@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import atomic
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.weights import WeightPart, whole
 from meshwright.comm.control import Control
 from meshwright.data.tokenizer import file_sha256
 from meshwright.exchange.foreign.source import open_source
@@ -137,7 +138,8 @@ def import_run(folder: Path, out: Path, config: Path | None = None, base: Path |
 
     `config` is a folder with the model's config.json where `folder` has none, `base` an adapter's base model.
 
-    Weights in float64 stay so, and are those of a run in that precision; others become float32. The
+    Where all weights are in float64 they stay so, and are those of a run in that precision; others become
+    float32. Memory holds one tensor of the files, and what of it is converted at a time. The
     tokenizer's files and generation_config.json come along. Quantised weights become what they stand for.
     Raises `UserError`, also for a folder whose recipe rounds inputs of layers, too, when `out` holds a run
     or cannot be written, and for a file that is a link out of the folder.
@@ -146,20 +148,14 @@ def import_run(folder: Path, out: Path, config: Path | None = None, base: Path |
     model, weights, home = open_source(folder, "import", config, base)
     beside = side_files(home, "import")
     check_trainable(weights, folder, "import")
-    tensors: dict[str, Tensor] = {}
-    dtypes: set[torch.dtype] = set()
-    for name, value in weights.take(tensor_shapes(model)):
-        is_bias = name.endswith(".router.bias")  # a router's own, in fp32 whatever the weights are
-        dtypes |= set() if is_bias else {value.dtype}
-        exact = value.dtype is torch.float64 and not is_bias
-        tensors[name] = value if exact else value.float()
+    parts = weights.parts({name: [whole(shape)] for name, shape in tensor_shapes(model).items()})
     length = DataSpec().seq_len
     if model.position == "learned":
         length = min(length, model.max_seq_len)
     origin = {"imported": str(folder)}
-    if len(dtypes) == 1:
-        origin[DTYPE_KEY] = str(next(iter(dtypes))).removeprefix("torch.")
-    write_run(out, model, tensors, {"seq_len": length}, beside, home, origin, dtypes == {torch.float64})
+    if (form := weights.dtype) is not None:
+        origin[DTYPE_KEY] = str(form).removeprefix("torch.")
+    write_run(out, model, parts, {"seq_len": length}, beside, home, origin, weights.all_exact)
     if (tokenizer := home / "tokenizer.json") in beside:
         for remark in open_published(tokenizer, "import").remarks:
             warnings.warn(remark, stacklevel=2)
@@ -182,10 +178,14 @@ def check_new(out: Path) -> None:
         raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
 
 
+def _in_checkpoint(part: WeightPart) -> WeightPart:
+    return part._replace(name=f"model/{part.name}")
+
+
 def write_run(
     out: Path,
     model: ModelSpec,
-    tensors: Mapping[str, Tensor],
+    parts: Iterable[WeightPart],
     data: Mapping[str, Any],
     beside: Sequence[Path],
     folder: Path,
@@ -194,8 +194,9 @@ def write_run(
 ) -> None:
     """Write a run's folder with one checkpoint, of step 0, that holds weights and nothing else.
 
-    `tensors` are the parameters and routers' biases by name, in float32, or in float64 if `exact`, whose run
-    computes in that precision. `data` are keys of the run's `data`, besides its tokenizer; `beside` are files
+    `parts` are those of the parameters and routers' biases, one of which is in memory at a time. They become
+    float32, or float64 if `exact`, of a run that computes in that precision; routers' biases are float32 in
+    any run. `data` are keys of the run's `data`, besides its tokenizer; `beside` are files
     of `folder` to copy, and `origin` is noted in run.json. The folder appears by one rename. Raises
     `UserError` if `out` cannot be written.
     """
@@ -213,8 +214,12 @@ def write_run(
         with atomic.folder(out) as unfinished:
             keep_side_files(beside, folder, unfinished, "import")
             store = CheckpointStore(spec.checkpoint.folder(unfinished), keep=1)
-            named = {f"model/{name}": tensor for name, tensor in tensors.items()}
-            store.save(0, named, imported_state(spec, tokenizer))
+            wide = torch.float64 if exact else torch.float32
+            forms = {
+                f"model/{name}": (torch.float32 if name.endswith(".router.bias") else wide, shape)
+                for name, shape in tensor_shapes(model).items()
+            }
+            store.save_parts(0, forms, map(_in_checkpoint, parts), imported_state(spec, tokenizer))
             store.close()
             record = json.dumps({"spec": spec.to_json(), **origin})
             (unfinished / "run.json").write_text(record, encoding="utf-8")

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from meshwright.checkpoint.weights import whole_part
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec import UserError
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.hf.special_tokens import side_files
 from meshwright.spec.weights import UNUSED
-from meshwright.weights.average import stored
 from meshwright.weights.load import write_run
 from meshwright.weights.merge_methods import METHODS, WITH_BASE, WITH_DENSITY
 from meshwright.weights.saved_weights import SavedWeights
@@ -66,8 +68,8 @@ def merge_runs(runs: Sequence[Path], names: Sequence[str], base: Path | None, ho
     """Make the run's folder `out` with the merged weights of the newest checkpoints of `runs`.
 
     `names` say in messages and in run.json where the runs are from. Tokenizer and data are those of the
-    first. Weights become float32, or float64 where the first run's are. Memory holds the result, and some
-    copies of one parameter in float64. Raises `UserError` for models that differ.
+    first. Weights become float32, or float64 where the first run's are. Memory holds some copies of one
+    parameter in float64. Raises `UserError` for models that differ.
     """
     opened = [SavedWeights(run) for run in runs]
     below = SavedWeights(base) if base is not None else None
@@ -75,17 +77,20 @@ def merge_runs(runs: Sequence[Path], names: Sequence[str], base: Path | None, ho
         _check_alike(opened[0], other, names[0], name)
     if below is not None:
         _check_alike(opened[0], below, names[0], "--base")
-    exact, tensors = opened[0].exact, {}
-    for name in opened[0].shapes:
+
+    def merged(name: str) -> Tensor:
         values = [each.read(name).double() for each in opened]
         further: list[Any] = [below.read(name).double()] if below else []
         further += [how.density] if how.density is not None else []
         further += [how.seed or 0, name] if how.method == "dare_ties" else []
-        tensors[name] = stored(name, METHODS[how.method](values, how.weights, *further), exact)
+        return METHODS[how.method](values, how.weights, *further)
+
+    parts = (whole_part(name, merged(name)) for name in opened[0].shapes)
     spec = opened[0].spec
     data = spec.data.model_dump(mode="json")
     origin = {"merge": {"of": list(names), **asdict(how)}}
-    write_run(out, spec.model, tensors, data, side_files(runs[0], "merge"), runs[0], origin, exact)
+    beside = side_files(runs[0], "merge")
+    write_run(out, spec.model, parts, data, beside, runs[0], origin, opened[0].exact)
 
 
 def _check_alike(first: SavedWeights, other: SavedWeights, name: str, others: str) -> None:

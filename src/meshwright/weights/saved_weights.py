@@ -1,9 +1,9 @@
-"""The weights of one checkpoint of a run, whatever its layout, read one parameter at a time."""
+"""The weights of one checkpoint of a run, whatever its layout, read piece by piece."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +14,8 @@ from meshwright.checkpoint.directory import candidates
 from meshwright.checkpoint.disk import Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.manifest import DTYPES
-from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
+from meshwright.checkpoint.reader import match_tensors, parse_manifest, read_manifest_text, stored_parts
+from meshwright.checkpoint.weights import Wanted, WeightPart, fill
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.weights.load import average_names, check_finite, check_state
@@ -64,20 +65,24 @@ class SavedWeights:
         Every byte is checked against its hash. Raises `UserError` for damage and for values that are not
         finite.
         """
-        key = self._key(name)
-        reading = Reading(self._path, self._manifest, {key: self._empty(name)}, self._disk)
-        reading.read()
-        value = reading.take(key)
-        check_finite(self.run, self._manifest.state, name, value)
+        value = self._empty(name)
+        fill({name: value}, self)
         return value
 
     def __getitem__(self, name: str, /) -> Tensor:
         """Return what `read` does."""
         return self.read(name)
 
-    def take(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, value) of these parameters and routers' biases, one at a time, as `read` does."""
-        yield from ((name, self.read(name)) for name in self.shapes if name in names)
+    def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
+        """Yield the stored pieces that overlap wanted rectangles of parameters and routers' biases.
+
+        Errors are those of `read`.
+        """
+        names = {self._key(name): name for name in wanted}
+        stored = {key: wanted[name] for key, name in names.items()}
+        for key, rectangle, value in stored_parts(self._path, self._manifest, stored, self._disk):
+            check_finite(self.run, self._manifest.state, names[key], value)
+            yield WeightPart(names[key], rectangle, value)
 
     def _key(self, name: str) -> str:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""

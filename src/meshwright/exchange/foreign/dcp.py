@@ -6,7 +6,7 @@ which unpickles with `weights_only`. Source: torch.distributed.checkpoint, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from meshwright.checkpoint.rectangles import check_cover, check_within
 from meshwright.exchange.restricted_pickle import READING_ERRORS, load_dcp_metadata
 from meshwright.exchange.tensor_store import Header, dtype_name
 from meshwright.spec import UserError
+from meshwright.spec.sharded_tensor import Rectangle
 
 METADATA = ".metadata"
 
@@ -50,6 +51,10 @@ class DcpStore:
         """Return a whole tensor on the CPU. Raises `UserError` for damage and absent files."""
         size = self._tensors[name].size
         return self._rectangle(name, [0] * len(size), size)
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order, of which alone pieces are read."""
+        yield from (self._rectangle(name, *rectangle) for rectangle in rectangles)
 
     def row(self, name: str, index: int) -> Tensor:
         """Return one index of a tensor's dim 0, of which alone pieces are read. Raises `UserError`."""

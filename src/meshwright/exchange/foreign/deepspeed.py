@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.exchange.restricted_pickle import Unread, load_torch_file
-from meshwright.exchange.tensor_store import Header, TensorStore, dtype_name, header_of
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, dtype_name, header_of
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import UserError
 
@@ -51,7 +51,7 @@ class _Pieces(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _ZeroStore:
+class _ZeroStore(WholeTensors):
     """Weights in files of optimisers, mapped into memory and put together one by one (`TensorStore`)."""
 
     def __init__(self, folder: Path, models: list[Path], optimisers: list[Path], key: str) -> None:
@@ -140,7 +140,7 @@ class _ZeroStore:
         return UserError(f"{self._key}: {self._folder} {what}; copy all files of the checkpoint again")
 
 
-class UniversalStore:
+class UniversalStore(WholeTensors):
     """The weights of a universal checkpoint: `zero/NAME/fp32.pt` (`TensorStore`).
 
     Errors start with `key`. Raises `UserError` for a file that is damaged, lacks its tensor, or names

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
 from meshwright.exchange.hf_state_dict import HfTensor
-from meshwright.exchange.tensor_store import TensorStore
+from meshwright.exchange.tensor_store import TensorStore, WholeTensors
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.files import MAX_JSON, read_text
 
@@ -25,7 +25,7 @@ CONFIG = "model_config.yaml"
 _MLP = {"fc_1": "gate", "fc_2": "up", "proj": "down"}
 
 
-class LitgptStore:
+class LitgptStore(WholeTensors):
     """Tensors of a model, whose fused rows are in the order of queries, keys and values (`TensorStore`)."""
 
     def __init__(self, store: TensorStore, spec: ModelSpec) -> None:

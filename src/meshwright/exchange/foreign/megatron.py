@@ -19,7 +19,7 @@ from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
 from meshwright.exchange.hf_state_dict import HfTensor, Rotary
 from meshwright.exchange.restricted_pickle import load_torch_file
-from meshwright.exchange.tensor_store import Header
+from meshwright.exchange.tensor_store import Header, WholeTensors
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 
@@ -30,7 +30,7 @@ _STACK = "decoder.layers."
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-class MegatronStore:
+class MegatronStore(WholeTensors):
     """A directory's tensors, those of each layer by themselves: `decoder.layers.0.mlp...` (`TensorStore`).
 
     Rows of queries, keys and values are in that order, and padding of the vocabulary of `spec` is cut off.

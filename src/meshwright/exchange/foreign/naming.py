@@ -16,6 +16,7 @@ from meshwright.exchange.hf_state_dict import HfTensor
 from meshwright.exchange.stored_weights import StoredWeights
 from meshwright.exchange.tensor_store import RenamedStore, TensorStore
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.sharded_tensor import Rectangle
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,15 @@ class NamedWeights(StoredWeights):
         """Return True for the head of a tied model, and for what a program has besides weights."""
         return name.endswith(self._naming.unused) or (self._spec.tied and name in self._naming.heads)
 
-    def _check_value(self, piece: HfTensor, tensor: Tensor) -> None:
+    def _check_value(self, piece: HfTensor, place: Rectangle, value: Tensor) -> None:
         """Raise `UserError` for a tied head that has other values than the embedding."""
         if piece.hf != self._naming.mark or not self._spec.tied:
             return
         for name in self._naming.heads:
-            if name in self._store.headers and not torch.equal(self._store.read(name), tensor):
+            if name not in self._store.headers:
+                continue
+            same = self._store.headers[name][1] == self._store.headers[piece.hf][1]
+            if not same or not torch.equal(next(self._store.parts(name, [place])), value):
                 raise UserError(
                     f"{self._where}: the config ties the head to the embedding, but the tensor {name} has "
                     f"other values than {piece.hf}; set tie_word_embeddings to false in config.json"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.exchange.tensor_store import Header, TensorStore, dtype_name
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, dtype_name
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import UserError
 from meshwright.spec.hf.json_object import read_json_object
+from meshwright.spec.sharded_tensor import Rectangle
 
 CONFIG = "adapter_config.json"
 _WEIGHTS, _BIN = "adapter_model.safetensors", "adapter_model.bin"
@@ -54,7 +56,7 @@ class _Factors(NamedTuple):
         return rows.T if self.transposed else rows
 
 
-class AdapterStore:
+class AdapterStore(WholeTensors):
     """The tensors of a base model with an adapter merged onto them (`TensorStore`).
 
     Errors start with `key`. Raises `UserError` for adapters other than LoRA, for tensors that the base model
@@ -90,6 +92,12 @@ class AdapterStore:
         """Return a whole tensor on the CPU. Raises `UserError` for damage."""
         value = self._whole[name] if name in self._whole else self._base.read(name)
         return self._factors[name].merge(value) if name in self._factors else value
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        if name in self._whole or name in self._factors:
+            return super().parts(name, rectangles)
+        return self._base.parts(name, rectangles)
 
     def _sort(self, name: str, tensor: Tensor, parts: dict[str, dict[str, Tensor]]) -> None:
         """Note a tensor as a part of a module's change, or as one that replaces the base model's."""

@@ -1,0 +1,77 @@
+"""The keys that `--from` stands for: those of a run that starts from a trained model, wherever that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec import UserError
+from meshwright.spec.files import user_path
+from meshwright.spec.hf.config_read import has_weights
+from meshwright.spec.load import Overrides
+from meshwright.spec.weights import is_foreign, weight_source
+
+KEY = "--from"
+
+
+def keys_of_source(source: str) -> Overrides:
+    """Return the dotted keys, with their texts, of a run that starts from a model.
+
+    `source` is an HF folder, the folder of a run or of one of its checkpoints, a checkpoint of another
+    program, or the id of a model on the hub, org/name, whose files are fetched where the cache lacks them.
+    Raises `UserError` where it is none of these, and for weights that cannot be had.
+    """
+    from meshwright.exchange.hub import hub_folder, is_hub_id
+
+    path = user_path(source, KEY)
+    if not path.exists():
+        if not is_hub_id(source):
+            raise UserError(
+                f"{KEY}: {path} is not there; give the folder of a model or of a run, or a model of the hub "
+                "as org/name"
+            )
+        path = hub_folder(source, KEY)
+    if is_foreign(path):
+        return list(_foreign(path))
+    found = weight_source(str(path), KEY)
+    assert found is not None  # a path is there, so it is not the word that stands for random weights
+    if found.is_run:
+        return [("model.weights", str(path))]
+    if not has_weights(path):
+        raise UserError(
+            f"{KEY}: {path} has a config.json and no weights; give a folder that has them, or, for the "
+            f"architecture alone, --model.hf {path}"
+        )
+    return [("model.hf", str(path))]
+
+
+def _foreign(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a checkpoint of another program, by its config.json or by what it says itself."""
+    from meshwright.exchange.foreign.source import open_source
+
+    model, _, folder = open_source(path, KEY)
+    yield "model.weights", str(path)
+    if (folder / "config.json").is_file():
+        yield "model.hf", str(folder)
+    else:
+        fields = model.model_dump(mode="json", exclude={"weights"})
+        yield from ((f"model.{key}", text) for key, text in _flat(fields))
+    if (tokenizer := folder / "tokenizer.json").is_file():
+        yield "data.tokenizer", str(tokenizer)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and the texts of their values, as flags have them."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or "none"
+    return json.dumps(value)
