@@ -186,7 +186,8 @@ def filled(verb: Verb, call: Call) -> Call:
 
     Raises `UserError` for a flag that says the same as one of these, and as their functions do.
     """
-    flags, given, found = dict(call.flags), dict(call.overrides), {}
+    flags, given = dict(call.flags), dict(call.overrides)
+    found: dict[str, str] = {}
     for flag in verb.flags:
         value = flags.pop(flag.name.replace("-", "_"), None) if flag.fills is not None else None
         if flag.fills is None or value is None:
