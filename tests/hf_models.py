@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import whole
+from meshwright.checkpoint.weights import Weights, whole
 from meshwright.exchange.hf import import_hf
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import ModelSpec
@@ -209,11 +209,16 @@ def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -
 def read_whole(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     """The spec of a folder, and all of its weights under the decoder's names."""
     spec, weights = import_hf(folder)
+    return spec, read_all(weights, spec)
+
+
+def read_all(weights: Weights, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """All weights of a model by name."""
     shapes = tensor_shapes(spec)
     found: dict[str, torch.Tensor] = {}
     for name, rectangle, value in weights.parts({name: [whole(shape)] for name, shape in shapes.items()}):
         narrow(found.setdefault(name, value.new_empty(shapes[name])), rectangle).copy_(value)
-    return spec, found
+    return found
 
 
 def their_logits(folder: Path) -> torch.Tensor:

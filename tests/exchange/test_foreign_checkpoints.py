@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from foreign_files import WRITERS, megatron_arguments, merged, write_adapter
+from hf_models import read_all
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import byte_tokenizer
@@ -60,8 +61,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
 
 def read(path: Path, **how: Any) -> dict[str, Tensor]:
     source = open_source(path, **how)
-    names = {f"{piece}" for each in source.weights._pieces for piece in each.parameters}
-    return dict(source.weights.take(names))
+    return read_all(source.weights, source.model)
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
