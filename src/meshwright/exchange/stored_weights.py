@@ -42,7 +42,7 @@ class StoredWeights:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The format of the weights, but for tensors that are fp32 in any file; None where they have several."""
+        """The format of all weights that are not fp32 in any file; None where they have several."""
         names = {self._store.headers[piece.hf][2] for piece in self._pieces if not piece.exact}
         return DTYPES_BY_NAME[names.pop()] if len(names) == 1 else None
 

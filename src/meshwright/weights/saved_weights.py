@@ -65,7 +65,7 @@ class SavedWeights:
         Every byte is checked against its hash. Raises `UserError` for damage and for values that are not
         finite.
         """
-        value = self._empty(name)
+        value = torch.empty_like(self._empty(name), device="cpu")
         fill({name: value}, self)
         return value
 
