@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import starmap
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from meshwright.checkpoint.weights import whole_part
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.exchange.hf import tensor_shapes
 from meshwright.model.decoder import Decoder
@@ -51,7 +53,7 @@ def main() -> None:
         byte_tokenizer().save(folder)
         tensors = init_whole_(Decoder(model), 0).tensors()
         write_run(
-            folder / "run", model, tensors, {"seq_len": 64}, sorted(folder.glob("*.json")), folder,
+            folder / "run", model, starmap(whole_part, tensors.items()), {"seq_len": 64}, sorted(folder.glob("*.json")), folder,
             {"merged": []}, False,
         )  # fmt: skip
         del tensors

@@ -6,6 +6,7 @@ import json
 import struct
 import tomllib
 import weakref
+from itertools import starmap
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hf_models import LLAMA, save_theirs, their_logits
 from meshwright import api
+from meshwright.checkpoint.weights import whole_part
 from meshwright.data.tokenizer import END, byte_tokenizer
 from meshwright.exchange.hf import export_hf, load_hf, tensor_shapes
 from meshwright.exchange.hf_config import export_remark
@@ -48,8 +50,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": 257, "max_seq_len": 128, "init_std": 0.3,
     })  # fmt: skip
     tensors = init_whole_(Decoder(model), 3).tensors()
+    parts = starmap(whole_part, tensors.items())
     beside = sorted(folder.glob("*.json"))
-    write_run(folder / "out", model, tensors, {"seq_len": 64}, beside, folder, {"merged": []}, False)
+    write_run(folder / "out", model, parts, {"seq_len": 64}, beside, folder, {"merged": []}, False)
     return folder / "out"
 
 
