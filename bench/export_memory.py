@@ -53,8 +53,8 @@ def main() -> None:
         byte_tokenizer().save(folder)
         tensors = init_whole_(Decoder(model), 0).tensors()
         write_run(
-            folder / "run", model, starmap(whole_part, tensors.items()), {"seq_len": 64}, sorted(folder.glob("*.json")), folder,
-            {"merged": []}, False,
+            folder / "run", model, starmap(whole_part, tensors.items()), {"seq_len": 64},
+            sorted(folder.glob("*.json")), folder, {"merged": []}, False,
         )  # fmt: skip
         del tensors
         loaded = peak()
