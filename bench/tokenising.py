@@ -30,8 +30,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from meshwright.data import tokenize as parts
-from meshwright.data.readers import open_source
 from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.sources import open_source
 from meshwright.data.tokenizer import bpe_of_counts
 from meshwright.data.word_rule import GPT2
 from meshwright.data.words import Words

@@ -99,8 +99,8 @@ def test_tiles_at_the_ends_may_be_smaller(shape: tuple[int, int], sides: tuple[i
             lambda t, e: t.update({e.removesuffix("_scale_inv"): torch.ones(64, 48)}),
             r"o_proj\.weight has scales but no codes in fp8",
         ),
-        (lambda t, e: t.pop(e), r"o_proj\.weight in .* is in F8_E4M3; convert it"),
-        (lambda t, e: t[e].fill_(torch.nan), r"o_proj\.weight in .* has values that are not finite"),
+        (lambda t, e: t.pop(e), r"o_proj\.weight is in F8_E4M3; convert it"),
+        (lambda t, e: t[e].fill_(torch.nan), r"o_proj\.weight has values that are not finite"),
     ],
 )
 def test_parts_of_weights_in_fp8_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_gpt_oss_in_mxfp4_computes_what_transformers_computes(tmp_path: Path) ->
             lambda t, e: t.update({f"{e}_blocks": t[f"{e}_blocks"].int()}),
             r"down_proj has blocks of shape .* in I32",
         ),
-        (lambda t, e: t[f"{e}_scales"].fill_(255), "down_proj in .* has values that are not finite"),
+        (lambda t, e: t[f"{e}_scales"].fill_(255), "down_proj has values that are not finite"),
     ],
 )
 def test_parts_of_weights_in_mxfp4_that_do_not_fit_are_named(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshwright.kernels import cpu_kernels, elementwise_cpu
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
-from meshwright.model.experts import _inner as inner
-from meshwright.model.experts import _inner_backward_ as inner_backward_
+from meshwright.model.expert_activations import _swiglu as inner
+from meshwright.model.expert_activations import _swiglu_backward_ as inner_backward_
 from meshwright.model.mlp import _SiluProduct, swiglu
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import rotate, with_signs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,8 @@ def test_the_average_can_be_exported(ranks: Ranks, corpus: Path, tmp_path: Path)
         start(ranks, spec, tmp_path / name)
         decoder = load_with_record(spec, tmp_path / name)
         assert equal(dict(decoder.named_parameters()), saved(spec, tmp_path / name))
-        with patch("meshwright.weights.load.load", lambda _, spec=spec: spec):
-            api.export(tmp_path / name, tmp_path / f"{name}-hf", weights="ema")
+        (tmp_path / name / "run.json").write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
+        api.export(tmp_path / name, tmp_path / f"{name}-hf", weights="ema")
         tokens = torch.arange(8).unsqueeze(0)
         assert torch.equal(api.load_hf(tmp_path / f"{name}-hf")(tokens), decoder(tokens))
         with pytest.raises(UserError, match=r"--weights: .* is an HF folder, which has one set of weights"):

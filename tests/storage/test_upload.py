@@ -51,16 +51,17 @@ def test_the_command_writes_the_files_of_a_disk_to_s3(
     run = str(imported(tmp_path))
     assert main(["export", run, str(tmp_path / "disk"), "--dtype", "float16"]) == 0
     capsys.readouterr()
-    assert main(["export", run, "s3://bucket/models/a", "--dtype", "float16", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"folder": "s3://bucket/models/a"}
-    assert s3.files("models/a") == on_disk(tmp_path / "disk")
+    assert main(["export", run, "s3://bucket/models/disk", "--dtype", "float16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": "s3://bucket/models/disk"}
+    assert s3.files("models/disk") == on_disk(tmp_path / "disk")
     with pytest.raises(
-        UserError, match=r"^export: s3://bucket/models/a exists, and is not an empty folder"
+        UserError, match=r"^export: s3://bucket/models/disk exists, and is not an empty folder"
     ) as told:
-        main(["export", run, "s3://bucket/models/a"])
+        main(["export", run, "s3://bucket/models/disk"])
     assert told.value.code == 2
-    assert main(["export", run, f"file://{tmp_path}/of url", "--dtype", "float16"]) == 0
-    assert on_disk(tmp_path / "of url") == on_disk(tmp_path / "disk")
+    (tmp_path / "of url").mkdir()
+    assert main(["export", run, f"file://{tmp_path}/of url/disk", "--dtype", "float16"]) == 0
+    assert on_disk(tmp_path / "of url" / "disk") == on_disk(tmp_path / "disk")
 
 
 def test_files_are_sent_one_by_one_and_the_config_last(

@@ -93,7 +93,7 @@ LOSS = Bug(
     "grad_weight, False",
 )
 """The gradient of the head's weight is that of the last chunk."""
-BLOCK = Bug("kernels.attention_cpu", "_scores", "triu_(1)", "triu_(1 + first)")
+BLOCK = Bug("kernels.attention_cpu", "_add_bias", "triu_(1)", "triu_(1 + first)")
 """Queries of the second block see later keys of their block."""
 TILE = Bug(
     "kernels.partial_attention", "_row_of_tiles", "_borders(columns, *inner)",

@@ -25,6 +25,7 @@ from meshwright.comm.call_check import same_calls
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch, Loader
 from meshwright.exchange import hf
+from meshwright.exchange.safetensors_stream import SafetensorsStream
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
 from meshwright.train import state
@@ -250,14 +251,14 @@ def test_what_is_lost_on_the_way_is_named(ranks: Ranks, saved_run: Path, tmp_pat
 
 def turn_later_files() -> AbstractContextManager[object]:
     """Write the tensors of all files of an export but the first with their rows in the opposite order."""
-    save = hf.save_file
+    write = SafetensorsStream.write
 
-    def turned(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        if not path.name.startswith(("model.", "model-00001-")):
-            tensors = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}
-        save(tensors, path, metadata=metadata)
+    def turned(self: SafetensorsStream, values: Iterable[tuple[str, Tensor]]) -> None:
+        if not Path(self._file.name).name.startswith(("model.", "model-00001-")):
+            values = [(name, tensor.flip(0).contiguous()) for name, tensor in values]
+        write(self, values)
 
-    return patch.object(hf, "save_file", turned)
+    return patch.object(SafetensorsStream, "write", turned)
 
 
 @pytest.mark.parametrize("case", ["files", "pieces"])
