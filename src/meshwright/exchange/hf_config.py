@@ -163,7 +163,8 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
         dense = [layer for layer in range(model.layers) if not moe.has_experts(layer)]
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if family.deepseek_router is not None:
-        fields |= {"n_shared_experts": stored_shared_ffn(moe, family) // moe.ffn, "scoring_func": moe.router}
+        scoring = family.expert_switches.get("router", "softmax")  # the only one that is read
+        fields |= {"n_shared_experts": stored_shared_ffn(moe, family) // moe.ffn, "scoring_func": scoring}
     if family.deepseek_router == "v3":
         fields |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
     elif family.deepseek_router == "v2":
