@@ -138,10 +138,7 @@ SIGMOID = MOE | {"router": "sigmoid", "bias": True, "shared_ffn": 32}
         ({"family": "mixtral", "moe": MOE | {"capacity_factor": 2.0}}, "model.moe.capacity_factor"),
         ({"family": "qwen3_moe", "qk_norm": True, "moe": MOE | {"router": "sigmoid"}}, "model.moe.router"),
         ({"family": "qwen3_moe", "moe": MOE}, "model.qk_norm"),
-        (
-            {"family": "deepseek_v3", "mla": LATENT, "moe": MOE | {"shared_ffn": 32}},
-            "HF's deepseek_v3 has sco",
-        ),
+        ({"family": "deepseek_v3", "mla": LATENT, "moe": MOE | {"shared_ffn": 32}}, "model.moe.router"),
         ({"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"bias": False}}, "model.moe.bias"),
         (
             {"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"groups": 4}},

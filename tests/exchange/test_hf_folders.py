@@ -113,6 +113,10 @@ def test_import_then_export_changes_nothing(case: str, sharded: bool, tmp_path: 
     assert again.model_dump(exclude=ignored) == spec.model_dump(exclude=ignored)
 
 
+SHAPE = {
+    "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 4, "head_dim": 12, "vocab_size": 101,
+    "init_std": 0.1,
+}  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"preset": "small", "kv_heads": 2},
     "qwen3": {"preset": "qwen3-8b", "kv_heads": 2},
@@ -240,17 +244,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", OURS)
 def test_our_own_models_open_in_transformers(family: str, tmp_path: Path) -> None:
-    shape = {
-        "layers": 2,
-        "hidden": 48,
-        "ffn": 64,
-        "heads": 4,
-        "kv_heads": 4,
-        "head_dim": 12,
-        "vocab_size": 101,
-        "init_std": 0.1,
-    }
-    spec = ModelSpec.model_validate({**shape, "family": family, **OURS[family]})
+    spec = ModelSpec.model_validate({**SHAPE, "family": family, **OURS[family]})
     decoder = init_whole_(Decoder(spec), seed=0)
     for bias in decoder.balance_biases().values():
         bias.uniform_(-0.2, 0.2)
@@ -275,6 +269,16 @@ def train_tokenizer(path: Path) -> Tokenizer:
     tokenizer.train_from_iterator(["the cat sat on the mat, naïvely " * 50], trainer)
     tokenizer.save(str(path))
     return tokenizer
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "granite"])
+def test_the_usual_factor_of_scores_is_written_where_files_have_one(family: str, tmp_path: Path) -> None:
+    fields = {**SHAPE, **OURS[family], "family": family, "attention_scale": None}
+    spec = ModelSpec.model_validate(fields)
+    decoder = init_whole_(Decoder(spec), seed=0)
+    export_hf(tmp_path / "out", spec, decoder.tensors())
+    with torch.no_grad():
+        torch.testing.assert_close(their_logits(tmp_path / "out"), decoder(TOKENS), rtol=0, atol=1e-5)
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "family": "granite", "embedding_scale": 6.0, "residual_scale": 0.5, "attention_scale": 0.2,
         "logit_scale": 0.25,
     },
-    "smollm3": {"family": "smollm3", "tied": True, "rope_layers": "true,false"},
+    "smollm3": {"family": "smollm3", "tied": True, "layers": 4, "rope_layers": "true,true,true,false"},
     "starcoder2": {
         "family": "starcoder2", "tied": True, "norm": "layernorm", "qkv_bias": True, "out_bias": True,
         "mlp_bias": True, "activation": "gelu_tanh",

@@ -22,7 +22,7 @@ from meshwright.spec.hf.config_read import read_hf_config
 from meshwright.spec.load import from_tree, read_tree
 
 DEEP = "[" * 60_000
-LONGEST = 450
+LONGEST = 400
 """Most characters of a sentence that quotes what a file holds."""
 
 

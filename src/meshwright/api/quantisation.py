@@ -81,37 +81,19 @@ def quantise(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"FOLDER: {folder} exists and is not an empty folder; give another")
     source = _Source(run, weights)
-    from meshwright.exchange.hf import export_hf
+    import torch
+
     from meshwright.exchange.hf_quantised import NearestCodes, stored_bytes
-    from meshwright.exchange.parameter_source import LastRead, ShapesAlone
+    from meshwright.exchange.parameter_source import ShapesAlone
     from meshwright.exchange.stored_weights import tensor_shapes
-    from meshwright.weights.quantise import calibrated, check_calibrated, nearest, plan_quantisation
-    from meshwright.weights.saved_weights import of_whole_checkpoint
+    from meshwright.weights.quantise import check_calibrated, plan_quantisation
 
     how = plan_quantisation(source.model, recipe, source.group(recipe, group_size), keep)  # type: ignore[arg-type]
     batches = []
     if algorithm == "gptq":
         check_calibrated(source.model)
         batches = source.calibration(calibration, calibration_tokens)
-    import torch
-
-    file = run / "tokenizer.json"
-    tokenizer = file if file.is_file() else None
-
-    def write(tensors: Mapping[str, Tensor] | ParameterSource, codes: Mapping[str, Codes]) -> None:
-        export_hf(
-            folder, source.model, tensors, tokenizer, torch.bfloat16, side_files=run, quantised=(how, codes)
-        )
-
-    if source.spec is not None and not batches:  # one parameter is in memory at a time
-        of_whole_checkpoint(
-            run, None, weights == "ema",
-            lambda saved: write(saved, NearestCodes(source.model, LastRead(saved), how)),
-        )  # fmt: skip
-    else:
-        decoder = source.decoder()
-        tensors = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
-        write(tensors, calibrated(decoder, how, batches) if batches else nearest(source.model, tensors, how))
+    _write_quantised(source, folder, how, batches)
     shapes = tensor_shapes(source.model)
     return {
         "folder": str(folder),
@@ -268,6 +250,37 @@ class _Source:
                 stacklevel=2,
             )
         return list(rows.split(ROWS))
+
+
+def _write_quantised(source: _Source, folder: Path, how: Quantisation, batches: Sequence[Tensor]) -> None:
+    """Write the folder, by GPTQ where there are `batches` of tokens.
+
+    Rounding to nearest a run's weights holds one parameter at a time.
+    """
+    import torch
+
+    from meshwright.exchange.hf import export_hf
+    from meshwright.exchange.hf_quantised import NearestCodes
+    from meshwright.exchange.parameter_source import LastRead
+    from meshwright.weights.quantise import calibrated, nearest
+    from meshwright.weights.saved_weights import of_whole_checkpoint
+
+    run, model, file = source.run, source.model, source.run / "tokenizer.json"
+    tokenizer = file if file.is_file() else None
+
+    def write(tensors: Mapping[str, Tensor] | ParameterSource, codes: Mapping[str, Codes]) -> None:
+        quantised = how, codes
+        export_hf(folder, model, tensors, tokenizer, torch.bfloat16, side_files=run, quantised=quantised)
+
+    if source.spec is not None and not batches:
+        average = source.weights == "ema"
+        of_whole_checkpoint(
+            run, None, average, lambda saved: write(saved, NearestCodes(model, LastRead(saved), how))
+        )
+        return
+    decoder = source.decoder()
+    tensors = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
+    write(tensors, calibrated(decoder, how, batches) if batches else nearest(model, tensors, how))
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -31,7 +31,16 @@ def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
     """
     if found := _missing(model):
         raise UserError(f"{found[0]}{_others(found)}; {_instead(model)}")
-    return _config(model, dtype)
+    return _config(_with_scale(model), dtype)
+
+
+def _with_scale(model: ModelSpec) -> ModelSpec:
+    """Return the model with the factor of its scores written out, where its family's files have one."""
+    family = FAMILIES[model.family]
+    stated = family.query_scalar is not None or "attention_scale" in family.keys
+    if not stated or model.attention_scale is not None:
+        return model
+    return model.model_copy(update={"attention_scale": model.head_dim**-0.5})
 
 
 def export_remark(model: ModelSpec) -> str | None:
@@ -58,6 +67,7 @@ def _config(model: ModelSpec, dtype: str) -> dict[str, Any]:
 def _missing(model: ModelSpec) -> list[str]:
     """Return a clause for each key of `model` that its family does not compute."""
     found: list[str] = []
+    model = _with_scale(model)
     for table, families in _TABLES.items():
         given = getattr(model, table) is not None
         if given and model.family not in families:
@@ -163,7 +173,8 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
         dense = [layer for layer in range(model.layers) if not moe.has_experts(layer)]
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if family.deepseek_router is not None:
-        fields |= {"n_shared_experts": stored_shared_ffn(moe, family) // moe.ffn, "scoring_func": moe.router}
+        scoring = family.expert_switches.get("router", "softmax")  # the only one that is read
+        fields |= {"n_shared_experts": stored_shared_ffn(moe, family) // moe.ffn, "scoring_func": scoring}
     if family.deepseek_router == "v3":
         fields |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
     elif family.deepseek_router == "v2":

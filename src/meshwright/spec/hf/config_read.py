@@ -58,7 +58,8 @@ def model_fields(config: Config) -> dict[str, Any]:
         layers = f"it has {OTHER_LAYERS[name]} layers, which this decoder does not compute"
         raise config.wrong("model_type", f"{layers}; give a model of attention layers alone")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise config.wrong("model_type", f"the families read are {', '.join(FAMILIES)}")
+        listed = f"none of the {len(FAMILIES)} families that are read has this name"
+        raise config.wrong("model_type", f"{listed}; `meshwright train --help` lists them under family")
     family = FAMILIES[name]
     read = _gpt2 if family.learned_positions else _llama_like
     return {"family": name, **read(config, family), **family.fixed}
