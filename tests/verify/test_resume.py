@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from meshwright.checkpoint import reader
 from meshwright.checkpoint.save_plan import narrow
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.weights import Wanted, WeightPart
 from meshwright.comm.call_check import same_calls
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch, Loader
@@ -272,13 +273,14 @@ def test_a_change_past_the_first_file_or_piece_of_an_export_is_named(
 
 
 def test_an_export_that_changes_a_weight_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    read = hf.HfWeights.take
+    read = hf.HfWeights.parts
 
-    def changed(self: hf.HfWeights, names: Collection[str]) -> Iterable[tuple[str, Tensor]]:
-        for name, value in read(self, names):
-            yield name, value.flip(0) if name == "blocks.1.attn.k.weight" else value
+    def changed(self: hf.HfWeights, wanted: Wanted) -> Iterable[WeightPart]:
+        for part in read(self, wanted):
+            turned = part.name == "blocks.1.attn.k.weight"
+            yield part._replace(value=part.value.flip(0)) if turned else part
 
-    with patch.object(hf.HfWeights, "take", changed):
+    with patch.object(hf.HfWeights, "parts", changed):
         _, loaded = through(ranks, tmp_path, {}, {}, imported=True)
     assert (loaded["first"]["kind"], loaded["first"]["name"]) == (
         "loaded parameter",
