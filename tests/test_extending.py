@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -41,8 +43,15 @@ class Copy(NamedTuple):
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A `meshwright` command of the copy."""
+        return self._python("-m", "meshwright", *words)
+
+    def script(self, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """A program that imports the copy."""
+        return self._python("-c", text, *words)
+
+    def _python(self, *words: str) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PYTHONPATH": str(self.folder)}
-        command = [sys.executable, "-m", "meshwright", *words]
+        command = [sys.executable, *words]
         return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
 
     def result(self, *words: str) -> dict[str, Any]:
@@ -139,6 +148,53 @@ def test_the_part_of_the_page_is_in_checkpoints(part: Copy) -> None:
     words = ("--train.swa", "2", "--through", "checkpoint", "--precision", "exact")
     verdict = part.result("verify", *TINY, *words)
     assert verdict["equal"] and "loaded swa" in compared(verdict)
+
+
+LOGITS = """
+import sys
+from pathlib import Path
+import torch
+from meshwright.exchange.hf import load_hf
+
+folder, tokens, logits = map(Path, sys.argv[1:])
+with torch.no_grad():
+    torch.save(load_hf(folder)(torch.load(tokens)), logits)
+"""
+"""Writes the logits that a copy computes of an HF folder and tokens."""
+
+
+def test_the_family_of_the_page_works(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    copy, folder = extended("A model family", tmp_path / "copy"), tmp_path / "theirs"
+    assert len(copy.files) <= 5
+    torch.manual_seed(0)
+    theirs = transformers.SeedOssForCausalLM(transformers.SeedOssConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, initializer_range=0.2,
+    )).eval()  # fmt: skip
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):  # zeros at first
+            torch.nn.init.normal_(parameter)
+    theirs.save_pretrained(folder)
+    tokens = torch.randint(101, (2, 24))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    computed = copy.script(LOGITS, str(folder), str(tmp_path / "tokens.pt"), str(tmp_path / "logits.pt"))
+    assert computed.returncode == 0, computed.stderr
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.load(tmp_path / "logits.pt"), theirs(tokens).logits, rtol=0, atol=1e-5
+        )
+    words = ("--model.hf", str(folder), "--data.corpus", "synthetic", "--data.seq_len", "32")
+    verdict = copy.result(
+        "verify", *words, "--train.batch_tokens", "128", "--layout.tp", "2", "--precision", "exact"
+    )
+    assert verdict["equal"]
+    copy.result("import", str(folder), "--out", "runs/imported")
+    exported = copy.folder / "exported"
+    copy.result("export", "runs/imported", str(exported))
+    whole = {name: each.clone() for name, each in load_file(exported / "model.safetensors").items()}
+    assert whole.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(whole[name], value) for name, value in theirs.state_dict().items())
 
 
 def test_a_block_whose_place_is_gone_is_told() -> None:
