@@ -21,6 +21,7 @@ from meshwright.checkpoint.weights import whole_part
 from meshwright.data.tokenizer import END, byte_tokenizer
 from meshwright.exchange.hf import export_hf, load_hf, tensor_shapes
 from meshwright.exchange.hf_config import export_remark
+from meshwright.exchange.hub import hub_id
 from meshwright.exchange.parameter_source import HeldParameters
 from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
 from meshwright.model.decoder import Decoder
@@ -29,7 +30,7 @@ from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import from_tree
 from meshwright.spec.presets import PRESETS
 from meshwright.weights.load import write_run
-from meshwright.weights.model_card import hub_id, model_card
+from meshwright.weights.model_card import model_card
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_from_weights import flags
+from runs_from_weights import exported_equals, flags, tokenizer_of
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from hf_models import read_whole
+from hf_models import CASES, read_whole, save_theirs
 from meshwright import api
 from meshwright.api.initial_weights import initial_weights_told
 from meshwright.api.source import keys_of_source
@@ -27,6 +27,8 @@ from meshwright.data.loader import Loader
 from meshwright.exchange.hf import load_hf
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.weights.initial_weights import open_weights
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 def spec_from(source: Path, theirs: Path, **more: object) -> RunSpec:
@@ -137,7 +139,7 @@ def test_rows_of_no_token_may_be_left_out(theirs: Path, tmp_path: Path) -> None:
     assert weights is not None
     fill({"head.weight": found}, weights)
     assert torch.equal(found, values["head.weight"])
-    assert "the last 20 rows of the embedding, which are of no token, are left out" in (
+    assert "the last 20 rows of the embedding and the head, which are of no token, are left out" in (
         initial_weights_told(spec) or ""
     )
     with pytest.raises(UserError, match=r"model\.vocab_size: 299 leaves out tokens of the 300"):
@@ -146,4 +148,52 @@ def test_rows_of_no_token_may_be_left_out(theirs: Path, tmp_path: Path) -> None:
 
 def test_new_rows_are_told(theirs: Path) -> None:
     line = initial_weights_told(spec_from(theirs, theirs, **{"model.vocab_size": 302})) or ""
-    assert "the embedding has 2 new rows, each the mean of the 300 others" in line
+    assert (
+        "the embedding and the head get 2 new rows for added tokens, each the mean of the 300 other" in line
+    )
+
+
+@pytest.mark.parametrize("axes", [{"layout.tp": 2}, {"layout.dp": 2, "layout.zero": 3}], ids=str)
+def test_tokens_that_a_tokenizer_has_beyond_the_rows_get_rows(
+    axes: dict[str, object], theirs: Path, tmp_path: Path
+) -> None:
+    """They may occur in texts, and are in the export, which transformers opens."""
+    folder = Path(shutil.copytree(theirs, tmp_path / "hf"))
+    tokenizer_of(folder, special=["<|im_start|>", "<|im_end|>"], words=["zebra"])
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(json.dumps({"text": f"the zebra sat {number}"}) for number in range(60)))
+    spec = spec_from(folder, theirs, **{"data.corpus": corpus, "data.cache": tmp_path / "cache", **axes})
+    assert "get 3 new rows for added tokens" in (initial_weights_told(spec) or "")
+    api.train(spec, out=tmp_path / "run", quiet=True)
+    api.export(tmp_path / "run", tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == len(tokenizer) == 303 == tokenizer.convert_tokens_to_ids("zebra") + 1
+    _, values = read_whole(theirs)
+    for matrix, name in ((model.get_input_embeddings(), "embed.weight"), (model.lm_head, "head.weight")):
+        new = values[name].double().mean(0).float().expand(3, -1)
+        assert torch.equal(matrix.weight, torch.cat([values[name], new]))
+
+
+def test_a_tokenizer_elsewhere_may_have_the_added_tokens(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer_of(tmp_path, words=["zebra"])
+    assert keys_of_source(str(theirs), {"data.tokenizer": str(tmp_path)})[1:] == [("model.vocab_size", "301")]
+    file = tmp_path / "run.toml"
+    file.write_text(f'[data]\ntokenizer = "{tmp_path}"\n')
+    given = {"data.tokenizer": str(tmp_path), "model.vocab_size": 300}
+    assert keys_of_source(str(theirs), given) == keys_of_source(str(theirs)) == [("model.hf", str(theirs))]
+    assert main(["spec", "show", str(file), "--from", str(theirs)]) == 0
+    assert "vocab_size = 301" in capsys.readouterr().out
+
+
+def test_rows_beyond_the_tokens_stay(theirs: Path, tmp_path: Path) -> None:
+    """An embedding may be padded: 320 rows for 300 tokens."""
+    folder = tmp_path / "hf"
+    save_theirs(folder, "Llama", CASES["llama"][1] | {"vocab_size": 320})
+    tokenizer_of(folder)
+    spec = spec_from(folder, theirs, **{"data.cache": tmp_path / "cache"})
+    assert (initial_weights_told(spec) or "").endswith(f"text by {folder / 'tokenizer.json'}")
+    api.train(spec, out=tmp_path / "run", quiet=True)
+    exported_equals(folder, tmp_path / "run", tmp_path / "out")

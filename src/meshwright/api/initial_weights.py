@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.exchange.hub import hub_id
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_read import has_weights
+from meshwright.spec.hf.json_object import read_json_object
+from meshwright.spec.hf.special_tokens import TOKENIZER
 from meshwright.spec.load import load
 from meshwright.spec.weights import (
     FIRST_STEP,
@@ -78,15 +81,8 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
     """
     check_weights(spec)
     model, tokenizer = spec.model, spec.data.tokenizer
-    if model.weights != RANDOM:
-        own = own_tokenizer(model.weights)
-        text = f"text by {tokenizer}"
-        if own is not None and not (_is_copy(tokenizer, own) or _are_of_bytes(model.weights, tokenizer)):
-            text += f", not by {own} of these weights, so a token may have another's id"
-        return (
-            f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimiser and "
-            f"the step count start anew; {text}{_rows_told(model)}"
-        )
+    if (source := weight_source(model.weights)) is not None:
+        return _trained_told(spec, source)
     anew = "random, the tokenizer new" if tokenizer.startswith("bpe") else f"random, text by {tokenizer}"
     if model.hf is not None:
         lacks = "" if has_weights(model.hf) else ", which holds no weights"
@@ -103,16 +99,57 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
     return None
 
 
-def _rows_told(model: ModelSpec) -> str:
+def _trained_told(spec: RunSpec, source: WeightSource) -> str:
+    """Return in one line what a run takes of trained weights, and from where."""
+    model, tokenizer = spec.model, spec.data.tokenizer
+    own, (kind, theirs) = own_tokenizer(model.weights), _described(model, source)
+    text = f"text by {tokenizer}"
+    if own is not None and not (_is_copy(tokenizer, own) or _are_of_bytes(model.weights, tokenizer)):
+        text += f", not by {own} of these weights, so a token may have another's id"
+    template = _chat_template(tokenizer)
+    return (
+        f"weights: those of {model.weights} ({short(model.parameters)} parameters), the optimiser and "
+        f"the step count start anew; {kind}, family {theirs.family}"
+        f"{'' if template is None else f', chat template of {template}'}; {text}{_rows_told(model, theirs)}"
+    )
+
+
+def _described(model: ModelSpec, source: WeightSource) -> tuple[str, ModelSpec]:
+    """Return in words what the weights are in, and the model that they are of."""
+    if source.is_foreign:
+        from meshwright.weights.initial_weights import opened
+
+        found = opened(model, source)
+        return f"{found.kind}, described by {found.config}", found.model
+    if source.is_run:
+        step = "newest checkpoint" if source.step is None else f"checkpoint of step {source.step}"
+        return f"a run, its {step}", _model_of(source)
+    name = hub_id(source.folder)
+    kind = "an HF folder" if name is None else f"{name} of the hub, in its cache on this machine"
+    return kind, _model_of(source)
+
+
+def _chat_template(tokenizer: str) -> Path | None:
+    """Return the file with the chat template beside the tokenizer that `data.tokenizer` names."""
+    path = user_path(tokenizer, "data.tokenizer")
+    folder = path if path.is_dir() else path.parent
+    if not (path.is_file() or (folder / TOKENIZER).is_file()):
+        return None
+    config = folder / "tokenizer_config.json"
+    named = config.is_file() and "chat_template" in read_json_object(config, "data.tokenizer")
+    files = (folder / "chat_template.jinja", folder / "chat_template.json", *([config] if named else ()))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _rows_told(model: ModelSpec, theirs: ModelSpec) -> str:
     """Return what is said of rows of the vocabulary that the weights do not have, or have too many of."""
-    source = weight_source(model.weights)
-    if source is None or source.is_foreign:
-        return ""
-    stored = _model_of(source)
-    added = model.vocab_size - stored.vocab_size
+    added = model.vocab_size - theirs.vocab_size
+    matrices = "the embedding" if model.tied else "the embedding and the head"
     if added > 0:
-        return f"; the embedding has {added} new rows, each the mean of the {stored.vocab_size} others"
-    return f"; the last {-added} rows of the embedding, which are of no token, are left out" if added else ""
+        rows = f"{added} new row{'s' * (added > 1)}"
+        each = "the mean" if added == 1 else "each the mean"
+        return f"; {matrices} get {rows} for added tokens, {each} of the {theirs.vocab_size} others"
+    return f"; the last {-added} rows of {matrices}, which are of no token, are left out" if added else ""
 
 
 def _model_of(source: WeightSource) -> ModelSpec:

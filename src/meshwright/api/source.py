@@ -5,24 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from meshwright.spec import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_read import has_weights
-from meshwright.spec.load import Overrides
-from meshwright.spec.weights import is_foreign, weight_source
+from meshwright.spec.hf.text_tokens import tokens_of
+from meshwright.spec.load import Overrides, given_keys
+from meshwright.spec.weights import given_weights, is_foreign, own_tokenizer, weight_source
 
 KEY = "--from"
 
 
-def keys_of_source(source: str) -> Overrides:
+def keys_of_source(source: str, given: Mapping[str, Any] = MappingProxyType({})) -> Overrides:
     """Return the dotted keys, with their texts, of a run that starts from a model.
 
     `source` is an HF folder, the folder of a run or of one of its checkpoints, a checkpoint of another
     program, or the id of a model on the hub, org/name, whose files are fetched where the cache lacks them.
-    Raises `UserError` where it is none of these, and for weights that cannot be had.
+    `given` are dotted keys that the run has beside it: where its tokenizer has more tokens than the model's
+    embedding has rows, and it gives no `model.vocab_size`, that is one of the keys. Raises `UserError` where
+    `source` is none of these, and for weights that cannot be had.
     """
+    keys = _keys(source)
+    return [*keys, *_rows_for_tokens(keys, given)]
+
+
+def _keys(source: str) -> list[tuple[str, str]]:
     from meshwright.exchange.hub import hub_folder, is_hub_id
 
     path = user_path(source, KEY)
@@ -47,11 +56,34 @@ def keys_of_source(source: str) -> Overrides:
     return [("model.hf", str(path))]
 
 
+def _rows_for_tokens(keys: Overrides, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the key of a vocabulary with a row for each token, where the model's own lacks some."""
+    if "model.vocab_size" in given:
+        return
+    model = {key.removeprefix("model."): text for key, text in keys}
+    named = given.get("data.tokenizer", dict(keys).get("data.tokenizer"))
+    file = own_tokenizer(given_weights(model)) if named is None else _named_tokenizer(str(named))
+    tokens = 0 if file is None else tokens_of(file, KEY)
+    if tokens > given_keys("model", {}, keys)["vocab_size"]:
+        yield "model.vocab_size", str(tokens)
+
+
+def _named_tokenizer(setting: str) -> Path | None:
+    """Return the file that a `data.tokenizer` names; None for one that is made here."""
+    if setting == "byte" or setting.partition(":")[0] == "bpe":
+        return None
+    from meshwright.data.tokenizer import tokenizer_file
+
+    return tokenizer_file(user_path(setting, "data.tokenizer"))
+
+
 def _foreign(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the keys of a checkpoint of another program, by its config.json or by what it says itself."""
+    from meshwright.exchange.foreign.caller import Caller
     from meshwright.exchange.foreign.source import open_source
 
-    model, _, folder = open_source(path, KEY)
+    instead = f"--model.weights {path} --model.hf"
+    model, _, folder, *_ = open_source(path, Caller(KEY, instead, instead))
     yield "model.weights", str(path)
     if (folder / "config.json").is_file():
         yield "model.hf", str(folder)

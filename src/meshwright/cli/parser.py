@@ -26,7 +26,7 @@ class Flag:
 
     `values` returns the values that it takes, each with what it is, which help lists. With `repeated`, it may
     be given several times, and its value is the list of all. With `fills` it is shorthand for the dotted
-    flags that this returns for its value; those that the user gives take precedence.
+    flags that this returns for its value and the call; those that the user gives take precedence.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Flag:
     required: bool = False
     values: Callable[[], Mapping[str, str]] | None = None
     repeated: bool = False
-    fills: Callable[[Any], Overrides] | None = None
+    fills: Callable[[Any, Call], Overrides] | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def filled(verb: Verb, call: Call) -> Call:
                     f"--{key}: {given[key]} is given together with --{flag.name} {value}, which says what to "
                     "start from; give one of them"
                 )
-        found |= dict(flag.fills(value))
+        found |= dict(flag.fills(value, call))
     return replace(call, flags=flags, overrides=list({**found, **given}.items()))
 
 

@@ -24,13 +24,27 @@ NPROC = Flag(
     str,
 )
 
+
+def _keys_from(source: str, call: Call) -> Overrides:
+    """Return the keys that `--from` stands for beside those of the flags and of the run file."""
+    path = call.path()
+    tree = read_tree(path) if path is not None and not path.is_dir() else {}
+    return keys_of_source(source, {**_dotted(tree), **dict(call.overrides)})
+
+
+def _dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file's tables by their dotted names."""
+    tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
+    return {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
+
+
 FROM = Flag(
     "from",
     "start from a trained model: its weights, architecture and tokenizer; an HF folder, a run or one of its "
     "checkpoints, a checkpoint of another program, or a model of the hub as org/name",
     "SOURCE",
     str,
-    fills=keys_of_source,
+    fills=_keys_from,
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.spec import UserError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CACHED = re.compile(r"models--([^/]+?)--([^/]+)")
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Files that are fetched: configs, weights, and what a tokenizer consists of."""
 
@@ -15,6 +16,12 @@ FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 def is_hub_id(name: str) -> bool:
     """Return True for a text that has the form of a repository's id, org/name."""
     return _ID.fullmatch(name) is not None
+
+
+def hub_id(folder: object) -> str | None:
+    """Return the name on the hub of the model in a folder of its cache, or None for any other folder."""
+    found = [_CACHED.fullmatch(part) for part in Path(str(folder)).parts]
+    return next((f"{match[1]}/{match[2]}" for match in found if match is not None), None)
 
 
 def hub_folder(name: str, key: str) -> Path:

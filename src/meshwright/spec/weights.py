@@ -150,9 +150,9 @@ def _check_rows(rows: int, theirs: int, where: Path) -> None:
         return
     known, file = theirs, where / "tokenizer.json"
     if file.is_file():
-        from meshwright.spec.hf.text_tokens import read_backend
+        from meshwright.spec.hf.text_tokens import tokens_of
 
-        known = max(read_backend(file, "model.weights")[0].get_vocab().values(), default=0) + 1
+        known = tokens_of(file, "model.weights")
     if rows < known:
         raise UserError(
             f"model.vocab_size: {rows} leaves out tokens of the {known} that the weights in {where} are of; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.checkpoint.weights import Weights
+from meshwright.exchange.foreign.caller import MODEL_WEIGHTS
 from meshwright.exchange.foreign.source import Source, open_source
 from meshwright.spec import ModelSpec
 from meshwright.spec.files import user_path
@@ -26,7 +27,7 @@ def open_weights(model: ModelSpec) -> Weights | None:
         saved = SavedWeights(source.folder, source.step)
         check_fits(model, saved.spec.model, source)
         return _resized(saved, saved.spec.model, model)
-    theirs, weights, folder = _opened(model, source)
+    theirs, weights, folder, *_ = opened(model, source)
     side_files(folder, "model.weights")  # they are copied into the run's folder
     check_fits(model, theirs, source)
     check_trainable(weights, source.folder, "model.weights")
@@ -38,12 +39,15 @@ def _resized(weights: Weights, stored: ModelSpec, model: ModelSpec) -> Weights:
     return weights if stored.vocab_size == model.vocab_size else ResizedWeights(weights, stored, model)
 
 
-def _opened(model: ModelSpec, source: WeightSource) -> Source:
-    """Return an HF folder, or another program's checkpoint with the config.json that `model.hf` names."""
+def opened(model: ModelSpec, source: WeightSource) -> Source:
+    """Return an HF folder, or another program's checkpoint with the config.json that `model.hf` names.
+
+    Raises `UserError`.
+    """
     where, near = source.folder, None
     if source.is_foreign and model.hf is not None:
         named = user_path(model.hf, "model.hf")
         near = named if named.is_dir() else named.parent
     if (where / "adapter_config.json").is_file() and source.is_foreign:
-        return open_source(where, "model.weights", base=near)
-    return open_source(where, "model.weights", config=near)
+        return open_source(where, MODEL_WEIGHTS, base=near)
+    return open_source(where, MODEL_WEIGHTS, config=near)

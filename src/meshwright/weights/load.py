@@ -17,6 +17,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import WeightPart, whole
 from meshwright.comm.control import Control
 from meshwright.data.tokenizer import file_sha256
+from meshwright.exchange.foreign.caller import IMPORT
 from meshwright.exchange.foreign.source import open_source
 from meshwright.exchange.stored_weights import StoredWeights, tensor_shapes
 from meshwright.model.decoder import Decoder
@@ -145,7 +146,7 @@ def import_run(folder: Path, out: Path, config: Path | None = None, base: Path |
     or cannot be written, and for a file that is a link out of the folder.
     """
     check_new(out)
-    model, weights, home = open_source(folder, "import", config, base)
+    model, weights, home, *_ = open_source(folder, IMPORT, config, base)
     beside = side_files(home, "import")
     check_trainable(weights, folder, "import")
     parts = weights.parts({name: [whole(shape)] for name, shape in tensor_shapes(model).items()})

@@ -6,17 +6,15 @@ Its front matter is YAML (huggingface.co/docs/hub/model-cards). JSON's strings a
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.exchange.hub import hub_id
 from meshwright.spec import RunSpec
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.toml import changes_to_toml
 from meshwright.units import short
-
-_CACHED = re.compile(r"models--([^/]+?)--([^/]+)")
 
 
 def model_card(
@@ -43,12 +41,6 @@ def model_card(
         f"---\n{front}\n---\n\n# A language model of family {spec.model.family}\n\n"
         f"| | |\n| --- | --- |\n{table}\n{_use(folder)}{_command(spec) if step else ''}"
     )
-
-
-def hub_id(source: object) -> str | None:
-    """Return the name on the hub of the model in a folder of its cache, or None for any other folder."""
-    found = [_CACHED.fullmatch(part) for part in Path(str(source)).parts]
-    return next((f"{match[1]}/{match[2]}" for match in found if match is not None), None)
 
 
 def _facts(

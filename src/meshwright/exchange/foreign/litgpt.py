@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from meshwright.exchange.foreign.caller import Caller
 from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
 from meshwright.exchange.hf_state_dict import HfTensor
@@ -38,12 +39,12 @@ class LitgptStore(WholeTensors):
         return by_kind(value, self._spec) if ".attn.attn." in name else value
 
 
-def _pieces(spec: ModelSpec, names: Collection[str]) -> Iterator[HfTensor]:
+def _pieces(spec: ModelSpec, names: Collection[str], where: str) -> Iterator[HfTensor]:
     """Yield the tensors of a model. Raises `UserError` for families whose litgpt names are not known."""
     known = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
     if spec.family not in known:
         raise UserError(
-            f"import: litgpt's names are read for {', '.join(known)}, and the config is of a {spec.family}; "
+            f"{where}: litgpt's names are read for {', '.join(known)}, and the config is of a {spec.family}; "
             "convert the checkpoint by `litgpt convert_from_litgpt`"
         )
     fused = "attn.attn" if "transformer.h.0.attn.attn.weight" in names else "attn.qkv"
@@ -83,12 +84,12 @@ LITGPT = Naming(
 )
 
 
-def hf_config(file: Path, key: str) -> dict[str, Any]:
+def hf_config(file: Path, caller: Caller) -> dict[str, Any]:
     """Return the keys of a config.json for a model_config.yaml.
 
     Raises `UserError` for a file that cannot be read, and for a model that no family here computes.
     """
-    remedy = "give --config FOLDER, one with the model's config.json"
+    key, remedy = caller.key, caller.needs_config
     try:
         given = yaml.safe_load(read_text(file, MAX_JSON))
     except (yaml.YAMLError, OSError, ValueError) as error:

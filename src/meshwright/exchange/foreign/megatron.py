@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.exchange.foreign.dcp import DcpStore
+from meshwright.exchange.foreign.caller import Caller
 from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
 from meshwright.exchange.hf_state_dict import HfTensor, Rotary
@@ -71,11 +72,11 @@ def _prefix(store: DcpStore) -> str:
     return min(ends, key=len).removesuffix(_VOCABULARY[0])
 
 
-def _pieces(spec: ModelSpec, names: Collection[str]) -> Iterator[HfTensor]:
+def _pieces(spec: ModelSpec, names: Collection[str], where: str) -> Iterator[HfTensor]:
     """Yield the tensors of a model. Raises `UserError` for what Megatron's GPT model does not compute."""
     if spec.mla is not None or spec.norm_placement != "pre" or spec.parallel_block:
         raise UserError(
-            f"import: of Megatron-Core models those with grouped queries and a norm before each sublayer are "
+            f"{where}: of Megatron-Core models those with grouped queries and a norm before each sublayer are "
             f"read, and the config is of a {spec.family}; convert it to an HF folder by Megatron-Bridge"
         )
     norms = ("weight", "bias") if spec.norm == "layernorm" and spec.norm_bias else ("weight",)
@@ -152,15 +153,14 @@ MEGATRON = Naming(
 )
 
 
-def hf_config(folder: Path, key: str) -> dict[str, Any]:
+def hf_config(folder: Path, caller: Caller) -> dict[str, Any]:
     """Return the keys of a config.json for the arguments in a directory's common.pt.
 
     Raises `UserError` where there are none, and for arguments that no family here computes.
     """
-    file = folder / COMMON
+    file, key, remedy = folder / COMMON, caller.key, caller.needs_config
     found = load_torch_file(file, key) if file.is_file() else {}
     args = vars(found["args"]) if isinstance(found, dict) and hasattr(found.get("args"), "__dict__") else {}
-    remedy = "give --config FOLDER, one with the model's config.json"
     if "num_layers" not in args:
         raise UserError(f"{key}: {folder} has no arguments of Megatron-LM in {COMMON}; {remedy}")
     refused: dict[str, Any] = {

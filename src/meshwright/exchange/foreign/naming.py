@@ -26,9 +26,9 @@ class Naming:
     program: str
     mark: str
     roots: tuple[str, ...]
-    pieces: Callable[[ModelSpec, Collection[str]], Iterator[HfTensor]]
-    """(spec, names of a checkpoint) -> its tensors, those of one parameter consecutively. Raises `UserError`
-    for a model that the program's names do not describe."""
+    pieces: Callable[[ModelSpec, Collection[str], str], Iterator[HfTensor]]
+    """(spec, names of a checkpoint, beginning of errors) -> its tensors, those of one parameter consecutively.
+    Raises `UserError` for a model that the program's names do not describe."""
     heads: tuple[str, ...] = ()
     """Names of the head, which a tied model may have beside its embedding."""
     unused: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class NamedWeights(StoredWeights):
 
     def __init__(self, where: str, spec: ModelSpec, store: TensorStore, naming: Naming) -> None:
         self._naming = naming
-        super().__init__(where, spec, store, naming.pieces(spec, store.headers))
+        super().__init__(where, spec, store, naming.pieces(spec, store.headers, where))
 
     def is_redundant(self, name: str) -> bool:
         """Return True for the head of a tied model, and for what a program has besides weights."""

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from meshwright.exchange.foreign.caller import Caller
 from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, dtype_name
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import UserError
@@ -59,13 +60,13 @@ class _Factors(NamedTuple):
 class AdapterStore(WholeTensors):
     """The tensors of a base model with an adapter merged onto them (`TensorStore`).
 
-    Errors start with `key`. Raises `UserError` for adapters other than LoRA, for tensors that the base model
+    Errors start with the key of `caller`. Raises `UserError` for adapters other than LoRA, for tensors that the base model
     has no weights for, and for files that are damaged.
     """
 
-    def __init__(self, folder: Path, base: TensorStore, key: str) -> None:
-        self._folder, self._base, self._key = folder, base, key
-        self._config = adapter_config(folder, key)
+    def __init__(self, folder: Path, base: TensorStore, caller: Caller) -> None:
+        self._folder, self._base, self._key = folder, base, caller.key
+        self._config = adapter_config(folder, caller.key)
         parts: dict[str, dict[str, Tensor]] = {}
         self._whole: dict[str, Tensor] = {}
         for name, tensor in self._tensors().items():
@@ -74,7 +75,9 @@ class AdapterStore(WholeTensors):
         self.headers: dict[str, Header] = {**base.headers}
         for name in (*self._factors, *self._whole):
             if name not in base.headers:
-                raise self._wrong(f"changes {name}, which its base model does not have; give another --base")
+                raise self._wrong(
+                    f"changes {name}, which its base model does not have; give another {caller.base}"
+                )
         for name, tensor in self._whole.items():
             self.headers[name] = folder, tuple(tensor.shape), dtype_name(tensor.dtype)
         for name, factors in self._factors.items():
@@ -84,7 +87,7 @@ class AdapterStore(WholeTensors):
             if shape != stored:
                 raise self._wrong(
                     f"changes {name} of shape {list(shape)}, but its base model has {list(stored)}; give "
-                    "another --base"
+                    f"another {caller.base}"
                 )
             self.headers[name] = place, stored, "F64" if dtype == "F64" else "F32"
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from meshwright.exchange.foreign import deepspeed, litgpt, megatron, peft
+from meshwright.exchange.foreign.caller import IMPORT, Caller
 from meshwright.exchange.foreign.dcp import METADATA, DcpStore
 from meshwright.exchange.foreign.naming import NamedWeights, Naming, model_part
 from meshwright.exchange.foreign.torchtitan import TORCHTITAN
@@ -29,16 +30,22 @@ from meshwright.spec.weights import hf_model
 
 NAMINGS = (megatron.MEGATRON, TORCHTITAN, litgpt.LITGPT)
 """Names of programs other than HF's."""
+HF_FOLDER = "an HF folder"
+"""What `Source.kind` is for one."""
 _CONFIG = "config.json"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class Source(NamedTuple):
-    """A model, its weights by the decoder's names, and the folder that has its tokenizer and config.json."""
+    """A model, its weights by the decoder's names, the folder that has its tokenizer, and where it is from."""
 
     model: ModelSpec
     weights: StoredWeights
     folder: Path
+    kind: str
+    """What the weights are in, such as "an HF folder"."""
+    config: Path
+    """The file that describes the model."""
 
 
 @dataclass(frozen=True)
@@ -53,51 +60,59 @@ class Format:
 
 
 def open_source(
-    path: Path, key: str = "import", config: Path | None = None, base: Path | None = None
+    path: Path, caller: Caller = IMPORT, config: Path | None = None, base: Path | None = None
 ) -> Source:
     """Return the model and the weights of a folder or file in any format that is read.
 
     `config` is a folder with the config.json of the model, where the format has none, and `base` the base
-    model of an adapter. Errors start with `key`. Raises `UserError` for a path that holds none of the
+    model of an adapter. Errors start with the key of `caller`. Raises `UserError` for a path that holds none of the
     formats, whose model is not described, or whose tensors are not those of the model, for files that are
     damaged, and for pickles that name something to run: no code of any file is run.
     """
     if (path / peft.CONFIG).is_file() and not _has_model(path):
-        return _adapted(path, key, base)
+        return _adapted(path, caller, base)
     if base is not None:
-        raise UserError(f"--base: {path} is not an adapter of PEFT; leave --base out")
+        raise UserError(f"{caller.base}: {path} is not an adapter of PEFT; leave {caller.base} out")
     if config is not None and not (config / _CONFIG).is_file():
-        raise UserError(f"--config: {config} has no {_CONFIG}; give a folder that has the model's")
-    home = config or path
+        raise UserError(f"{caller.config}: {config} has no {_CONFIG}; give a folder that has the model's")
+    home, key = config or path, caller.key
     if _has_model(path) and (home / _CONFIG).is_file():
         check_within(home / _CONFIG, home, key)
         model = hf_model(home, key)
-        return Source(model, HfWeights(home, model, model_files(path, model), path), home)
+        weights = HfWeights(home, model, model_files(path, model), path)
+        return Source(model, weights, home, HF_FOLDER, home / _CONFIG)
     for form in FORMATS:
         if (place := form.find(path)) is not None:
-            return _opened(form.open(place, key), place, key, config)
+            return _opened(form, place, caller, config)
     if (path / _CONFIG).is_file():  # says what else the folder lacks
         model = hf_model(path, key)
-        return Source(model, HfWeights(path, model), path)
-    raise _unknown(path, key)
+        return Source(model, HfWeights(path, model), path, HF_FOLDER, path / _CONFIG)
+    raise _unknown(path, caller)
 
 
-def _opened(store: TensorStore, place: Path, key: str, config: Path | None) -> Source:
+def _opened(form: Format, place: Path, caller: Caller, config: Path | None) -> Source:
     """Return the model of a checkpoint's tensors, by the names that they have."""
+    key = caller.key
+    store = form.open(place, key)
     beside = place if place.is_dir() else place.parent
     near = next((each for each in (beside, beside.parent) if (each / _CONFIG).is_file()), None)
     folder = config or near
     naming, named = _naming(store)
+    kind = f"a checkpoint in the format {form.name} with the names of {_program(naming)}"
     if folder is not None:
         check_within(folder / _CONFIG, folder, key)
-        model = hf_model(folder, key)
+        model, file = hf_model(folder, key), folder / _CONFIG
     else:
-        model, folder = _own_model(naming, beside, key), beside
+        (model, file), folder = _own_model(naming, beside, caller), beside
     if naming is None:
-        return Source(model, HfWeights(folder, model, _hf_part(store, model), place), folder)
+        return Source(model, HfWeights(folder, model, _hf_part(store, model), place), folder, kind, file)
     view = store if naming is megatron.MEGATRON else named
     weights = NamedWeights(f"{key}: {place}", model, _view(naming, view, model, place, key), naming)
-    return Source(model, weights, folder)
+    return Source(model, weights, folder, kind, file)
+
+
+def _program(naming: Naming | None) -> str:
+    return "HF" if naming is None else naming.program
 
 
 def _view(naming: Naming, store: TensorStore, model: ModelSpec, place: Path, key: str) -> TensorStore:
@@ -122,20 +137,19 @@ def _naming(store: TensorStore) -> tuple[Naming | None, TensorStore]:
     return None, store
 
 
-def _own_model(naming: Naming | None, folder: Path, key: str) -> ModelSpec:
-    """Return the model that a format's own files describe. Raises `UserError` where there are none."""
+def _own_model(naming: Naming | None, folder: Path, caller: Caller) -> tuple[ModelSpec, Path]:
+    """Return the model that a file of the format describes, and the file. Raises `UserError` without one."""
     if naming is megatron.MEGATRON:
-        file, found = folder / megatron.COMMON, megatron.hf_config(folder, key)
+        file, found = folder / megatron.COMMON, megatron.hf_config(folder, caller)
     elif naming is litgpt.LITGPT and (folder / litgpt.CONFIG).is_file():
         file = folder / litgpt.CONFIG
-        found = litgpt.hf_config(file, key)
+        found = litgpt.hf_config(file, caller)
     else:
-        program = "HF" if naming is None else naming.program
         raise UserError(
-            f"{key}: {folder} has no {_CONFIG}, and its tensors, which have the names of {program}, do not "
-            "say how they are computed with; give --config FOLDER, one with the model's config.json"
+            f"{caller.key}: {folder} has no {_CONFIG}, and its tensors, which have the names of "
+            f"{_program(naming)}, do not say how they are computed with; {caller.needs_config}"
         )
-    return _model(file, found, key)
+    return _model(file, found, caller.key), file
 
 
 def _model(file: Path, config: dict[str, Any], key: str) -> ModelSpec:
@@ -152,23 +166,25 @@ def _hf_part(store: TensorStore, model: ModelSpec) -> TensorStore:
     return whole or model_part(store, names.embedding_weight.partition(".")[2], ("",)) or store
 
 
-def _adapted(path: Path, key: str, base: Path | None) -> Source:
+def _adapted(path: Path, caller: Caller, base: Path | None) -> Source:
+    key = caller.key
     config = peft.adapter_config(path, key)
     named = config.get("base_model_name_or_path")
     if base is None:
         if not isinstance(named, str) or not Path(named).is_dir():
             raise UserError(
-                f"{key}: {path} is an adapter of {named!r}, which names no folder here; give --base FOLDER, "
-                "that model's"
+                f"{key}: {path} is an adapter of {named!r}, which names no folder here; give {caller.base} "
+                "FOLDER, that model's"
             )
         base = Path(named)
     if "quantization_config" in read_json_object(base / _CONFIG, key):
-        raise UserError(f"{key}: {base} is quantised; give the base model in bf16 as --base")
+        raise UserError(f"{key}: {base} is quantised; give the base model in bf16 as {caller.base}")
     check_within(base / _CONFIG, base, key)
     model = hf_model(base, key)
-    store = peft.AdapterStore(path, by_causal_names(model_files(base, model), model), key)
+    store = peft.AdapterStore(path, by_causal_names(model_files(base, model), model), caller)
     weights = HfWeights(base, model, store, path)
-    return Source(model, weights, path if (path / TOKENIZER).is_file() else base)
+    home = path if (path / TOKENIZER).is_file() else base
+    return Source(model, weights, home, f"an adapter of PEFT on {base}", base / _CONFIG)
 
 
 def _has_model(path: Path) -> bool:
@@ -221,13 +237,12 @@ FORMATS = (
 """Formats besides HF folders and adapters, in the order in which they are looked for."""
 
 
-def _unknown(path: Path, key: str) -> UserError:
+def _unknown(path: Path, caller: Caller) -> UserError:
+    key = caller.key
     if not path.exists():
         return UserError(f"{key}: {path} is not there; give the folder or file of a model")
     if _has_model(path):
-        return UserError(
-            f"{key}: {path} has no {_CONFIG}; give --config FOLDER, one with the model's config.json"
-        )
+        return UserError(f"{key}: {path} has no {_CONFIG}; {caller.needs_config}")
     if next(path.glob("*.distcp"), None):
         return UserError(f"{key}: {path} has no {METADATA}, so its save did not end; give an earlier step")
     if next(path.glob("**/mp_rank_*/model_optim_rng.pt"), None):

@@ -19,11 +19,11 @@ _MLP = {"feed_forward.w1": "mlp.gate", "feed_forward.w3": "mlp.up", "feed_forwar
 _EXPERTS = {"w1": ("gate", "EFD"), "w3": ("up", "EFD"), "w2": ("down", "EDF")}
 
 
-def _pieces(spec: ModelSpec, names: Collection[str]) -> Iterator[HfTensor]:
+def _pieces(spec: ModelSpec, names: Collection[str], where: str) -> Iterator[HfTensor]:
     """Yield the tensors of a model. Raises `UserError` for families whose torchtitan names are not known."""
     if spec.family not in _PAIRED:
         raise UserError(
-            f"import: torchtitan's names are read for {', '.join(_PAIRED)}, and the config.json is of a "
+            f"{where}: torchtitan's names are read for {', '.join(_PAIRED)}, and the config.json is of a "
             f"{spec.family}; export the model by torchtitan's own `convert_to_hf.py`, and give that folder"
         )
     projections = "attention"

@@ -161,6 +161,11 @@ def open_published(file: Path, key: str) -> PublishedTokenizer:
     return PublishedTokenizer(file, key, backend, tree, names)
 
 
+def tokens_of(file: Path, key: str) -> int:
+    """Return how many rows of an embedding a tokenizer has ids for. Raises `UserError` as `open_published`."""
+    return 1 + max(open_published(file, key).backend.get_vocab().values(), default=-1)
+
+
 def read_backend(file: Path, key: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Return the library's tokenizer of a tokenizer.json alone, and its tree. Raises `UserError`."""
     import tokenizers
