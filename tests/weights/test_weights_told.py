@@ -1,4 +1,4 @@
-"""The line that says what a run takes of trained weights: family, format, template, tokenizer, and from where."""
+"""The line that says what a run takes of trained weights: family, format, template, tokenizer, and where."""
 
 from __future__ import annotations
 

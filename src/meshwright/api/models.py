@@ -109,7 +109,7 @@ def export(
     `folder` may be a URL that fsspec writes to, such as s3://bucket/folder. `weights` 'ema' writes the moving
     average of the weights (`train.ema`). `step` is which checkpoint, by default the newest. `license` is the
     one that the model card names, by its identifier on the Hugging Face hub. One parameter is in memory at a
-    time, but for 'dcp'.
+    time, and with 'dcp' two.
     """
     run = existing(run, "the folder of a run")
     check_new(folder, "export")

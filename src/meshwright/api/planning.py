@@ -318,6 +318,8 @@ def dryrun(
     all_stages: Annotated[
         bool, Option("run one rank of each pipeline stage, with a row for each")] = False,
     device: Annotated[str, Option("cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"))] = "cpu",
+    reads: Annotated[
+        bool, Option("also count what the rank reads of the weights that the run starts from")] = False,
 ) -> Result:  # fmt: skip
     """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 
@@ -325,9 +327,17 @@ def dryrun(
     of `rank` otherwise. `device` is where the step would run: 'cpu', or 'cuda' if there is one. Returns
     `world_size`, `layout`, `microbatches`, `assumed` (sentences) and `ranks`: for each `rank`, its
     `pipeline_rank` and `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each
-    component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). Raises `UserError`.
+    component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). With `reads` each
+    has `reads`, too, what it reads of the files of `model.weights`, whose headers have to be here: `bytes` in
+    all, and the most that is in memory `at_a_time`. Raises `UserError`.
     """
     from meshwright.dryrun.report import rehearsals
+    from meshwright.weights.initial_weights import open_weights
 
     refuse_other_models(spec, "dryrun")
-    return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device)
+    weights = open_weights(spec.model) if reads else None
+    if reads and weights is None:
+        raise UserError(
+            "--reads: this run starts from random weights, of which nothing is read; give --from SOURCE"
+        )
+    return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device, weights=weights)

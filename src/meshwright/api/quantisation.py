@@ -255,32 +255,34 @@ class _Source:
 def _write_quantised(source: _Source, folder: Path, how: Quantisation, batches: Sequence[Tensor]) -> None:
     """Write the folder, by GPTQ where there are `batches` of tokens.
 
-    Rounding to nearest a run's weights holds one parameter at a time.
+    Rounding to nearest holds one parameter at a time, and GPTQ one block.
     """
     import torch
 
-    from meshwright.exchange.hf import export_hf
+    from meshwright.exchange.hf import export_hf, import_hf
     from meshwright.exchange.hf_quantised import NearestCodes
-    from meshwright.exchange.parameter_source import LastRead
-    from meshwright.weights.quantise import calibrated, nearest
+    from meshwright.exchange.parameter_source import LastRead, ReadParameters
+    from meshwright.exchange.stored_weights import tensor_shapes
+    from meshwright.weights.quantise import CalibratedCodes
     from meshwright.weights.saved_weights import of_whole_checkpoint
 
     run, model, file = source.run, source.model, source.run / "tokenizer.json"
     tokenizer = file if file.is_file() else None
 
-    def write(tensors: Mapping[str, Tensor] | ParameterSource, codes: Mapping[str, Codes]) -> None:
+    def write(tensors: ParameterSource) -> None:
+        codes: Mapping[str, Codes] = (
+            CalibratedCodes(model, tensors, how, batches)
+            if batches
+            else NearestCodes(model, LastRead(tensors), how)
+        )
         quantised = how, codes
         export_hf(folder, model, tensors, tokenizer, torch.bfloat16, side_files=run, quantised=quantised)
 
-    if source.spec is not None and not batches:
-        average = source.weights == "ema"
-        of_whole_checkpoint(
-            run, None, average, lambda saved: write(saved, NearestCodes(model, LastRead(saved), how))
-        )
-        return
-    decoder = source.decoder()
-    tensors = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
-    write(tensors, calibrated(decoder, how, batches) if batches else nearest(model, tensors, how))
+    if source.spec is not None:
+        of_whole_checkpoint(run, None, source.weights == "ema", write)
+    else:
+        _, weights = import_hf(run)
+        write(ReadParameters(weights, tensor_shapes(model)))
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

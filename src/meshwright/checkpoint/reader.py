@@ -291,21 +291,32 @@ def stored_parts(
 
     They come file by file, and one of them is in memory. Raises BadCheckpointError.
     """
-    numbers = {number for name, listed in wanted.items() for number in manifest.parts_of(name, listed)}
     found: dict[tuple[str, int], list[tuple[str, StoredPiece]]] = defaultdict(list)
-    for number in sorted(numbers):
-        part, folder = read_part(path, manifest, number, disk), manifest.folder_of(number)
-        for name in wanted.keys() & part.tensors.keys():
-            for piece in part.tensors[name]:
-                if any(common(piece.rectangle, rectangle) for rectangle in wanted[name]):
-                    file = os.path.normpath(f"{folder}/{piece.file}")
-                    found[file, part.files[piece.file]].append((name, piece))
+    for name, place, piece in overlapping(path, manifest, wanted, disk):
+        found[place].append((name, piece))
     for (file, size), pieces in sorted(found.items()):
         for name, piece in sorted(pieces, key=lambda each: each[1].start):
             content = retried(partial(_piece_content, path / file, size, name, piece, disk))
             dtype = DTYPES[manifest.tensors[name].dtype]
             value = torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(piece.sizes)
             yield name, piece.rectangle, value
+
+
+def overlapping(
+    path: Path, manifest: Manifest, wanted: Mapping[str, Sequence[Rectangle]], disk: Disk
+) -> Iterator[tuple[str, tuple[str, int], StoredPiece]]:
+    """Yield the pieces that overlap wanted rectangles of tensors, as (name, (file, its size), piece).
+
+    Raises BadCheckpointError.
+    """
+    numbers = {number for name, listed in wanted.items() for number in manifest.parts_of(name, listed)}
+    for number in sorted(numbers):
+        part, folder = read_part(path, manifest, number, disk), manifest.folder_of(number)
+        for name in wanted.keys() & part.tensors.keys():
+            for piece in part.tensors[name]:
+                if any(common(piece.rectangle, rectangle) for rectangle in wanted[name]):
+                    file = os.path.normpath(f"{folder}/{piece.file}")
+                    yield name, (file, part.files[piece.file]), piece
 
 
 def _piece_content(path: Path, size: int, name: str, piece: StoredPiece, disk: Disk) -> bytearray:

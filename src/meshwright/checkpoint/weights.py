@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.rectangles import common
-from meshwright.checkpoint.save_plan import Tensors, local_chunks, narrow
+from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, narrow
 from meshwright.spec import UserError
 from meshwright.spec.sharded_tensor import Rectangle
 
@@ -25,6 +25,17 @@ class WeightPart(NamedTuple):
     name: str
     rectangle: Rectangle
     value: Tensor
+
+
+class Reading(NamedTuple):
+    """What reading weights takes: bytes of files in all, and the most of them in memory at a time."""
+
+    bytes: int = 0
+    at_a_time: int = 0
+
+    def then(self, other: Reading) -> Reading:
+        """Return what one after the other takes."""
+        return Reading(self.bytes + other.bytes, max(self.at_a_time, other.at_a_time))
 
 
 class Weights(Protocol):
@@ -43,6 +54,10 @@ class Weights(Protocol):
         """
         ...
 
+    def reading(self, wanted: Wanted) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        ...
+
 
 def fill(tensors: Tensors, weights: Weights) -> None:
     """Copy into each tensor its part of the value of its name, converted to its dtype.
@@ -50,7 +65,7 @@ def fill(tensors: Tensors, weights: Weights) -> None:
     Only what this rank has a part of is read. Local: no message is sent. Raises `UserError` for damage, and
     where the weights do not fill a tensor.
     """
-    held = {name: chunks for name, tensor in tensors.items() if (chunks := local_chunks(name, tensor))}
+    held = _held(tensors)
     filled: Counter[str] = Counter()
     with torch.no_grad():
         for part in weights.parts({name: [each.rectangle for each in held[name]] for name in held}):
@@ -68,6 +83,15 @@ def fill(tensors: Tensors, weights: Weights) -> None:
                 f"the weights have {filled[name]} of the {wanted} numbers that a rank needs of the parameter "
                 f"{name}; give another copy of the model"
             )
+
+
+def held_rectangles(tensors: Tensors) -> dict[str, list[Rectangle]]:
+    """Return the rectangles of tensors that this rank holds, which `fill` would read."""
+    return {name: [chunk.rectangle for chunk in chunks] for name, chunks in _held(tensors).items()}
+
+
+def _held(tensors: Tensors) -> dict[str, list[LocalShard]]:
+    return {name: chunks for name, tensor in tensors.items() if (chunks := local_chunks(name, tensor))}
 
 
 def whole(shape: Sequence[int]) -> Rectangle:

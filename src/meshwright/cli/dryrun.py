@@ -27,6 +27,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "assumed": "; ".join(result["assumed"]),
         "set-up": _counts(result["counts"]["setup"]),
         "a step's": _counts(result["counts"]["step"]),
+        **({"to start": _reads(result["ranks"][0])} if "reads" in result["ranks"][0] else {}),
     }
     show.pairs(facts)
     if len(result["ranks"]) > 1:
@@ -39,6 +40,14 @@ def _show(result: Mapping[str, Any]) -> None:
     for title, table in (("", _components(row)), ("at the peak", _modules(row)), ("sent", wire)):
         print(f"\n{title}" if title else "")
         show.table(table)
+
+
+def _reads(row: dict[str, Any]) -> str:
+    """Return in words what a rank reads of the weights that the run starts from."""
+    return (
+        f"rank {row['rank']} reads {size(row['reads']['bytes'])} of the weights' files, at most "
+        f"{size(row['reads']['at_a_time'])} of it in memory at a time beside what it holds"
+    )
 
 
 def _counts(counts: dict[str, float]) -> str:
@@ -61,6 +70,7 @@ def _stage(row: dict[str, Any]) -> dict[str, Any]:
         "buffers": components["buffers"] + components["messages"],
         "temporaries": components["temporaries"],
         "sent": sum(sent["bytes"] for sent in row["wire"]),
+        **({"read": row["reads"]["bytes"]} if "reads" in row else {}),
     }
     return {
         "rank": row["rank"],

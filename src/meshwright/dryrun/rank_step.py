@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.checkpoint.weights import Wanted, held_rectangles
 from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.comm.process_groups import Groups, Row
 from meshwright.data.loader import Batch
@@ -68,6 +69,8 @@ class Rehearsal:
     it launches on the device, and "kernels_a_block", those of the block with most, a microbatch."""
     offloaded: int
     """Peak bytes of activations in the host's memory."""
+    held: Wanted
+    """The rectangles of parameters that the rank stores, by name."""
 
     @property
     def states(self) -> int:
@@ -86,14 +89,15 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     spec = spec.model_copy(update={"train": train})
     device = torch.device(device.type, device.index or 0)
     memory = FakeMemory(device, attention_cpu.BODIES)
-    with _world(spec.layout.world_size, rank):
+    with fake_world(spec.layout.world_size, rank):
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
-        groups, started = _FakeGroups(device.type), time.process_time()
+        groups, started = FakeGroups(device.type), time.process_time()
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
         assert mesh is not None
         with memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
+            held = held_rectangles(trainer.held)
             for part in trainer.parts:
                 part.assume(number)
             if trainer.offload is not None:
@@ -126,6 +130,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         dict(mesh.wire.calls),
         counts,
         host.most,
+        held,
     )
 
 
@@ -161,7 +166,7 @@ def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> d
 
 
 @contextmanager
-def _world(size: int, rank: int) -> Iterator[None]:
+def fake_world(size: int, rank: int) -> Iterator[None]:
     """A default group of `size` ranks of which only this one is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -170,7 +175,7 @@ def _world(size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _FakeGroups(Groups):
+class FakeGroups(Groups):
     """Groups that send nothing. Like NCCL's they keep the order of posting, so each lane has its own."""
 
     @property

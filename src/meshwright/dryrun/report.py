@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import rank_grid
 from meshwright.dryrun.rank_step import Rehearsal, rehearse
 from meshwright.planner.rank_view import place_of
@@ -17,7 +18,13 @@ DEVICES = ("cpu", "cuda")
 
 
 def rehearsals(
-    spec: RunSpec, *, world: int | None, rank: int, all_stages: bool, device: str
+    spec: RunSpec,
+    *,
+    world: int | None,
+    rank: int,
+    all_stages: bool,
+    device: str,
+    weights: Weights | None = None,
 ) -> dict[str, Any]:
     """See `api.dryrun`."""
     _check(spec, world, rank, device)
@@ -25,7 +32,11 @@ def rehearsals(
     grid = rank_grid(spec.layout).view(stages, -1)
     place = int((grid == rank).nonzero()[0, 1])
     ranks = [int(each) for each in grid[:, place]] if all_stages else [rank]
-    rows = [_row(spec, each, rehearse(spec, each, torch.device(device))) for each in ranks]
+    rows = []
+    for each in ranks:
+        found = rehearse(spec, each, torch.device(device))
+        read = {} if weights is None else {"reads": weights.reading(found.held)._asdict()}
+        rows.append(_row(spec, each, found) | read)
     return {
         "world_size": size,
         "layout": spec.layout.describe(),

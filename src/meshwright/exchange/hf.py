@@ -18,7 +18,8 @@ from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
 from meshwright.exchange.hf_shards import QuantisedCodes, write_weights
 from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json, write_tokenizer
-from meshwright.exchange.parameter_source import HeldParameters, ParameterSource
+from meshwright.exchange.parameter_source import HeldParameters, LastRead, ParameterSource
+from meshwright.exchange.safetensors_stream import TensorInfo
 from meshwright.exchange.stored_weights import StoredWeights, check_tensors, tensor_shapes
 from meshwright.exchange.tensor_store import TensorStore
 from meshwright.model.decoder import Decoder
@@ -180,7 +181,7 @@ def export_hf(
             if card is not None:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
             if dcp:
-                write_dcp(unfinished, {each.hf: each.join(source, dtype) for each in hf_tensors(spec)})
+                _write_dcp(unfinished, spec, source, dtype)
                 return
             most = max_shard_bytes or tiling().shard_bytes
             write_weights(made, spec, source, dtype, most, quantised)
@@ -188,3 +189,11 @@ def export_hf(
         raise UserError(
             f"export: {folder} cannot be written ({error.strerror or error}); give another folder"
         ) from error
+
+
+def _write_dcp(folder: Path, spec: ModelSpec, source: ParameterSource, dtype: torch.dtype) -> None:
+    last, pieces = LastRead(source), {piece.hf: piece for piece in hf_tensors(spec)}
+    listed = [
+        TensorInfo(name, piece.shape(source.shapes), piece.dtype(dtype)) for name, piece in pieces.items()
+    ]
+    write_dcp(folder, listed, lambda name: pieces[name].join(last, dtype))

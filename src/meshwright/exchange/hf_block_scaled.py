@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Reading
 from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
-from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
 from meshwright.spec import UserError
 from meshwright.spec.sharded_tensor import Rectangle
 
@@ -75,6 +76,14 @@ class BlockScaled(WholeTensors):
         if name in self._weights:
             return super().parts(name, rectangles)
         return self._files.parts(name, rectangles)
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take: codes and scales are read, and become numbers."""
+        if name not in self._weights:
+            return self._files.reading(name, rectangles)
+        weight, whole = self._weights[name], super().reading(name, rectangles)
+        stored = sum(bytes_of(self._files.headers[each]) for each in (weight.codes, weight.scales))
+        return whole._replace(bytes=stored) if whole.bytes else whole
 
     def _sides(self, described: Mapping[str, Any]) -> tuple[int, int]:
         sides = described.get("weight_block_size", [_TILE, _TILE])

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import whole
+from meshwright.checkpoint.weights import Reading, whole
 from meshwright.exchange.hf_state_dict import hf_tensors
-from meshwright.exchange.tensor_store import DTYPES_BY_NAME, Header, RenamedStore, TensorStore
+from meshwright.exchange.tensor_store import DTYPES_BY_NAME, Header, RenamedStore, TensorStore, bytes_of
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.files import parse_json
@@ -38,6 +38,8 @@ _TENSORS_FOR_ONE = 4
 """Most tensors of files that stand for one of the model's: codes, scales and shapes of quantised ones."""
 _EXTRA_TENSORS, _EXTRA_BYTES, _BYTES_OF_NAME = 10**4, 2**20, 256
 """Tensors besides those, bytes of metadata, and bytes of a tensor in a header or an index."""
+_LEAST_READ = 4096
+"""Least bytes of a part of a row that is read without the rest of the row: a page of memory."""
 _WRAPPERS = re.compile(r"(?:^(?:_orig_mod|module)\.)+|(?<=\.)_orig_mod\.")
 """Names that torch.compile and DistributedDataParallel put into those of a module's parameters."""
 
@@ -174,7 +176,7 @@ class SafetensorsFiles:
     def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
         """Yield the values of rectangles of a tensor, in their order.
 
-        Rows of dim 0 are read that have a part of one, and of rows only that part is kept.
+        No more is read, but for parts of rows that are short: their rows are read, some at a time.
         """
         path, shape, stored = self.headers[name]
         dtype = DTYPES_BY_NAME[stored]
@@ -185,7 +187,10 @@ class SafetensorsFiles:
                     value = torch.empty(sizes, dtype=dtype)
                     start = self._starts[name] + (offsets[0] * row if shape else 0)
                     if sizes[1:] == shape[1:]:
-                        _read_into(file, start, value)
+                        _read_into(file, start, value.view(-1))
+                    elif _row_by_row(self.headers[name], sizes):
+                        first = start + offsets[1] * math.prod(shape[2:]) * dtype.itemsize
+                        _read_rows(file, first, row, value)
                     else:
                         _read_columns(file, start, value, shape, offsets)
                     yield value
@@ -195,10 +200,35 @@ class SafetensorsFiles:
                 f"model.hf: the tensor {name} cannot be read from {path} ({error}); copy the file again"
             ) from error
 
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        header, found = self.headers[name], Reading()
+        for _, sizes in rectangles:
+            whole_rows = bytes_of(header, (*sizes[:1], *header[1][1:]))
+            part = bytes_of(header, sizes)
+            alone = _row_by_row(header, sizes) or part == whole_rows
+            buffered = 0 if alone else min(whole_rows, tiling().read_bytes)
+            found = found.then(Reading(part if alone else whole_rows, part + buffered))
+        return found
+
+
+def _row_by_row(header: Header, sizes: Sequence[int]) -> bool:
+    """Return True for parts of rows that are consecutive in each, and long enough to be read alone."""
+    return sizes[2:] == header[1][2:] and bytes_of(header, sizes[1:]) >= _LEAST_READ
+
 
 def _read_into(file: io.FileIO, start: int, value: Tensor) -> None:
-    """Fill a contiguous tensor with the bytes from `start` on. Raises `EOFError` where the file ends."""
-    content = value.view(-1).view(torch.uint8).numpy().data
+    """Fill a vector with the bytes from `start` on. Raises `EOFError` where the file ends."""
+    _read_bytes(file, start, value.view(torch.uint8).numpy().data)
+
+
+def _read_rows(file: io.FileIO, start: int, step: int, value: Tensor) -> None:
+    """Fill each row of a tensor with consecutive bytes, those of the next one `step` bytes further on."""
+    for index, content in enumerate(value.flatten(1).view(torch.uint8).numpy()):
+        _read_bytes(file, start + index * step, content.data)
+
+
+def _read_bytes(file: io.FileIO, start: int, content: memoryview) -> None:
     done, most = 0, tiling().read_bytes
     while done < len(content):
         count = os.preadv(file.fileno(), [content[done : done + most]], start + done)
@@ -215,7 +245,7 @@ def _read_columns(
     count = max(1, tiling().read_bytes // max(row, 1))
     for first in range(0, len(value), count):
         rows = torch.empty((min(count, len(value) - first), *shape[1:]), dtype=value.dtype)
-        _read_into(file, start + first * row, rows)
+        _read_into(file, start + first * row, rows.view(-1))
         around = (0, *offsets[1:]), (len(rows), *value.shape[1:])
         value[first : first + len(rows)] = narrow(rows, around)
 

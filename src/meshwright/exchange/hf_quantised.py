@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Reading
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.exchange.parameter_source import ParameterSource
-from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
 from meshwright.model.quantisation import BITS, DYNAMIC, Codes, quantise
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.low_precision_rules import is_rounded
@@ -190,6 +191,13 @@ class QuantisedLayers(WholeTensors):
         if name in self._layers:
             return super().parts(name, rectangles)
         return self._files.parts(name, rectangles)
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take: codes and scales are read, and become numbers."""
+        if name not in self._layers:
+            return self._files.reading(name, rectangles)
+        layer, whole = self._layers[name], super().reading(name, rectangles)
+        return whole._replace(bytes=bytes_of(layer.codes) + bytes_of(layer.scales)) if whole.bytes else whole
 
     def _find(self, files: Mapping[str, Header]) -> Iterator[tuple[str, _Layer]]:
         recipe, group = self.quantisation.recipe, self.quantisation.group

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Weights, fill
+
 
 class ParameterSource(Protocol):
     """Parameters and routers' biases of a model by the decoder's names, each read when it is asked for."""
@@ -42,6 +44,21 @@ class HeldParameters:
     def __getitem__(self, name: str, /) -> Tensor:
         """Return a tensor, without its gradient."""
         return self._tensors[name].detach()
+
+
+class ReadParameters:
+    """The weights of files as a source, each parameter whole and in `dtype`."""
+
+    def __init__(
+        self, weights: Weights, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._weights, self.shapes, self.dtype = weights, shapes, dtype
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Read a parameter or a router's bias. Raises `UserError` for damage."""
+        value = torch.empty(tuple(self.shapes[name]), dtype=self.dtype)
+        fill({name: value}, self._weights)
+        return value
 
 
 class LastRead:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.rectangles import common
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import Wanted, WeightPart
+from meshwright.checkpoint.weights import Reading, Wanted, WeightPart
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes
 from meshwright.exchange.tensor_store import DTYPES_BY_NAME, TensorStore
 from meshwright.spec import ModelSpec, UserError
@@ -18,6 +19,18 @@ from meshwright.spec.sharded_tensor import Rectangle
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Number formats of weights that are read, by their names in safetensors files."""
+
+
+class _Asked(NamedTuple):
+    """A rectangle of a parameter that is wanted of a tensor of a file."""
+
+    number: int
+    """Which of the tensor's parameters it is of."""
+    rectangle: Rectangle
+    around: Rectangle
+    """The whole heads that it lies in, where their channels are in another order."""
+    place: Rectangle
+    """Where these are in the tensor."""
 
 
 class StoredWeights:
@@ -63,13 +76,8 @@ class StoredWeights:
         """
         for piece in self._pieces:
             asked = list(self._asked(piece, wanted))
-            heads = [piece.whole_heads(number, rectangle, self._shapes) for number, rectangle in asked]
-            places = [
-                piece.place(number, each, self._shapes)
-                for (number, _), each in zip(asked, heads, strict=True)
-            ]
-            values = self._store.parts(piece.hf, places) if places else iter(())
-            for (number, rectangle), around, place in zip(asked, heads, places, strict=True):
+            values = self._store.parts(piece.hf, [each.place for each in asked]) if asked else iter(())
+            for number, rectangle, around, place in asked:
                 value = next(values)
                 self._check_finite(piece, value)
                 self._check_value(piece, place, value)
@@ -77,13 +85,23 @@ class StoredWeights:
                 yield WeightPart(piece.parameters[number], rectangle, found)
                 del value, found  # before the next one is read
 
-    def _asked(self, piece: HfTensor, wanted: Wanted) -> Iterator[tuple[int, Rectangle]]:
-        """Yield (number of the parameter in the piece, rectangle of it) of what is wanted of a piece."""
+    def reading(self, wanted: Wanted) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        found = Reading()
+        for piece in self._pieces:
+            if places := [each.place for each in self._asked(piece, wanted)]:
+                found = found.then(self._store.reading(piece.hf, places))
+        return found
+
+    def _asked(self, piece: HfTensor, wanted: Wanted) -> Iterator[_Asked]:
+        """Yield what is wanted of a piece."""
         for number, name in enumerate(piece.parameters):
             if name in wanted:
                 own = piece.rectangle(number, self._shapes)
-                shared = (common(rectangle, own) for rectangle in wanted[name])
-                yield from ((number, each) for each in shared if each is not None)
+                for rectangle in wanted[name]:
+                    if (shared := common(rectangle, own)) is not None:
+                        around = piece.whole_heads(number, shared, self._shapes)
+                        yield _Asked(number, shared, around, piece.place(number, around, self._shapes))
 
     def _check_finite(self, piece: HfTensor, value: Tensor) -> None:
         # The least and the greatest are NaN if any number is, and take no memory, as a mask would.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.save_plan import narrow
+from meshwright.checkpoint.weights import Reading
 from meshwright.spec.sharded_tensor import Rectangle
 
 Header = tuple[Path, tuple[int, ...], str]
@@ -42,9 +44,15 @@ class TensorStore(Protocol):
         """
         ...
 
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        ...
+
 
 class WholeTensors:
     """A store whose tensors are read whole, once for all rectangles that are wanted (`TensorStore`)."""
+
+    headers: Mapping[str, Header]
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises `UserError` for damage."""
@@ -55,10 +63,21 @@ class WholeTensors:
         value = self.read(name)
         yield from (narrow(value, rectangle) for rectangle in rectangles)
 
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them: a whole tensor."""
+        size = bytes_of(self.headers[name])
+        return Reading(size, size) if rectangles else Reading()
+
 
 def header_of(place: Path, tensor: Tensor) -> Header:
     """Return the header of a tensor in a file."""
     return place, tuple(tensor.shape), dtype_name(tensor.dtype)
+
+
+def bytes_of(header: Header, sizes: Sequence[int] | None = None) -> int:
+    """Return the size of a tensor by its header, or that of a part of these `sizes`."""
+    _, shape, dtype = header
+    return math.prod(shape if sizes is None else sizes) * DTYPES_BY_NAME[dtype].itemsize
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -80,3 +99,7 @@ class RenamedStore:
     def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
         """Yield the values of rectangles of a tensor, in their order."""
         return self._store.parts(self._names[name], rectangles)
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        return self._store.reading(self._names[name], rectangles)

@@ -175,5 +175,6 @@ def round_stored(states: DataParallel) -> None:
     for unit in states.units:
         for slot in unit.slots if states.formats.rounded else ():
             local = unit.local(unit.stored, slot)
-            local.copy_(local.float().bfloat16())
+            if local.dtype is not torch.bfloat16:
+                local.copy_(local.bfloat16())
         unit.expire()

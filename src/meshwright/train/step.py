@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.save_plan import Tensors
 from meshwright.checkpoint.weights import Weights, fill
 from meshwright.comm.collectives import start_all_reduce, sum_scalars
 from meshwright.comm.mesh import Mesh
@@ -153,10 +154,15 @@ class Trainer:
         if weights is None:
             initialise(self.states, self.spec.model, self.spec.train.seed)
         else:
-            fill({**dict(self.states.parameters()), **self.balance.biases()}, weights)
+            fill(self.held, weights)
             round_stored(self.states)
         for part in self.parts:
             part.begin()
+
+    @property
+    def held(self) -> Tensors:
+        """This rank's parts of parameters and routers' biases by name."""
+        return {**dict(self.states.parameters()), **self.balance.biases()}
 
     def part(self, kind: type[P]) -> P:
         """The part of a class. Raises StopIteration if the step has none."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.exchange.hf_quantised import NearestCodes, Quantisation, quantised_tensors
-from meshwright.exchange.parameter_source import HeldParameters
+from meshwright.exchange.parameter_source import HeldParameters, ParameterSource
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.linear import Linear
@@ -143,30 +144,87 @@ def calibrated(decoder: Decoder, how: Quantisation, batches: Sequence[Tensor]) -
     Blocks are quantised from the first to the last, each on what those before it, quantised, make of the
     tokens. The decoder has the quantised weights in the end. Raises `UserError` as `check_calibrated` does.
     """
+    blocks = _calibrated_blocks(decoder, how, batches, lambda _: nullcontext())
+    return {name: codes for found in blocks for name, codes in found.items()}
+
+
+class CalibratedCodes(Mapping[str, Codes]):
+    """The codes of a model's layers by GPTQ, block by block as they are asked for, in the order of files.
+
+    Parameters are read from a source, in fp32; one block, and what the calibration makes of the tokens, is in
+    memory. Those of a block are gone when one of a later block is asked for. Raises `UserError` as
+    `check_calibrated` does.
+    """
+
+    def __init__(
+        self, model: ModelSpec, source: ParameterSource, how: Quantisation, batches: Sequence[Tensor]
+    ) -> None:
+        with torch.device("meta"):
+            decoder = Decoder(model)
+        self._names = dict.fromkeys(NearestCodes(model, source, how))
+        self._blocks = _calibrated_blocks(decoder, how, batches, partial(_held, decoder, source))
+        self._found: dict[str, Codes] = {}
+
+    def __getitem__(self, name: str, /) -> Codes:
+        """Return the codes of a layer, by the name of its weight in HF files."""
+        while name not in self._found:
+            self._found = {}  # gone before the next ones are there
+            self._found = next(self._blocks)
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@contextmanager
+def _held(decoder: Decoder, source: ParameterSource, part: str) -> Iterator[None]:
+    """Context in which a module of a decoder on the meta device has its parameters, in fp32."""
+    module = decoder.get_submodule(part)
+    module.to_empty(device="cpu")
+    for name, parameter in module.named_parameters():
+        parameter.copy_(source[f"{part}.{name}"])
+    try:
+        yield
+    finally:
+        module.to("meta")
+
+
+@torch.no_grad()
+def _calibrated_blocks(
+    decoder: Decoder,
+    how: Quantisation,
+    batches: Sequence[Tensor],
+    held: Callable[[str], AbstractContextManager[None]],
+) -> Iterator[dict[str, Codes]]:
+    """Yield the codes of each block's layers; `held` is a context in which a module has its parameters."""
     check_calibrated(decoder.spec)
-    codes: dict[str, Codes] = {}
-    with torch.no_grad():
+    with held("embed"):
         xs = [decoder.embed(tokens, torch.arange(tokens.shape[1])) for tokens in batches]
-        for layer in range(decoder.spec.layers):
-            pieces = {
-                piece.parameters[0]: piece
-                for piece in quantised_tensors(decoder.spec)
-                if piece.parameters[0].startswith(f"blocks.{layer}.") and _module(piece.hf) not in how.kept
-            }
-            linears = {name: decoder.get_submodule(_module(name)) for name in pieces}
+    for layer in range(decoder.spec.layers):
+        pieces = {
+            piece.parameters[0]: piece
+            for piece in quantised_tensors(decoder.spec)
+            if piece.parameters[0].startswith(f"blocks.{layer}.") and _module(piece.hf) not in how.kept
+        }
+        linears = {name: decoder.get_submodule(_module(name)) for name in pieces}
+        with held(f"blocks.{layer}"):
             with _hessians(linears) as hessians:
                 for x in xs:
                     _through(decoder, layer, x)
+            tensors = decoder.tensors()
             found = {
-                piece.hf: gptq(
-                    piece.join(decoder.tensors(), torch.float32), hessians[name], how.recipe, how.group
-                )
+                piece.hf: gptq(piece.join(tensors, torch.float32), hessians[name], how.recipe, how.group)
                 for name, piece in pieces.items()
             }
             put_back(decoder, how, found)
-            codes |= found
             xs = [_through(decoder, layer, x) for x in xs]
-    return codes
+        yield found
 
 
 def check_calibrated(model: ModelSpec) -> None:

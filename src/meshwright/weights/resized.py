@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.rectangles import common
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import Wanted, WeightPart, Weights, whole
+from meshwright.checkpoint.weights import Reading, Wanted, WeightPart, Weights, whole
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import ModelSpec
 from meshwright.spec.sharded_tensor import Rectangle
@@ -38,6 +38,22 @@ class ResizedWeights:
 
     def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
         """Yield parts that together cover the wanted rectangles; new rows are the mean of the old ones."""
+        old, new = self._old_and_new(wanted)
+        yield from self._weights.parts(old)
+        for name, rectangles in new.items():
+            mean = self._mean(name)
+            for offsets, sizes in rectangles:
+                columns = narrow(mean, (offsets[1:], sizes[1:]))
+                yield WeightPart(name, (offsets, sizes), columns.expand(sizes))
+
+    def reading(self, wanted: Wanted) -> Reading:
+        """Return what `parts` of these would take: for new rows all of the old ones are read."""
+        old, new = self._old_and_new(wanted)
+        means = {name: [whole(self._resized[name])] for name in new}
+        return self._weights.reading(old).then(self._weights.reading(means))
+
+    def _old_and_new(self, wanted: Wanted) -> tuple[dict[str, list[Rectangle]], dict[str, list[Rectangle]]]:
+        """Return what of wanted rectangles the files have, and what are new rows."""
         old: dict[str, list[Rectangle]] = {}
         new: dict[str, list[Rectangle]] = {}
         for name, rectangles in wanted.items():
@@ -47,12 +63,7 @@ class ResizedWeights:
                 for found, listed in ((kept, old), (added, new)):
                     if found is not None:
                         listed.setdefault(name, []).append(found)
-        yield from self._weights.parts(old)
-        for name, rectangles in new.items():
-            mean = self._mean(name)
-            for offsets, sizes in rectangles:
-                columns = narrow(mean, (offsets[1:], sizes[1:]))
-                yield WeightPart(name, (offsets, sizes), columns.expand(sizes))
+        return old, new
 
     def _mean(self, name: str) -> Tensor:
         """Return the mean of the rows in the files, in float64."""

@@ -14,8 +14,14 @@ from meshwright.checkpoint.directory import candidates
 from meshwright.checkpoint.disk import Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.manifest import DTYPES
-from meshwright.checkpoint.reader import match_tensors, parse_manifest, read_manifest_text, stored_parts
-from meshwright.checkpoint.weights import Wanted, WeightPart, fill
+from meshwright.checkpoint.reader import (
+    match_tensors,
+    overlapping,
+    parse_manifest,
+    read_manifest_text,
+    stored_parts,
+)
+from meshwright.checkpoint.weights import Reading, Wanted, WeightPart, fill
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.weights.load import average_names, check_finite, check_state
@@ -83,6 +89,12 @@ class SavedWeights:
         for key, rectangle, value in stored_parts(self._path, self._manifest, stored, self._disk):
             check_finite(self.run, self._manifest.state, names[key], value)
             yield WeightPart(names[key], rectangle, value)
+
+    def reading(self, wanted: Wanted) -> Reading:
+        """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
+        stored = {self._key(name): listed for name, listed in wanted.items()}
+        sizes = [piece.bytes for _, _, piece in overlapping(self._path, self._manifest, stored, self._disk)]
+        return Reading(sum(sizes), max(sizes, default=0))
 
     def _key(self, name: str) -> str:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""

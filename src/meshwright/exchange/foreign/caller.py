@@ -1,4 +1,4 @@
-"""Who opens a checkpoint of another program: the key that errors start with, and the keys that they advise."""
+"""Who opens a checkpoint of another program: the key that errors start with, and those that they advise."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.exchange.foreign.dcp import DcpStore
 from meshwright.exchange.foreign.caller import Caller
+from meshwright.exchange.foreign.dcp import DcpStore
 from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
 from meshwright.exchange.hf_state_dict import HfTensor, Rotary
@@ -76,8 +76,8 @@ def _pieces(spec: ModelSpec, names: Collection[str], where: str) -> Iterator[HfT
     """Yield the tensors of a model. Raises `UserError` for what Megatron's GPT model does not compute."""
     if spec.mla is not None or spec.norm_placement != "pre" or spec.parallel_block:
         raise UserError(
-            f"{where}: of Megatron-Core models those with grouped queries and a norm before each sublayer are "
-            f"read, and the config is of a {spec.family}; convert it to an HF folder by Megatron-Bridge"
+            f"{where}: of Megatron-Core models those with grouped queries and a norm before each sublayer "
+            f"are read, and the config is of a {spec.family}; convert it to an HF folder by Megatron-Bridge"
         )
     norms = ("weight", "bias") if spec.norm == "layernorm" and spec.norm_bias else ("weight",)
     yield HfTensor(_VOCABULARY[0], ("embed.weight",))

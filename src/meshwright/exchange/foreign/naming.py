@@ -27,7 +27,7 @@ class Naming:
     mark: str
     roots: tuple[str, ...]
     pieces: Callable[[ModelSpec, Collection[str], str], Iterator[HfTensor]]
-    """(spec, names of a checkpoint, beginning of errors) -> its tensors, those of one parameter consecutively.
+    """(spec, names of a checkpoint, beginning of errors) -> its tensors, those of a parameter consecutively.
     Raises `UserError` for a model that the program's names do not describe."""
     heads: tuple[str, ...] = ()
     """Names of the head, which a tied model may have beside its embedding."""

@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Reading
 from meshwright.exchange.foreign.caller import Caller
-from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, dtype_name
+from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of, dtype_name
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import UserError
 from meshwright.spec.hf.json_object import read_json_object
@@ -60,8 +61,8 @@ class _Factors(NamedTuple):
 class AdapterStore(WholeTensors):
     """The tensors of a base model with an adapter merged onto them (`TensorStore`).
 
-    Errors start with the key of `caller`. Raises `UserError` for adapters other than LoRA, for tensors that the base model
-    has no weights for, and for files that are damaged.
+    Errors start with the key of `caller`. Raises `UserError` for adapters other than LoRA, for tensors that
+    the base model has no weights for, and for files that are damaged.
     """
 
     def __init__(self, folder: Path, base: TensorStore, caller: Caller) -> None:
@@ -101,6 +102,15 @@ class AdapterStore(WholeTensors):
         if name in self._whole or name in self._factors:
             return super().parts(name, rectangles)
         return self._base.parts(name, rectangles)
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them; the adapter has been read."""
+        if name in self._whole:
+            return Reading()
+        if name in self._factors:
+            size = bytes_of(self._base.headers[name])
+            return Reading(size, bytes_of(self.headers[name])) if rectangles else Reading()
+        return self._base.reading(name, rectangles)
 
     def _sort(self, name: str, tensor: Tensor, parts: dict[str, dict[str, Tensor]]) -> None:
         """Note a tensor as a part of a module's change, or as one that replaces the base model's."""

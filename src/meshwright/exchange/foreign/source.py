@@ -37,7 +37,7 @@ _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class Source(NamedTuple):
-    """A model, its weights by the decoder's names, the folder that has its tokenizer, and where it is from."""
+    """A model, its weights by the decoder's names, and the folder that has its tokenizer."""
 
     model: ModelSpec
     weights: StoredWeights
@@ -65,9 +65,9 @@ def open_source(
     """Return the model and the weights of a folder or file in any format that is read.
 
     `config` is a folder with the config.json of the model, where the format has none, and `base` the base
-    model of an adapter. Errors start with the key of `caller`. Raises `UserError` for a path that holds none of the
-    formats, whose model is not described, or whose tensors are not those of the model, for files that are
-    damaged, and for pickles that name something to run: no code of any file is run.
+    model of an adapter. Errors start with the key of `caller`. Raises `UserError` for a path that holds none
+    of the formats, whose model is not described, or whose tensors are not those of the model, for files that
+    are damaged, and for pickles that name something to run: no code of any file is run.
     """
     if (path / peft.CONFIG).is_file() and not _has_model(path):
         return _adapted(path, caller, base)

@@ -162,7 +162,7 @@ def open_published(file: Path, key: str) -> PublishedTokenizer:
 
 
 def tokens_of(file: Path, key: str) -> int:
-    """Return how many rows of an embedding a tokenizer has ids for. Raises `UserError` as `open_published`."""
+    """Return how many rows of an embedding a tokenizer has ids for. Raises `UserError`."""
     return 1 + max(open_published(file, key).backend.get_vocab().values(), default=-1)
 
 
