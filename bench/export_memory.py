@@ -1,53 +1,75 @@
-"""Peak memory of exporting a run beside the size of its weights: a parameter at a time, whatever the layout.
+"""Peak memory of writing a model beside the size of its weights: a parameter at a time, whatever the layout.
 
     python bench/export_memory.py [--model.preset llama2-7b ...]
 
-Makes a run with random weights, exports it as an HF folder and as a GGUF file in processes of their own, and
-prints one JSON object: bytes of the weights and of the largest parameter, and the peak of each process less
-that of one that only loads the program.
+Makes a run with random weights, exports it as an HF folder, as a directory of torch.distributed.checkpoint
+and as a GGUF file, and quantises the HF folder, to nearest and by GPTQ on 2,048 tokens, in processes of their
+own. Prints one JSON object: bytes of the weights in fp32, of the largest parameter and of a block, and the
+peak of each process (VmHWM) less that of one that only loads the program.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import starmap
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from meshwright import api
 from meshwright.checkpoint.weights import whole_part
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.exchange.hf import tensor_shapes
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec.load import load
+from meshwright.weights import exports, quantise
 from meshwright.weights.load import write_run
 
-EXPORT = """
-import resource, sys
-from pathlib import Path
-from meshwright import api
-from meshwright.weights import exports
-if len(sys.argv) > 1:
-    api.export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
+_LOADED = exports, quantise
+"""Modules that a way imports, so that they are in the memory of a program that does nothing."""
+TOKENS = 2048
+WAYS: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda _: None,
+    "HF folder, float32": lambda it: api.export(it / "run", it / "hf", "float32"),
+    "HF folder, bfloat16": lambda it: api.export(it / "run", it / "hf16", "bfloat16"),
+    "torch.distributed.checkpoint, float32": lambda it: api.export(
+        it / "run", it / "dcp", "float32", format="dcp"
+    ),
+    "GGUF, q8_0": lambda it: api.export(it / "run", it / "x.gguf", "q8_0"),
+    "int4 to nearest, of an HF folder": lambda it: api.quantise(it / "hf16", it / "nearest", "int4"),
+    "int4 by GPTQ, of an HF folder": lambda it: api.quantise(
+        it / "hf16", it / "gptq", "int4", algorithm="gptq", calibration=it / "text",
+        calibration_tokens=TOKENS,
+    ),
+}  # fmt: skip
+"""What is done in a folder with a run, and a text of calibration, by name."""
 
 
-def peak(*words: object) -> int:
-    """Bytes that a process takes which exports, or without words only loads the program."""
+def peak(way: str, folder: Path) -> int:
+    """Bytes that a process takes which does one of `WAYS` in a folder."""
+    call = f"import export_memory as it; it.measure({way!r}, {str(folder)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", EXPORT, *map(str, words)], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", call], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True
     )
-    return int(done.stdout)
+    return int(done.stdout.split()[-1])
+
+
+def measure(way: str, folder: str) -> None:
+    """Do one of `WAYS`, and print the peak of this process."""
+    WAYS[way](Path(folder))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def main() -> None:
+    """Print the JSON object."""
     flags = [word.removeprefix("--") for word in sys.argv[1:]]
     model = load(None, list(zip(flags[::2], flags[1::2], strict=True))).model
-    sizes = [4 * prod(shape) for shape in tensor_shapes(model).values()]
+    sizes = {name: 4 * prod(shape) for name, shape in tensor_shapes(model).items()}
     with TemporaryDirectory() as name:
         folder = Path(name)
         byte_tokenizer().save(folder)
@@ -57,16 +79,14 @@ def main() -> None:
             sorted(folder.glob("*.json")), folder, {"merged": []}, False,
         )  # fmt: skip
         del tensors
-        loaded = peak()
-        found = {
-            kind: peak(folder / "run", folder / target, dtype) - loaded
-            for kind, target, dtype in (
-                ("HF folder, float32", "hf32", "float32"),
-                ("HF folder, bfloat16", "hf16", "bfloat16"),
-                ("GGUF, q8_0", "x.gguf", "q8_0"),
-            )
-        }
-    print(json.dumps({"weights": sum(sizes), "largest parameter": max(sizes), "loaded": loaded, **found}))
+        (folder / "text").write_text("the cat sat on the mat. " * (TOKENS // 16))
+        found = {way: peak(way, folder) for way in WAYS}
+    loaded = found.pop("nothing")
+    about = {
+        "weights": sum(sizes.values()), "largest parameter": max(sizes.values()),
+        "block": sum(size for name, size in sizes.items() if name.startswith("blocks.0.")), "loaded": loaded,
+    }  # fmt: skip
+    print(json.dumps(about | {way: bytes - loaded for way, bytes in found.items()}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "7B": {"layers": 32, "hidden": 4096, "ffn": 11008, "heads": 32, "kv_heads": 32, "vocab_size": 32000},
     "70B": {"layers": 80, "hidden": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "vocab_size": 128256},
 }
-"""By bytes in bf16 or parameters: 2B has the width and depth of Gemma 2B, 3B is Llama 3.2's with a head of its
+"""By bytes in bf16 or parameters: 2B has the width and depth of Gemma 2B, 3B is Llama 3.2 with a head of its
 own, 7B Llama 2's, 70B Llama 3's."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _DRAWN = 2**24

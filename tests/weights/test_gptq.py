@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
+from meshwright.exchange.parameter_source import HeldParameters
+from meshwright.model.decoder import Decoder
+from meshwright.model.init import init_whole_
 from meshwright.model.quantisation import quantise
+from meshwright.spec import ModelSpec
 from meshwright.spec.errors import NumericalError
 from meshwright.spec.precision import Quantised
 from meshwright.weights.gptq import gptq
+from meshwright.weights.quantise import CalibratedCodes, calibrated, plan_quantisation
 
 DRAW = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(48, 320, generator=DRAW)
@@ -46,3 +53,37 @@ def test_inputs_that_are_always_zero_are_no_division_by_zero() -> None:
 def test_inputs_that_are_not_finite_are_a_sentence() -> None:
     with pytest.raises(NumericalError, match="gptq: the inputs of calibration are not finite"):
         gptq(WEIGHT, torch.full((320, 320), float("nan")), "int4", 32)
+
+
+class _Noted(HeldParameters):
+    """A source that notes what it was asked for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder.tensors())
+        self.asked: list[str] = []
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        self.asked.append(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("recipe", ["int4", "fp8"])
+def test_codes_block_by_block_are_those_of_a_decoder_in_memory(recipe: Quantised) -> None:
+    """Each parameter is read once, a block's when its codes are asked for."""
+    spec = ModelSpec.model_validate(
+        {"preset": "tiny", "layers": 2, "hidden": 64, "ffn": 96, "vocab_size": 101}
+    )
+    decoder = init_whole_(Decoder(spec), 0)
+    batches = list(torch.randint(0, 101, (2, 2, 48), generator=torch.Generator().manual_seed(0)))
+    how, source = plan_quantisation(spec, recipe), _Noted(decoder)
+    found = CalibratedCodes(spec, source, how, batches)
+    wanted = calibrated(deepcopy(decoder), how, batches)
+    assert list(found) == list(wanted) and not source.asked
+    for name, codes in wanted.items():
+        same = found[name]
+        assert torch.equal(same.codes.view(torch.uint8), codes.codes.view(torch.uint8))
+        assert torch.equal(same.scales, codes.scales)
+        layer = int(name.split(".")[2])
+        assert not any(asked.startswith(f"blocks.{layer + 1}.") for asked in source.asked)
+    names = [name for name in decoder.tensors() if not name.startswith("head.")]
+    assert sorted(source.asked) == sorted(names)
