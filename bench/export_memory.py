@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
         calibration_tokens=TOKENS,
     ),
 }  # fmt: skip
-"""What is done in a folder with a run, and a text of calibration, by name."""
+"""Functions of a folder with a run and a text of calibration, by name."""
 
 
 def peak(way: str, folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""What a dry run says that a rank reads of the weights that a run starts from, of files that may be holes."""
+"""Bytes that a rank reads of the weights that a run starts from, by a dry run, of files that may be holes."""
 
 from __future__ import annotations
 

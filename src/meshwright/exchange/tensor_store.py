@@ -69,6 +69,15 @@ class WholeTensors:
         return Reading(size, size) if rectangles else Reading()
 
 
+class MappedTensors(WholeTensors):
+    """A store whose tensors are mapped from files: what no rectangle has of them is not read."""
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        sizes = [bytes_of(self.headers[name], sizes) for _, sizes in rectangles]
+        return Reading(sum(sizes), max(sizes, default=0))
+
+
 def header_of(place: Path, tensor: Tensor) -> Header:
     """Return the header of a tensor in a file."""
     return place, tuple(tensor.shape), dtype_name(tensor.dtype)

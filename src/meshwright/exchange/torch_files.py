@@ -9,15 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.exchange.restricted_pickle import load_torch_file
-from meshwright.exchange.tensor_store import Header, WholeTensors, header_of
+from meshwright.exchange.tensor_store import Header, MappedTensors, header_of
 from meshwright.spec import UserError
 
 NESTED = ("model", "module", "state_dict", "model_state_dict")
 """Keys under which programs put a model's tensors beside the state of a training."""
 
 
-class TorchFiles(WholeTensors):
+class TorchFiles(MappedTensors):
     """The tensors of files, which are mapped into memory: what is not read takes none of it (`TensorStore`).
+
+    Those of torch before 1.6 cannot be mapped, and are read whole.
 
     Errors start with `key`. Raises `UserError` for a file that is damaged, holds no tensors, or whose pickle
     names something to run.

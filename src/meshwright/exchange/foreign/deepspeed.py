@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from meshwright.exchange.restricted_pickle import Unread, load_torch_file
-from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, dtype_name, header_of
+from meshwright.exchange.tensor_store import (
+    Header,
+    MappedTensors,
+    TensorStore,
+    WholeTensors,
+    dtype_name,
+    header_of,
+)
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import UserError
 
@@ -140,7 +147,7 @@ class _ZeroStore(WholeTensors):
         return UserError(f"{self._key}: {self._folder} {what}; copy all files of the checkpoint again")
 
 
-class UniversalStore(WholeTensors):
+class UniversalStore(MappedTensors):
     """The weights of a universal checkpoint: `zero/NAME/fp32.pt` (`TensorStore`).
 
     Errors start with `key`. Raises `UserError` for a file that is damaged, lacks its tensor, or names

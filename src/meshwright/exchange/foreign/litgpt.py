@@ -6,13 +6,14 @@ Up to version 0.4 rows of queries, keys and values are by group of heads (`attn.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Reading
 from meshwright.exchange.foreign.caller import Caller
 from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
@@ -20,6 +21,7 @@ from meshwright.exchange.hf_state_dict import HfTensor
 from meshwright.exchange.tensor_store import TensorStore, WholeTensors
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.files import MAX_JSON, read_text
+from meshwright.spec.sharded_tensor import Rectangle
 
 WEIGHTS = "lit_model.pth"
 CONFIG = "model_config.yaml"
@@ -36,7 +38,19 @@ class LitgptStore(WholeTensors):
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises `UserError` for damage."""
         value = self._store.read(name)
-        return by_kind(value, self._spec) if ".attn.attn." in name else value
+        return by_kind(value, self._spec) if _is_by_group(name) else value
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        return (super() if _is_by_group(name) else self._store).parts(name, rectangles)
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+        """Return what `parts` of these would take, without reading them."""
+        return (super() if _is_by_group(name) else self._store).reading(name, rectangles)
+
+
+def _is_by_group(name: str) -> bool:
+    return ".attn.attn." in name
 
 
 def _pieces(spec: ModelSpec, names: Collection[str], where: str) -> Iterator[HfTensor]:

@@ -31,7 +31,7 @@ from meshwright.spec.weights import hf_model
 NAMINGS = (megatron.MEGATRON, TORCHTITAN, litgpt.LITGPT)
 """Names of programs other than HF's."""
 HF_FOLDER = "an HF folder"
-"""What `Source.kind` is for one."""
+"""The `kind` of a `Source` that is one."""
 _CONFIG = "config.json"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     weights: StoredWeights
     folder: Path
     kind: str
-    """What the weights are in, such as "an HF folder"."""
+    """Words for the format of the weights, such as "an HF folder"."""
     config: Path
     """The file that describes the model."""
 
