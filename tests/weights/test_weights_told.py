@@ -76,7 +76,7 @@ def test_a_model_of_the_hubs_cache_is_told(theirs: Path, tmp_path: Path) -> None
 
 
 def test_errors_have_the_key_that_names_the_checkpoint(theirs: Path, tmp_path: Path) -> None:
-    """A model that no config.json describes, and names that are not known, for each way to open a checkpoint."""
+    """A model that no config.json describes, and names that are not known, for each way to open it."""
     source = written("torchtitan", theirs, tmp_path)
     config = json.loads((source / "config.json").read_text()) | {"model_type": "mistral"}
     (source / "config.json").write_text(json.dumps(config))

@@ -28,7 +28,7 @@ class WeightPart(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What reading weights takes: bytes of files in all, and the most of them in memory at a time."""
+    """The cost of reading weights: bytes of files in all, and the most of them in memory at a time."""
 
     bytes: int = 0
     at_a_time: int = 0

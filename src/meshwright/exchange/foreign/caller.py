@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Caller:
-    """What a user gave the checkpoint for, in the words of the command line or of the run file.
+    """The key that a user gave a checkpoint for, in the words of the command line or of the run file.
 
     `config` and `base` are what names the folder with the model's config.json, and that of an adapter's base
     model.
