@@ -42,11 +42,13 @@ class LitgptStore(WholeTensors):
 
     def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
         """Yield the values of rectangles of a tensor, in their order."""
-        return (super() if _is_by_group(name) else self._store).parts(name, rectangles)
+        return super().parts(name, rectangles) if _is_by_group(name) else self._store.parts(name, rectangles)
 
     def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
         """Return what `parts` of these would take, without reading them."""
-        return (super() if _is_by_group(name) else self._store).reading(name, rectangles)
+        if _is_by_group(name):
+            return super().reading(name, rectangles)
+        return self._store.reading(name, rectangles)
 
 
 def _is_by_group(name: str) -> bool:
