@@ -35,19 +35,41 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {"family": "olmo2", "norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "cohere2": {
         "family": "cohere2", "tied": True, "parallel_block": True, "norm": "layernorm", "norm_bias": False,
-        "rope_layers": "true,false,true", "logit_scale": 0.5, **_WINDOWS,
+        "rope_layers": "true,false,true", "logit_scale": 0.5, **_WINDOWS, "train.steps": 150,
     },
     "glm4": {
         "family": "glm4", "norm_placement": "both", "rope_dim": 16, "qkv_bias": True,
     },
     "granite": {
         "family": "granite", "embedding_scale": 6.0, "residual_scale": 0.5, "attention_scale": 0.2,
-        "logit_scale": 0.25,
+        "logit_scale": 0.25, "train.steps": 200,
     },
     "smollm3": {"family": "smollm3", "tied": True, "layers": 4, "rope_layers": "true,true,true,false"},
     "starcoder2": {
         "family": "starcoder2", "tied": True, "norm": "layernorm", "qkv_bias": True, "out_bias": True,
         "mlp_bias": True, "activation": "gelu_tanh",
+    },
+    "gemma2": {
+        "family": "gemma2", "tied": True, "norm_placement": "both", "norm_unit_offset": True,
+        "activation": "geglu_tanh", "embedding_scale": 128**0.5, "attention_softcap": 50.0,
+        "logit_softcap": 30.0, "norm_eps": 1e-6, "sliding_window": 16,
+        "layer_types": "sliding_attention,full_attention", "train.steps": 150,
+    },
+    "olmo3": {
+        "family": "olmo3", "norm_placement": "post", "qk_norm": True, "qk_norm_over": "all", "layers": 4,
+        "sliding_window": 16,
+        "layer_types": "sliding_attention,sliding_attention,sliding_attention,full_attention",
+    },
+    "deepseek_v2": {
+        "family": "deepseek_v2", "kv_heads": 4, "norm_eps": 1e-6, "mla.kv_rank": 64, "mla.rope_dim": 16,
+        "mla.v_dim": 16, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128, "moe.shared_ffn": 128,
+        "moe.renormalise": False,
+    },
+    "gpt_oss": {
+        "family": "gpt_oss", "attention_sinks": True, "qkv_bias": True, "out_bias": True,
+        "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128, "moe.router_bias": True, "moe.expert_bias": True,
+        "moe.activation": "clamped_swiglu", "sliding_window": 16,
+        "layer_types": "sliding_attention,full_attention",
     },
 }  # fmt: skip
 """Keys of `[model]` by the name of a case: README's presets, a tied model, and a family of each attention."""
@@ -68,12 +90,15 @@ def train(name: str, out: Path) -> None:
         (text / f"{number}.txt").write_text(line * 3)
     keys = {"preset": "tiny", **_SIZES, **MODELS[name]} if "preset" not in MODELS[name] else MODELS[name]
     flags = [
-        (f"model.{key}", str(value).lower() if isinstance(value, bool) else str(value))
-        for key, value in keys.items()
+        (
+            key if key.startswith("train.") else f"model.{key}",
+            str(value).lower() if isinstance(value, bool) else str(value),
+        )
+        for key, value in ({"train.steps": 60} | keys).items()
     ]
     flags += [
         ("data.corpus", str(text)), ("data.tokenizer", "bpe:320"), ("data.seq_len", "64"),
-        ("data.val_fraction", "0"), ("train.batch_tokens", "512"), ("train.steps", "60"),
+        ("data.val_fraction", "0"), ("train.batch_tokens", "512"), 
         ("train.lr", "3e-3"), ("data.cache", str(out.parent / "tokens")),
     ]  # fmt: skip
     api.train(load(None, flags), out=out, quiet=True)

@@ -1,5 +1,5 @@
 """Greedy continuations by llama.cpp, in its wheel for CPUs:
-`python llama_cpp_tokens.py PROMPTS.json COUNT FILE...`.
+`python llama_cpp_tokens.py ASKED.json FILE...`.
 
 Prints for each GGUF file a JSON object: its name and the texts, or the error. The version comes first.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 def main() -> None:
     import xllamacpp
 
-    prompts, count = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    prompts, count = asked["prompts"], asked["count"]
     print(json.dumps({"version": version("xllamacpp")}), flush=True)
-    for file in sys.argv[3:]:
+    for file in sys.argv[2:]:
         try:
             params = xllamacpp.CommonParams()
             params.model.path, params.n_ctx, params.verbosity = file, 256, -1

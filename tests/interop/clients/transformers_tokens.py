@@ -1,5 +1,5 @@
 """Greedy continuations by `transformers.pipeline`, as anyone calls it:
-`python transformers_tokens.py PROMPTS.json COUNT FOLDER...`.
+`python transformers_tokens.py ASKED.json FOLDER...`.
 
 Prints for each folder a JSON object: its name and the texts, or the error. The version comes first.
 """
@@ -12,9 +12,10 @@ from pathlib import Path
 def main() -> None:
     import transformers
 
-    prompts, count = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    prompts, count = asked["prompts"], asked["count"]
     print(json.dumps({"version": transformers.__version__}), flush=True)
-    for folder in sys.argv[3:]:
+    for folder in sys.argv[2:]:
         try:
             generate = transformers.pipeline("text-generation", folder)
             rows = [
