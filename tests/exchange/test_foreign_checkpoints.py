@@ -99,6 +99,20 @@ def test_litgpts_own_config_describes_the_model(kind: str, given: Given, tmp_pat
     same(read(tmp_path / "source"), given.tensors)
 
 
+@pytest.mark.parametrize("kind", ["torch dcp", "torchtitan", "megatron", "litgpt"])
+def test_a_tied_head_is_the_embedding(kind: str, given: Given, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(given.config | {"tie_word_embeddings": True}))
+    tied = given.state | {"lm_head.weight": given.state["model.embed_tokens.weight"]}
+    WRITERS[kind](tied, given.config, tmp_path / "tied")
+    wanted = {name: value for name, value in given.tensors.items() if name != "head.weight"}
+    same(read(tmp_path / "tied" / "source", config=config), wanted)
+    WRITERS[kind](given.state, given.config, tmp_path / "own")
+    with pytest.raises(UserError, match="has other values than"):
+        read(tmp_path / "own" / "source", config=config)
+
+
 def test_megatrons_arguments_describe_the_model(given: Given, tmp_path: Path) -> None:
     WRITERS["megatron"](given.state, given.config, tmp_path)
     rows = given.config["vocab_size"] + 27

@@ -88,7 +88,9 @@ def export_gguf(
                 writer.write_tensor_data(_encoded(value, _kind(name, value.shape, quantized)))
             writer.close()
     except OSError as error:
-        raise UserError(f"export: {file} cannot be written ({error.strerror}); give another file") from error
+        raise UserError(
+            f"export: {file} cannot be written ({error.strerror or error}); give another file"
+        ) from error
 
 
 def gguf_tensors(spec: ModelSpec, source: ParameterSource) -> Iterator[tuple[str, Tensor]]:

@@ -126,7 +126,7 @@ class _Folder:
                 f"{others[0]} is not read: convert it, as transformers does with "
                 "from_pretrained(FOLDER).save_pretrained(OTHER)"
             )
-        return "give a folder with safetensors"
+        return "give a folder with safetensors or pytorch_model.bin"
 
     @property
     def _most_bytes(self) -> int:

@@ -32,8 +32,8 @@ def hub_folder(name: str, key: str) -> Path:
     """
     remedy = f"fetch it where there is a network, and give the folder: hf download {name} --local-dir DIR"
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise UserError(
             f"{key}: {name} is not a folder here, and to fetch it from the hub takes a package: pip install "
@@ -42,6 +42,11 @@ def hub_folder(name: str, key: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
     except (OSError, ValueError, HfHubHTTPError) as error:
+        if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError):
+            raise UserError(
+                f"{key}: {name} is not a folder here, nor in the hub's cache, and HF_HUB_OFFLINE is set; "
+                f"{remedy}"
+            ) from error
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
         raise UserError(
             f"{key}: {name} is not a folder here, and cannot be fetched from the hub "

@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -58,7 +59,8 @@ def load_torch_file(path: Path, key: str) -> Any:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
         if refused := [name for name in unsafe if not name.startswith(PROGRAMS)]:
             raise _hostile(path, refused[0], key)
-        with torch.serialization.safe_globals([(Unread, name) for name in unsafe]):
+        with torch.serialization.safe_globals([(Unread, name) for name in unsafe]), catch_warnings():
+            simplefilter("ignore")  # of pickles that torch.save did not write, which end in an error below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         if name := _unsupported(str(error)):

@@ -10,7 +10,7 @@ from pydantic import ValidationInfo, model_validator
 
 from meshwright.spec import rules
 from meshwright.spec.sections import Sections
-from meshwright.spec.weights import given_weights, own_tokenizer
+from meshwright.spec.weights import given_weights, own_tokenizer, weights_folder
 
 
 class RunSpec(Sections):
@@ -38,7 +38,10 @@ class RunSpec(Sections):
             return given
         data = given.get("data", {})
         if isinstance(data, dict) and "tokenizer" not in data:
-            own = own_tokenizer(given_weights(given["model"]))
+            weights = given_weights(given["model"])
+            own = own_tokenizer(weights)
+            if own is None and weights_folder(weights) is not None:  # the config may be of another folder
+                own = own_tokenizer(given["model"].get("hf"))
             given = {**given, "data": {**data, "tokenizer": str(own)}} if own else given
         return given
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import atomic
+from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import WeightPart, whole
 from meshwright.comm.control import Control
@@ -224,5 +225,7 @@ def write_run(
             store.close()
             record = json.dumps({"spec": spec.to_json(), **origin})
             (unfinished / "run.json").write_text(record, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another --out") from error
+    except (OSError, SaveError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        reason = getattr(cause, "strerror", None) or cause or error
+        raise UserError(f"--out: {out} cannot be written ({reason}); give another --out") from error

@@ -48,7 +48,7 @@ class NamedWeights(StoredWeights):
 
     def _check_value(self, piece: HfTensor, place: Rectangle, value: Tensor) -> None:
         """Raise `UserError` for a tied head that has other values than the embedding."""
-        if piece.hf != self._naming.mark or not self._spec.tied:
+        if piece.parameters[0] != "embed.weight" or not self._spec.tied:
             return
         for name in self._naming.heads:
             if name not in self._store.headers:

@@ -84,6 +84,10 @@ def open_source(
     for form in FORMATS:
         if (place := form.find(path)) is not None:
             return _opened(form, place, caller, config)
+    if (named := path / deepspeed.NEWEST).is_file():
+        raise UserError(
+            f"{key}: {named} names no folder of a checkpoint of DeepSpeed in {path}; give a whole copy"
+        )
     if (path / _CONFIG).is_file():  # says what else the folder lacks
         model = hf_model(path, key)
         return Source(model, HfWeights(path, model), path, HF_FOLDER, path / _CONFIG)

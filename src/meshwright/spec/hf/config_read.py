@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_keys import MLA_KEYS, Keys
 from meshwright.spec.hf.config_rope import read_rope
 from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
-from meshwright.spec.hf.other_layers import OTHER_LAYERS
+from meshwright.spec.hf.other_layers import OTHER_INPUTS, OTHER_LAYERS
 from meshwright.spec.hf.special_tokens import check_within
 from meshwright.spec.layers import Activation, LayerType
 
@@ -58,8 +58,12 @@ def model_fields(config: Config) -> dict[str, Any]:
         layers = f"it has {OTHER_LAYERS[name]} layers, which this decoder does not compute"
         raise config.wrong("model_type", f"{layers}; give a model of attention layers alone")
     if not isinstance(name, str) or name not in FAMILIES:
+        if own := next((key for key in OTHER_INPUTS if key in config.values), None):
+            text = f"its {own} says that it takes more than text, which is not read"
+            raise config.wrong("model_type", f"{text}; give a model of text alone")
         listed = f"none of the {len(FAMILIES)} families that are read has this name"
-        raise config.wrong("model_type", f"{listed}; `meshwright train --help` lists them under family")
+        hint = did_you_mean(str(name), FAMILIES) or f"; they are {', '.join(FAMILIES)}"
+        raise config.wrong("model_type", f"{listed}{hint}")
     family = FAMILIES[name]
     read = _gpt2 if family.learned_positions else _llama_like
     return {"family": name, **read(config, family), **family.fixed}
@@ -141,8 +145,8 @@ def _kv_heads(config: Config, family: Family, heads: int) -> int:
     if heads % kv_heads:
         raise config.wrong(
             "num_attention_heads",
-            f"num_key_value_heads {kv_heads} does not divide it (without that key it is {default}, as in "
-            f"transformers)",
+            f"num_key_value_heads {kv_heads} does not divide it"
+            + ("" if "num_key_value_heads" in config.values else ", which is transformers' default"),
         )
     return kv_heads
 
@@ -222,8 +226,8 @@ def _latents(config: Config, family: Family, heads: int) -> dict[str, Any]:
     if (config.read("num_key_value_heads", SIZE, default, nullable=True) or heads) != heads:
         raise config.wrong(
             "num_key_value_heads",
-            f"latent attention has keys for each of the {heads} heads; give that (without the key it is "
-            f"{default}, as in transformers)",
+            f"latent attention has keys for each of the {heads} heads; give that"
+            + ("" if "num_key_value_heads" in config.values else f" (transformers' default is {default})"),
         )
     mla = config.fields(MLA_KEYS)
     head_dim = config.read("qk_nope_head_dim", SIZE, 128) + mla["rope_dim"]

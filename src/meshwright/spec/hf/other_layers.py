@@ -1,4 +1,4 @@
-"""Families of Hugging Face models whose layers are of other kinds than attention, by the kind."""
+"""Hugging Face models that no family computes: those with other layers than attention, or other inputs."""
 
 from __future__ import annotations
 
@@ -17,3 +17,6 @@ _FAMILIES = {
 
 OTHER_LAYERS = {name: kind for kind, names in _FAMILIES.items() for name in names}
 """`model_type` of a config -> the kind of layers that the decoder does not compute."""
+
+OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "image_token_index")
+"""Keys of a config by which a model takes images or sound."""
