@@ -4,8 +4,8 @@
 
 Makes a run with random weights, exports it as an HF folder, as a directory of torch.distributed.checkpoint
 and as a GGUF file, and quantises the HF folder, to nearest and by GPTQ on 2,048 tokens, in processes of their
-own. Prints one JSON object: bytes of the weights in fp32, of the largest parameter and of a block, and the
-peak of each process (VmHWM) less that of one that only loads the program.
+own. The first JSON object has bytes of the weights in fp32, of the largest parameter and of a block; each other
+one the peak of a process (VmHWM) less that of one that only loads the program.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(way: str, folder: str) -> None:
 
 
 def main() -> None:
-    """Print the JSON object."""
+    """Print a JSON object for the model, and one for each way."""
     flags = [word.removeprefix("--") for word in sys.argv[1:]]
     model = load(None, list(zip(flags[::2], flags[1::2], strict=True))).model
     sizes = {name: 4 * prod(shape) for name, shape in tensor_shapes(model).items()}
@@ -80,13 +80,13 @@ def main() -> None:
         )  # fmt: skip
         del tensors
         (folder / "text").write_text("the cat sat on the mat. " * (TOKENS // 16))
-        found = {way: peak(way, folder) for way in WAYS}
-    loaded = found.pop("nothing")
-    about = {
-        "weights": sum(sizes.values()), "largest parameter": max(sizes.values()),
-        "block": sum(size for name, size in sizes.items() if name.startswith("blocks.0.")), "loaded": loaded,
-    }  # fmt: skip
-    print(json.dumps(about | {way: bytes - loaded for way, bytes in found.items()}))
+        loaded = peak("nothing", folder)
+        block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+        about = {"weights": sum(sizes.values()), "largest parameter": max(sizes.values()), "block": block}
+        print(json.dumps(about | {"loaded": loaded}), flush=True)
+        for way in WAYS:
+            if way != "nothing":
+                print(json.dumps({way: peak(way, folder) - loaded}), flush=True)
 
 
 if __name__ == "__main__":
