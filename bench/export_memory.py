@@ -4,8 +4,8 @@
 
 Makes a run with random weights, exports it as an HF folder, as a directory of torch.distributed.checkpoint
 and as a GGUF file, and quantises the HF folder, to nearest and by GPTQ on 2,048 tokens, in processes of their
-own. The first JSON object has bytes of the weights in fp32, of the largest parameter and of a block; each other
-one the peak of a process (VmHWM) less that of one that only loads the program.
+own. The first JSON object has bytes of the weights in fp32, of the largest parameter and of a block; each
+other one the peak of a process (VmHWM) less that of one that only loads the program.
 """
 
 from __future__ import annotations
