@@ -132,9 +132,10 @@ def _described(model: ModelSpec, source: WeightSource) -> tuple[str, ModelSpec]:
 def _chat_template(tokenizer: str) -> Path | None:
     """Return the file with the chat template beside the tokenizer that `data.tokenizer` names."""
     path = user_path(tokenizer, "data.tokenizer")
-    folder = path if path.is_dir() else path.parent
-    if not (path.is_file() or (folder / TOKENIZER).is_file()):
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
         return None
+    folder = file.parent
     config = folder / "tokenizer_config.json"
     named = config.is_file() and "chat_template" in read_json_object(config, "data.tokenizer")
     files = (folder / "chat_template.jinja", folder / "chat_template.json", *([config] if named else ()))
