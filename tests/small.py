@@ -14,7 +14,7 @@ from meshwright.parallel.data_parallel import DataParallel
 from meshwright.spec import RunSpec, load
 from meshwright.train import matmul_peak as peak
 from meshwright.train import metrics
-from meshwright.train.step import Sums, Trainer
+from meshwright.train.step import Sums, Totals, Trainer
 
 MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 
@@ -54,7 +54,7 @@ def sums_of_infinite_gradients(trainer: Trainer) -> Sums:
     trainer._due_factor = 1.0
     for unit in trainer.states.units:
         unit.set_gradient(torch.full_like(unit.stored, torch.inf))
-    return Sums(torch.tensor([torch.inf, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
+    return Sums(torch.tensor([torch.inf, 1.0, *[0.0] * (len(Totals._fields) - 2)], dtype=torch.float64))
 
 
 def measure_peak_quickly() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -43,13 +43,16 @@ class Batch:
     slots: torch.Tensor
     soft_targets: ByToken | None = field(default=None, kw_only=True)
     """More that the loss is of, on the device."""
+    further: ByToken | None = field(default=None, kw_only=True)
+    """Tokens after the next ones, on the device (`model/multi_token_prediction.py`)."""
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return the samples from `start` up to `stop`, as views."""
-        soft_targets = (
-            None if self.soft_targets is None else self.soft_targets.each(itemgetter(slice(start, stop)))
-        )
-        return Batch(*(getattr(self, name)[start:stop] for name in TENSORS), soft_targets=soft_targets)
+        cut = itemgetter(slice(start, stop))
+        more: dict[str, Any] = {
+            name: each.each(cut) for name in BY_TOKEN if (each := getattr(self, name)) is not None
+        }
+        return Batch(*(cut(getattr(self, name)) for name in TENSORS), **more)
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy whose tokens, targets and positions are on `device`; of pinned ones without a wait.
@@ -68,6 +71,8 @@ ON_DEVICE = ("tokens", "targets", "positions")
 """Tensors of a batch that a device computes with."""
 TENSORS = ("tokens", "targets", "positions", "documents", "ids", "slots")
 """Fields of a `Batch` that the data gives."""
+BY_TOKEN = ("soft_targets", "further")
+"""Fields of a `Batch` that parts of a step add."""
 
 
 class SplitReader:

@@ -146,7 +146,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of `Decoder.tensors()`, without a decoder: a config.json may ask for any size."""
     shapes = {each.name: each.shape for unit in parameters(spec).values() for each in unit}
     if spec.moe is not None and spec.moe.bias:
-        biased = filter(spec.has_experts, range(spec.layers))
+        biased = filter(spec.has_experts, (*range(spec.layers), *spec.mtp_layers))
         shapes |= {f"blocks.{layer}.mlp.router.bias": (spec.moe.experts,) for layer in biased}
     return shapes
 

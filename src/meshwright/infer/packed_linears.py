@@ -22,7 +22,8 @@ from meshwright.infer.paged_cache import PagedCache
 from meshwright.kernels.score_changes import ScoreChanges, capped
 from meshwright.model.attention import KeyValueCache, attend
 from meshwright.model.attention_gqa import Attention
-from meshwright.model.decoder import Block, Decoder
+from meshwright.model.block import Block
+from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import DynamicLinear
 from meshwright.model.mlp import Mlp
 from meshwright.model.norm import RmsNorm
@@ -169,7 +170,7 @@ def pack_linears(decoder: Decoder) -> Decoder:
     for module in decoder.modules():
         if isinstance(module, RmsNorm):
             _pack_norm(module)
-    for block in decoder.blocks:
+    for block in decoder.blocks[: decoder.spec.layers]:
         assert isinstance(block, Block)
         _pack_block(block, reorder)
     head = decoder.head

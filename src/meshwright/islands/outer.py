@@ -114,11 +114,11 @@ class Outer(NoIslands):
         self._parts: list[list[Anchored]] = [[] for _ in range(self.outer.fragments)]
         for unit in states.trained:
             anchor, momentum = (torch.zeros_like(unit.stored, dtype=exact) for _ in range(2))
-            fragment = self.outer.fragment_of(unit.slots[0].key, spec.model.tied)
+            fragment = self.outer.fragment_of(unit.slots[0].key, spec.model.head_embeds)
             compression = Compression(self.outer, unit, blocks, exact) if self.outer.compressed else None
             self._parts[fragment].append(Anchored(unit, "", unit.stored, anchor, momentum, compression))
         for name, bias in balance.biases().items():
-            value, fragment = bias.to_local(), self.outer.fragment_of(name, spec.model.tied)
+            value, fragment = bias.to_local(), self.outer.fragment_of(name, spec.model.head_embeds)
             self._parts[fragment].append(Anchored(None, name, value, torch.zeros_like(value), None))
         self._under_way: list[Exchange] = []
         self._asked = 0

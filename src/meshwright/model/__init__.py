@@ -1,9 +1,10 @@
 """One readable decoder, its loss, and initial weights that no layout can change. No collectives here.
 
-`decoder` is embedding, blocks and head; `hooks` lists the operations that a layout replaces.
-Blocks: `attention` and its kinds `attention_gqa` and `attention_mla`, with the positions of `rope`; `mlp`,
+`decoder` is embedding, blocks and `head`; `hooks` lists the operations that a layout replaces.
+`block`: `attention` and its kinds `attention_gqa` and `attention_mla`, with the positions of `rope`; `mlp`,
 or `moe` with a `router`, a `token_dispatcher` and the `experts` by `expert_activations`; and `norm`.
-Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student.
+Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student, and
+`multi_token_prediction` that of further tokens.
 Layers: `linear`, whose products `low_precision_linear` may round; `quantisation` rounds trained weights,
 and `dynamic_linear` rounds inputs as they come.
 `init` draws the initial weights.

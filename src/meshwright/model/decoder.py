@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.attention import KeyValueCache
-from meshwright.model.attention_gqa import Attention
-from meshwright.model.attention_mla import LatentAttention
+from meshwright.model.block import Block
+from meshwright.model.head import Head
 from meshwright.model.hooks import Hooks
-from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
-from meshwright.model.norm import make_norm
+from meshwright.model.multi_token_prediction import (
+    Further,
+    FurtherTokens,
+    MultiTokenHead,
+    PredictionLayer,
+)
 from meshwright.model.rope import Rope, rope_table
-from meshwright.model.soft_targets import SoftTargets
 from meshwright.spec import ModelSpec
 
 
@@ -41,69 +43,6 @@ class Embed(nn.Module):
         return x_BTD if self.scale == 1.0 else x_BTD * self.scale
 
 
-class Block(nn.Module):
-    """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, each on the residual stream, to which
-    it adds; in a parallel block both have one input. There are norms before them, after them, or both."""
-
-    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
-        super().__init__()
-        self.scale, self.parallel = spec.residual_scale, spec.parallel_block
-        self.attn_norm = make_norm(spec) if spec.norms_before else None
-        kind = spec.layer_kinds[layer]
-        latent = kind.attention == "mla"
-        self.attn = (
-            LatentAttention(spec, kind, hooks.attention) if latent else Attention(spec, hooks.attention)
-        )
-        self.attn_post_norm = make_norm(spec) if spec.norms_after else None
-        self.mlp_norm = make_norm(spec) if spec.norms_before and not self.parallel else None
-        self.mlp = Moe(spec, layer, hooks) if kind.has_experts else Mlp(spec, spec.ffn, hooks.mlp)
-        self.mlp_post_norm = make_norm(spec) if spec.norms_after else None
-
-    def forward(
-        self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        given_BTD = _normed(self.attn_norm, x_BTD)
-        y_BTD = self._scaled(_normed(self.attn_post_norm, self.attn(given_BTD, rope, mask, cache)))
-        x_BTD = x_BTD + y_BTD
-        if not self.parallel:
-            given_BTD = _normed(self.mlp_norm, x_BTD)
-        return x_BTD + self._scaled(_normed(self.mlp_post_norm, self.mlp(given_BTD)))
-
-    def _scaled(self, y_BTD: Tensor) -> Tensor:
-        return y_BTD if self.scale == 1.0 else y_BTD * self.scale
-
-
-def _normed(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
-    """`norm` of x, or x itself where there is none."""
-    return x_BTD if norm is None else norm(x_BTD)
-
-
-class Head(nn.Module):
-    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss, a scalar, which
-    `soft` change.
-
-    With tied embeddings the weight is that of `Embed`.
-    """
-
-    def __init__(self, spec: ModelSpec, tied: nn.Parameter | None, hooks: Hooks) -> None:
-        super().__init__()
-        self.hooks = hooks
-        self.norm = make_norm(spec)
-        self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
-        self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        targets_BT: Tensor | None = None,
-        scale: float = 1.0,
-        soft: SoftTargets | None = None,
-    ) -> Tensor:
-        x_BTD = self.norm(x_BTD)
-        x_BTD = x_BTD if self.scale == 1.0 else x_BTD * self.scale
-        return self.hooks.predict(x_BTD, self.weight, targets_BT, scale, soft, self.softcap)
-
-
 def flash_channels(spec: ModelSpec) -> int | None:
     """Channels of a head for flash attention; None for a model whose scores it cannot compute."""
     return spec.head_dim if spec.attention_softcap is None else None
@@ -120,10 +59,12 @@ class Decoder(nn.Module):
         self.spec, self.hooks = spec, hooks or Hooks()
         self.embed = Embed(spec, self.hooks)
         self.blocks = nn.ModuleList(Block(spec, layer, self.hooks) for layer in range(spec.layers))
-        self.head = Head(spec, self.embed.weight if spec.tied else None, self.hooks)
+        self.blocks.extend(PredictionLayer(spec, layer, self.hooks) for layer in spec.mtp_layers)
+        head = MultiTokenHead if spec.mtp_num_layers else Head
+        self.head = head(spec, self.embed.weight, self.hooks)
 
     def each_mixture(self) -> Iterator[tuple[int, Moe]]:
-        """(layer index, `Moe`) of each layer with experts."""
+        """(layer index, `Moe`) of each layer with experts, also of those that predict further tokens."""
         for layer, block in enumerate(self.blocks):
             if isinstance(block.mlp, Moe):
                 yield layer, block.mlp
@@ -156,7 +97,7 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions_BT)
-        x_BTD = self.through(range(len(self.blocks)), x_BTD, length, positions_BT, documents_BT)
+        x_BTD = self.through(range(self.spec.layers), x_BTD, length, positions_BT, documents_BT)
         return self.head(x_BTD, targets_BT)
 
     def loss(
@@ -174,8 +115,30 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Pass x of `length` tokens through some consecutive blocks, for each of whose kinds there is one
         table of rotary positions and one attention mask."""
+        around = self._around(layers, x_BTD, length, positions, documents_BT)
+        for layer, each in zip(layers, around, strict=True):
+            x_BTD = self.blocks[layer](x_BTD, *each)
+        return x_BTD
+
+    def further(
+        self, given: FurtherTokens, length: int, positions: Tensor, documents_BT: Tensor | None
+    ) -> Further:
+        """Further tokens `given` for the head, with their layer, in sequences of `length` tokens."""
+        layers = self.spec.mtp_layers
+
+        def through(e_BTD: Tensor, h_BTD: Tensor) -> Tensor:
+            (around,) = self._around(layers, h_BTD, length, positions, documents_BT)
+            found: Tensor = self.blocks[layers.start](e_BTD, h_BTD, *around)
+            return found
+
+        return Further(given, through)
+
+    def _around(
+        self, layers: range, x_BTD: Tensor, length: int, positions: Tensor, documents_BT: Tensor | None
+    ) -> list[tuple[Rope | None, Any]]:
+        """The rotary positions and the attention mask that each layer takes beside x of `length` tokens."""
         spec = self.spec
-        kinds = [spec.layer_kinds[layer] for layer in layers]
+        kinds = [spec.kind_of(layer) for layer in layers]
         whole = self.hooks.whole_length(length)
         ropes = {
             rope: None if rope is None else rope_table(rope, positions, x_BTD.dtype, whole)
@@ -185,6 +148,4 @@ class Decoder(nn.Module):
             window: self.hooks.mask(length, length, window, documents_BT, x_BTD, flash_channels(spec))
             for window in dict.fromkeys(kind.window for kind in kinds)
         }
-        for layer, kind in zip(layers, kinds, strict=True):
-            x_BTD = self.blocks[layer](x_BTD, ropes[kind.rope], masks[kind.window])
-        return x_BTD
+        return [(ropes[kind.rope], masks[kind.window]) for kind in kinds]

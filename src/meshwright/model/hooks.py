@@ -59,6 +59,10 @@ Predict = Callable[[Tensor, Tensor, Tensor | None, float, SoftTargets | None, fl
 logits or None) -> `scale` x summed loss, or logits (B, T, V)."""
 
 
+FurtherLoss = Callable[[Tensor, Callable[[float], Tensor]], Tensor]
+"""(loss, computation of the summed loss of further tokens times a factor) -> the loss, whose gradient
+includes that of further tokens where they are trained."""
+
 NormHeads = Callable[[Tensor, Tensor, RmsNorm, RmsNorm], tuple[Tensor, Tensor]]
 """(queries (B, T, H d), keys (B, T, K d), their norms) -> both normed."""
 
@@ -66,6 +70,11 @@ NormHeads = Callable[[Tensor, Tensor, RmsNorm, RmsNorm], tuple[Tensor, Tensor]]
 def norm_heads(q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> tuple[Tensor, Tensor]:
     """Queries (B, T, H d) and keys (B, T, K d), each normed over all its channels."""
     return q_norm(q), k_norm(k)
+
+
+def next_token_alone(loss: Tensor, _further: Callable[[float], Tensor]) -> Tensor:
+    """The loss itself."""
+    return loss
 
 
 def identity(x: Tensor) -> Tensor:
@@ -153,6 +162,7 @@ class Hooks:
     """Tokens of a sequence that this rank has -> those of the whole sequence."""
     embed: EmbedTokens = embed_tokens
     predict: Predict = predict
+    further: FurtherLoss = next_token_alone
     attention: AttentionHooks = field(default_factory=AttentionHooks)
     mlp: MlpHooks = field(default_factory=MlpHooks)
     moe: MoeHooks = field(default_factory=MoeHooks)

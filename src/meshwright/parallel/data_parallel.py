@@ -55,7 +55,8 @@ class DataParallel:
     construction the values are zeros; fill them through `stored_slots` or a checkpoint. `names` are those of
     the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
     hold: tied embeddings. With `stale` gradients are left as sums over the ranks of a replica, without
-    squares, for `stale_gradients.py`. Modules before `first_trained` have no backward.
+    squares, for `stale_gradients.py`. Modules before `first_trained` have no backward. The last units, one
+    for each layer `beyond` the head, run within its forward, and in training only.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DataParallel:
         encoding: Encoding | None = None,
         stale: bool = False,
         first_trained: int = 0,
+        beyond: range = range(0),
     ) -> None:
         self._observer, self._encoding = observer, encoding
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
@@ -98,12 +100,15 @@ class DataParallel:
         self.unreached: list[str] = []
         """Names of parameters that had no gradient in the last step, of which zeros took the place."""
         self._gradient_bytes = 0
+        self._beyond = range(len(units) - len(beyond), len(units))
+        """Groups of what runs within the head."""
         turns = [(index, modules[0]) for index, modules in enumerate(units)]
         turns += [(index, module) for index, modules in enumerate(units) for module in modules[1:]]
         for place, (index, module) in enumerate(turns):
             self._hook(index, module, turns[place + 1][0] if place + 1 < len(turns) else None)
-        self._before_head = {index for index, _ in turns[-2:]}
-        """Groups whose backward comes next after the last forward: the last block and the head."""
+        self._before_head = {index for index, _ in turns[-2 - len(beyond) :]}
+        """Groups whose backward comes next after the last forward: the last block, the head, and what runs
+        within it."""
         self._head = turns[-1][0] if turns else None  # a stage may hold nothing
         on_gradient = _weak(self._on_gradient)
         for unit in self.trained:
@@ -139,10 +144,11 @@ class DataParallel:
         module.register_forward_hook(lambda module, _args, output: self._after_forward(index, module, output))
 
     def _gather(self, index: int, ahead: int | None) -> None:
-        """Wait for the units of group `index`, and begin to gather those of `ahead`, if there is one."""
+        """Wait for the units of group `index`, and begin to gather those of `ahead`, if there is one that
+        runs."""
         for unit in self._groups[index]:
             unit.finish_gather()
-        if ahead is not None:
+        if ahead is not None and (torch.is_grad_enabled() or ahead not in self._beyond):
             for unit in self._groups[ahead]:
                 unit.start_gather()
 

@@ -21,6 +21,7 @@ from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.heads_norm import HeadsNorm
+from meshwright.parallel.multi_token_prediction import FurtherLoss, further_loss_of
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import formats
 from meshwright.parallel.recompute import apply_recompute
@@ -45,6 +46,7 @@ class ParallelDecoder:
     decoder: Decoder
     states: DataParallel
     balance: RouterBalance
+    further: FurtherLoss
     pipeline: Pipeline
     products: Products
     offload: ActivationOffload | None
@@ -64,7 +66,9 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     moe_cache = cache or RecomputeCache()
     balance = RouterBalance(model, mesh, moe_cache)
     products = products_of(spec.precision, mesh.device)
+    further = further_loss_of(spec, mesh)
     hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
+    hooks = replace(hooks, further=further.attach)
     with torch.device("meta"):
         decoder = Decoder(model, hooks)
     pieces = parameter_pieces(spec, mesh)
@@ -79,14 +83,16 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     if offload is not None:
         for stage in own:
             offload.attach([*decoder.blocks[stage.first : stage.last]])
-    balance.attach(decoder, [index for stage in own for index in stage.blocks])
-    apart = "embed.weight" if model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
+    balance.attach(decoder, [index for stage in own for index in stage.layers])
+    apart = "embed.weight" if model.head_embeds and schedule.rank_of[0] != schedule.rank_of[-1] else None
     units, recipe = unit_modules(decoder, own), formats(spec.precision)
     fp8 = None
     if spec.precision.fp8_gather and isinstance(products, LowPrecision):
         fp8 = Fp8Gather(products)
     stale, first = spec.staleness > 0, first_trained(spec)
-    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first)
+    states = DataParallel(
+        units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first, own[-1].beyond
+    )
     store.gradient_sum = states.gradient_sum
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
@@ -98,7 +104,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
         states.take,
         first_trained_stage(spec, every),
     )
-    return ParallelDecoder(decoder, states, balance, pipeline, products, offload)
+    return ParallelDecoder(decoder, states, balance, further, pipeline, products, offload)
 
 
 def decoder_hooks(

@@ -64,7 +64,8 @@ class RouterBalance(StepPart):
 
     def __init__(self, model: ModelSpec, mesh: Mesh, cache: RecomputeCache) -> None:
         self.mesh, self._cache, self.scale = mesh, cache, 0.0
-        self._layers = [layer for layer in range(model.layers) if model.has_experts(layer)]
+        layers = (*range(model.layers), *model.mtp_layers)
+        self._layers = [layer for layer in layers if model.has_experts(layer)]
         self._routers: dict[int, Router] = {}
         self.counts: Tensor | None = None
         """Statistics of one step, a row per MoE layer of the model: this rank's, after the step all

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
+from meshwright.model.multi_token_prediction import FurtherTokens
 from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.data_parallel import UnitModules
 from meshwright.parallel.precision import formats
@@ -19,13 +20,14 @@ from meshwright.spec.stages import Stage
 
 class Microbatch(Protocol):
     """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, and
-    soft targets, if the loss takes any."""
+    soft targets and further tokens, if the loss takes any."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor
     soft_targets: SoftTargets | None
+    further: FurtherTokens | None
 
 
 class DecoderStage:
@@ -42,12 +44,15 @@ class DecoderStage:
         decoder, stage = self.decoder, self.stage
         if x_BTD is None:
             x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
+        around = microbatch.tokens.shape[1], microbatch.positions, microbatch.documents
         if stage.blocks:
-            length = microbatch.tokens.shape[1]
-            x_BTD = decoder.through(stage.blocks, x_BTD, length, microbatch.positions, microbatch.documents)
+            x_BTD = decoder.through(stage.blocks, x_BTD, *around)
         if not stage.head:
             return x_BTD
-        return decoder.head(x_BTD, microbatch.targets, self.target_weight, microbatch.soft_targets)
+        given = [microbatch.targets, self.target_weight, microbatch.soft_targets]
+        if microbatch.further is not None:
+            given.append(decoder.further(microbatch.further, *around))
+        return decoder.head(x_BTD, *given)
 
     def empty(self, microbatch: Microbatch) -> Tensor:
         """An empty tensor for the stage's input: (B, T, D), or (B, T/n, D) with sequence sharding."""
@@ -57,11 +62,12 @@ class DecoderStage:
 
 
 def unit_modules(decoder: Decoder, own: Sequence[Stage]) -> list[UnitModules]:
-    """Modules of each unit of this rank's stages: the embedding, each block, the head; tied ends are one
-    unit."""
+    """Modules of each unit of this rank's stages: the embedding, each block, the head, and each layer that
+    predicts further tokens; ends that share a weight are one unit."""
     embed: list[nn.Module] = [decoder.embed for stage in own if stage.embed]
     head: list[nn.Module] = [decoder.head for stage in own if stage.head]
     blocks = [[decoder.blocks[index]] for stage in own for index in stage.blocks]
-    if decoder.spec.tied and embed and head:
-        return [[*embed, *head], *blocks]
-    return [*([embed] if embed else []), *blocks, *([head] if head else [])]
+    beyond = [[decoder.blocks[index]] for stage in own for index in stage.beyond]
+    if decoder.spec.head_embeds and embed and head:
+        return [[*embed, *head], *blocks, *beyond]
+    return [*([embed] if embed else []), *blocks, *([head] if head else []), *beyond]

@@ -103,8 +103,8 @@ class RankView:
 
     @property
     def routed(self) -> int:
-        """Number of its blocks with routed experts."""
-        return sum(self.spec.model.has_experts(layer) for stage in self.own for layer in stage.blocks)
+        """Number of its layers with routed experts."""
+        return sum(self.spec.model.has_experts(layer) for stage in self.own for layer in stage.layers)
 
     @property
     def embed(self) -> bool:
@@ -117,9 +117,9 @@ class RankView:
         return any(stage.head for stage in self.own)
 
     def kinds(self) -> Counter[tuple[bool, BlockTraining]]:
-        """How many of its blocks have (routed experts, the same that is trained)."""
-        blocks = [layer for stage in self.own for layer in stage.blocks]
-        return Counter((self.spec.model.has_experts(n), training_of(self.spec, n)) for n in blocks)
+        """How many of its layers have (routed experts, the same that is trained)."""
+        layers = [layer for stage in self.own for layer in stage.layers]
+        return Counter((self.spec.model.has_experts(n), training_of(self.spec, n)) for n in layers)
 
     def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
         """The rank's pieces of each unit's parameters; blocks of one kind share the first's list."""

@@ -114,6 +114,12 @@ class Architecture(FrozenModel):
         le=MAX_WIDTH,
         description="muP (Yang et al. 2022): the hidden that train.lr and init_std were found at",
     )
+    mtp_num_layers: int = Field(
+        0,
+        ge=0,
+        description="layers after the last that predict one more token each in training, with the embedding "
+        "and the head of the model (DeepSeek-V3): 0 or 1",
+    )
     moe: MoeSpec | None = Field(None, description="experts in place of the feed-forward layer")
     mla: MlaSpec | None = Field(None, description="attention over latents in place of grouped queries")
 
@@ -173,9 +179,24 @@ class Architecture(FrozenModel):
         """Channels of the values of a head."""
         return self.head_dim if self.mla is None else self.mla.v_dim
 
+    @property
+    def mtp_layers(self) -> range:
+        """Numbers of the layers after the last that predict further tokens; each is of the last's kind."""
+        return range(self.layers, self.layers + self.mtp_num_layers)
+
+    @property
+    def head_embeds(self) -> bool:
+        """True if the weight of the embedding is read beside the head, too: as its matrix, or for the tokens
+        after which further ones are predicted. Then embedding and head are one unit."""
+        return self.tied or self.mtp_num_layers > 0
+
     def has_experts(self, layer: int) -> bool:
         """True if layer `layer` (from 0) has experts."""
-        return self.moe is not None and self.moe.has_experts(layer)
+        return self.moe is not None and self.moe.has_experts(min(layer, self.layers - 1))
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of a layer, also of those that predict further tokens."""
+        return self.layer_kinds[min(layer, self.layers - 1)]
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

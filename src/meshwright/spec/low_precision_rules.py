@@ -20,9 +20,9 @@ Rule = Callable[[Sections], None]
 
 
 def is_rounded(name: str, dims: int) -> bool:
-    """True for parameters whose products are in low precision: the matrices of blocks but for routers and
-    gates of shared experts."""
-    exact = ".router.", ".shared_gate."
+    """True for parameters whose products are in low precision: the matrices of blocks but for routers, gates
+    of shared experts, and the map that joins a hidden state and an embedding."""
+    exact = ".router.", ".shared_gate.", ".eh_proj."
     return is_matrix(name, dims) and name.startswith("blocks.") and not any(part in name for part in exact)
 
 
@@ -33,7 +33,7 @@ def rounded_in_blocks(parameter: Parameter) -> bool:
 
 def rounded_parameters(spec: Sections) -> Iterator[Parameter]:
     """The matrices whose products are in low precision, of every block."""
-    for layer in range(spec.model.layers):
+    for layer in (*range(spec.model.layers), *spec.model.mtp_layers):
         yield from filter(rounded_in_blocks, block_parameters(spec.model, layer))
 
 

@@ -42,11 +42,25 @@ class ModelSpec(Architecture):
 
     def forward_flops(self, seq_len: int, causal: bool = False) -> float:
         """Model FLOPs of a forward on one token, counted as in `flops_per_token`."""
-        total: float = self.head_flops
-        for kind, count in Counter(self.layer_kinds).items():
+        total: float = self.head_flops * (1 + self.mtp_num_layers) + sum(
+            map(self.join_flops, self.mtp_layers)
+        )
+        every = (self.kind_of(layer) for layer in (*range(self.layers), *self.mtp_layers))
+        for kind, count in Counter(every).items():
             keys = kind.keys_visible(seq_len) if causal else kind.keys_seen(seq_len)
             total += count * (self.block_weight_flops(kind) + self.flops_per_key * keys)
         return total
+
+    def join_flops(self, layer: int) -> int:
+        """Forward FLOPs on one token of the map that joins its hidden state and the next token's embedding;
+        0 in other layers than those that predict further tokens."""
+        return 4 * self.hidden**2 if layer in self.mtp_layers else 0
+
+    def end_flops(self, seq_len: int) -> int:
+        """Forward FLOPs on one token of what follows the blocks: the head, and layers that predict further
+        tokens with it."""
+        beyond = (self.block_flops(seq_len, self.kind_of(n)) + self.join_flops(n) for n in self.mtp_layers)
+        return self.head_flops * (1 + self.mtp_num_layers) + sum(beyond)
 
     def block_flops(self, seq_len: int, kind: LayerKind) -> int:
         """Forward FLOPs of a block of a kind on one token: its weights, and attention as above."""

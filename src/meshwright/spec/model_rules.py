@@ -205,6 +205,40 @@ def layer_types_have_windows(spec: Sections) -> None:
         _check_fields(model, part, {"position": "rope"})
 
 
+def further_tokens_have_a_loss(spec: Sections) -> None:
+    """A layer that predicts further tokens is one, and goes with losses and positions that it knows."""
+    model, train = spec.model, spec.train
+    factor, usual = train.mtp_loss_scaling_factor, type(train).model_fields["mtp_loss_scaling_factor"].default
+    if model.mtp_num_layers == 0:
+        if factor != usual:
+            raise UserError(
+                f"train.mtp_loss_scaling_factor: {factor:g} has no effect without a layer that predicts "
+                f"further tokens; give model.mtp_num_layers = 1, or leave it out"
+            )
+        return
+    part = f"model.mtp_num_layers = {model.mtp_num_layers}"
+    if model.mtp_num_layers > 1:
+        raise UserError(
+            f"{part.replace(' =', ':')} layers each predict one more token than the one before, and one such "
+            f"layer is computed; give 1, or 0"
+        )
+    if model.position == "learned":
+        raise UserError(
+            f"model.position: 'learned' does not go with {part}, whose layer takes embeddings of tokens "
+            f"without their positions; give 'rope', or model.mtp_num_layers = 0"
+        )
+    if spec.distil is not None:
+        raise UserError(
+            f"distil: a teacher answers about the next token alone, and {part} predicts one more; give "
+            f"model.mtp_num_layers = 0, or --distil none"
+        )
+    if train.offload_activations != "none":
+        raise UserError(
+            f"train.offload_activations: '{train.offload_activations}' does not go with {part}, whose layer "
+            f"follows the head; give 'none', or model.mtp_num_layers = 0"
+        )
+
+
 MODEL_RULES = (
     heads_share_keys,
     rope_turns_pairs,
@@ -220,4 +254,5 @@ MODEL_RULES = (
     tokens_find_their_experts,
     some_layer_has_experts,
     latents_make_heads,
+    further_tokens_have_a_loss,
 )

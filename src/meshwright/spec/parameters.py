@@ -67,16 +67,19 @@ def _units(model: Architecture) -> dict[str, tuple[Parameter, ...]]:
     embed = [Parameter("embed.weight", (model.vocab_size, model.hidden), "vocabulary")]
     if model.position == "learned":
         embed.append(Parameter("embed.positions", (model.max_seq_len, model.hidden)))
-    norm = _norm(model, "head.norm")
-    blocks = {f"blocks.{layer}": tuple(block_parameters(model, layer)) for layer in range(model.layers)}
-    if model.tied:
-        return {"embed": (*embed, *norm), **blocks}
     weight = Parameter("head.weight", (model.vocab_size, model.hidden), "vocabulary")
-    return {"embed": tuple(embed), **blocks, "head": (weight, *norm)}
+    head = (*[weight] * (not model.tied), *_norm(model, "head.norm"))
+    if model.mtp_num_layers:
+        head = (*head, *_norm(model, "head.mtp_norm"))
+    blocks = {f"blocks.{layer}": tuple(block_parameters(model, layer)) for layer in range(model.layers)}
+    beyond = {f"blocks.{layer}": tuple(block_parameters(model, layer)) for layer in model.mtp_layers}
+    if model.head_embeds:
+        return {"embed": (*embed, *head), **blocks, **beyond}
+    return {"embed": tuple(embed), **blocks, "head": head}
 
 
 def block_parameters(model: Architecture, layer: int) -> Iterator[Parameter]:
-    """The parameters of block `layer`."""
+    """The parameters of block `layer`, also of one that predicts further tokens."""
     name = f"blocks.{layer}"
     if model.norms_before:
         yield from _norm(model, f"{name}.attn_norm")
@@ -91,6 +94,10 @@ def block_parameters(model: Architecture, layer: int) -> Iterator[Parameter]:
         yield from _mlp(model, f"{name}.mlp", model.ffn)
     if model.norms_after:
         yield from _norm(model, f"{name}.mlp_post_norm")
+    if layer in model.mtp_layers:  # `model/multi_token_prediction.py`
+        yield from _norm(model, f"{name}.enorm")
+        yield from _norm(model, f"{name}.hnorm")
+        yield Parameter(f"{name}.eh_proj.weight", (model.hidden, 2 * model.hidden))
 
 
 def _attention(model: Architecture, name: str) -> Iterator[Parameter]:

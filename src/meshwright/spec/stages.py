@@ -19,7 +19,8 @@ from meshwright.spec.sections import Sections
 class Stage:
     """Stage `index` in the order in which a forward visits them: blocks `first` to `last` - 1, and the ends.
 
-    The embedding is on the first stage and the head on the last; a stage may hold no block.
+    The embedding is on the first stage and the head on the last; a stage may hold no block. `beyond` are
+    the numbers of layers that predict further tokens, which are on the last.
     """
 
     index: int
@@ -27,6 +28,7 @@ class Stage:
     last: int
     embed: bool
     head: bool
+    beyond: range = range(0)
 
     @property
     def blocks(self) -> range:
@@ -34,10 +36,16 @@ class Stage:
         return range(self.first, self.last)
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the blocks of the stage, and of those that predict further tokens."""
+        return (*self.blocks, *self.beyond)
+
+    @property
     def units(self) -> tuple[str, ...]:
-        """Names of the units in order: embed, blocks.0, ..., head; tied ends have both their names."""
-        blocks = (f"blocks.{block}" for block in self.blocks)
-        return (*(["embed"] if self.embed else []), *blocks, *(["head"] if self.head else []))
+        """Names of the units in order: embed, blocks.0, ..., head, and blocks that predict further tokens;
+        ends that are one unit have both their names."""
+        blocks, beyond = ([f"blocks.{block}" for block in every] for every in (self.blocks, self.beyond))
+        return (*(["embed"] if self.embed else []), *blocks, *(["head"] if self.head else []), *beyond)
 
 
 def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
@@ -55,27 +63,31 @@ def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
         blocks = balanced(model, count, seq_len)
     else:
         blocks = layout.stages
-    return placed(tuple(blocks))
+    return placed(tuple(blocks), model.mtp_layers)
 
 
 @lru_cache(maxsize=128)  # each rank of a pipeline asks again
-def placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Return the stages for the number of blocks in each, in order."""
+def placed(blocks: tuple[int, ...], beyond: range = range(0)) -> tuple[Stage, ...]:
+    """Return the stages for the number of blocks in each, in order, the last with the layers `beyond`."""
     ends, last = list(accumulate(blocks)), len(blocks) - 1
     return tuple(
-        Stage(index, end - blocks[index], end, index == 0, index == last) for index, end in enumerate(ends)
+        Stage(
+            index, end - blocks[index], end, index == 0, index == last, beyond if index == last else range(0)
+        )
+        for index, end in enumerate(ends)
     )
 
 
 def parameters_of(spec: Sections, own: Sequence[Stage]) -> Mapping[str, tuple[Parameter, ...]]:
-    """Return the parameters of the units in the stages of one rank; tied ends on different ranks are two."""
+    """Return the parameters of the units in the stages of one rank; ends that share a weight are two units on
+    different ranks, each of which has it."""
     units = {unit for stage in own for unit in stage.units}
     every = run_parameters(spec)
-    if spec.model.tied and not units >= {"embed", "head"}:
+    if spec.model.head_embeds and not units >= {"embed", "head"}:
         weight, *others = every["embed"]
-        norm = [parameter for parameter in others if parameter.name.startswith("head.")]
-        embed = [parameter for parameter in others if parameter not in norm]
-        every = {**every, "embed": (weight, *embed), "head": (weight, *norm)}
+        head = [parameter for parameter in others if parameter.name.startswith("head.")]
+        embed = [parameter for parameter in others if parameter not in head]
+        every = {**every, "embed": (weight, *embed), "head": (weight, *head)}
     return {name: listed for name, listed in every.items() if name in units}
 
 
@@ -112,12 +124,13 @@ def even(layers: int, count: int) -> list[int]:
 def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
     """Return the number of blocks in each of `count` > 1 stages that minimises the most FLOPs of a stage.
 
-    Blocks and the head count by their forward FLOPs; the embedding is a lookup, and counts nothing. Among
-    cuts that are equally good, the one with most blocks in the stage of the head is taken, whose activations
-    are held for the shortest time. Equal blocks are shared evenly by the other stages.
+    Blocks and what follows them count by their forward FLOPs; the embedding is a lookup, and counts nothing.
+    Among cuts that are equally good, the one with most blocks in the stage of the head is taken, whose
+    activations are held for the shortest time. Equal blocks are shared evenly by the other stages.
     """
     flops = {kind: model.block_flops(seq_len, kind) for kind in model.kinds}
-    return list(_balanced(tuple(flops[kind] for kind in model.layer_kinds), model.head_flops, count))
+    costs = tuple(flops[kind] for kind in model.layer_kinds)
+    return list(_balanced(costs, model.end_flops(seq_len), count))
 
 
 @lru_cache(maxsize=512)

@@ -60,6 +60,11 @@ class TrainSpec(FrozenModel):
     weight_decays: dict[str, Factor] = Field(
         default_factory=dict, description="decay in place of the usual one, by patterns of parameters' names"
     )
+    mtp_loss_scaling_factor: PositiveFloat = Field(
+        0.1,
+        description="factor on the mean loss of further tokens, which model.mtp_num_layers predicts (in "
+        "DeepSeek-V3 0.3, then 0.1)",
+    )
     frozen: tuple[str, ...] = Field(
         (),
         description="patterns of the names of parameters that are not trained, and keep their first values",

@@ -38,9 +38,11 @@ def flops_per_token(spec: Sections, causal: bool = False) -> float:
     if not frozen_names(spec):
         return model.flops_per_token(length, causal)
     total = model.forward_flops(length, causal)
-    for layer in range(max(0, first_trained(spec) - 1), model.layers):
-        kind = model.layer_kinds[layer]
+    for layer in (*range(max(0, first_trained(spec) - 1), model.layers), *model.mtp_layers):
+        kind = model.kind_of(layer)
         keys = kind.keys_visible(length) if causal else kind.keys_seen(length)
-        total += (1 + trained_share(spec, layer)) * model.block_weight_flops(kind)
+        weights = model.block_weight_flops(kind) + model.join_flops(layer)
+        total += (1 + trained_share(spec, layer)) * weights
         total += 2 * model.flops_per_key * keys
-    return total + (head_has_gradient(spec) + head_is_trained(spec)) * model.head_flops
+    heads = 1 + model.mtp_num_layers
+    return total + heads * (head_has_gradient(spec) + head_is_trained(spec)) * model.head_flops

@@ -57,6 +57,7 @@ class Metrics:
         return {
             "step": step,
             "loss": result.loss,
+            **({} if result.further_loss is None else {"mtp_loss": result.further_loss}),
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "tokens": train.tokens_after(step),

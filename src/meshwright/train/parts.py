@@ -42,6 +42,7 @@ def parts_of(
     return [
         *ema_of(spec, states),
         built.balance,
+        built.further,
         *delayed_scaling_of(spec, mesh, states, built.products),
         Clipping(spec.train, states, spec.model),
         *distillation_of(spec, sources.soft_targets),

@@ -57,6 +57,8 @@ class StepResult:
     """Number of ranks that were asked to stop; step groups learn of each other's in their next exchange."""
     loss_scale: float
     """The loss scale that the step was computed with."""
+    further_loss: float | None = None
+    """The mean loss of the tokens after the next ones, where the model predicts them, without its factor."""
 
 
 class Totals(NamedTuple):
@@ -65,8 +67,12 @@ class Totals(NamedTuple):
     squares: float
     """The square of the norm of the gradients that the backward left, without `Trainer.gradient_factor`."""
     loss: float
+    further_loss: float
+    """That of the tokens after the next ones, as it is weighed."""
     targets: float
     """Targets of the step after this one."""
+    further_targets: float
+    """Its targets after the next tokens."""
     failures: float
     stops: float
 
@@ -119,7 +125,7 @@ class Trainer:
         """Those of the ranks that take steps together."""
         built = parallelize(spec, mesh, observer)
         self.decoder, self.states, self.pipeline = built.decoder, built.states, built.pipeline
-        self.balance, self.offload = built.balance, built.offload
+        self.balance, self.further, self.offload = built.balance, built.further, built.offload
         memory = memory or MomentMemory(spec.train, mesh.device, mesh.control)
         self.optimiser = OPTIMISER_CLASSES[spec.train.optimiser](self.states, spec, memory)
         self.parts = parts_of(self.run_spec, self.run_mesh, mesh, built, sources or Sources())
@@ -131,8 +137,9 @@ class Trainer:
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
         self.sequences = spec.batch_sequences
         """Samples of the last batch, over all ranks."""
-        self._targets: tuple[Batch | None, int] = None, 0
-        """The batch that comes next, if it is known, with the targets of all ranks in it."""
+        self._targets: tuple[Batch | None, int, int] = None, 0, 0
+        """The batch that comes next, if it is known, with the targets of all ranks in it, and those after the
+        next tokens."""
         self._ahead: tuple[Batch, Batch] | None = None
         """The batch that comes next, and this rank's tokens of it on the device."""
 
@@ -192,7 +199,8 @@ class Trainer:
 
     def expect(self, batch: Batch) -> None:
         """Count the targets of a batch over all ranks, ahead of the step that takes it."""
-        self._targets = batch, int(sum_scalars([self._own_targets(batch)], self.mesh.world)[0])
+        targets, further = sum_scalars(self._own_targets(batch), self.mesh.world)
+        self._targets = batch, int(targets), int(further)
 
     def compile_stages(self, evaluate: bool) -> None:
         """Compile the blocks of all stages of a pipeline at once, before the first step; every rank calls it.
@@ -203,7 +211,7 @@ class Trainer:
         if not self.spec.train.compile or self.mesh.pipeline.size == 1:
             return
         for batch in kinds_of_microbatches(self.spec):
-            micro = own_tokens(batch, self.mesh).to(self.mesh.device)
+            micro = self.further.with_answers(batch, own_tokens(batch, self.mesh).to(self.mesh.device))
             self.pipeline.warm_up(micro, training=True)
             if evaluate:
                 self.pipeline.warm_up(micro, training=False)
@@ -217,7 +225,8 @@ class Trainer:
         """
         if self._targets[0] is not batch:
             self.expect(batch)
-        power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
+        _, targets, further = self._targets
+        power, self.rest = power_and_rest(weight_of_a_target(targets))
         ahead, self._ahead = self._ahead, None
         own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
         for part in self.parts:
@@ -225,7 +234,7 @@ class Trainer:
         micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
         self.sequences = batch.tokens.shape[0] * self.spec.layout.data_ranks
-        begin = StepBegin(self.sequences, self.loss_scale.value / self.rest)
+        begin = StepBegin(self.sequences, self.loss_scale.value / self.rest, further)
         for part in self.parts:
             part.begin_step(begin)
         for stage in self.pipeline.stages.values():
@@ -247,9 +256,10 @@ class Trainer:
         parameter's norm where that is clipped.
         """
         self._due_factor = self.due.exchange(self.gradient_factor)
-        targets = self._own_targets(following) if following is not None else 0
-        found = torch.stack([self.states.squares(), loss])
-        counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
+        targets = self._own_targets(following) if following is not None else (0, 0)
+        further = self.further.own_loss().to(loss.device) * self.gradient_factor
+        found = torch.stack([self.states.squares(), loss, further])
+        counted = torch.tensor([*targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
         squares, counts = self.clipping.own_squares(), self.balance.counted()
         own = torch.cat([numbers, *squares]) if squares else numbers
@@ -272,7 +282,7 @@ class Trainer:
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
             (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
             found = found._replace(squares=squares)
-        self._targets = sums.following, int(found.targets)
+        self._targets = sums.following, int(found.targets), int(found.further_targets)
         return found, updated
 
     def step(
@@ -331,7 +341,10 @@ class Trainer:
         self.states.end_step()
         for part in self.parts:
             part.after_step(end)
-        return StepResult(totals.loss, norm, rate, finite, waiting, int(totals.failures), end.stops, scale)
+        further = self.further.mean(totals.further_loss)
+        return StepResult(
+            totals.loss, norm, rate, finite, waiting, int(totals.failures), end.stops, scale, further
+        )
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""
@@ -341,8 +354,11 @@ class Trainer:
         """This rank's share of the negative log-likelihood and of the targets; see `nll`."""
         return nll(self.pipeline, self.spec.micro_batch, batch)
 
-    def _own_targets(self, batch: Batch) -> int:
-        return own_targets(self.pipeline, batch)
+    def _own_targets(self, batch: Batch) -> tuple[int, int]:
+        """Targets whose loss this rank counts, and those after the next tokens."""
+        if not _counts_losses(self.pipeline):
+            return 0, 0
+        return own_targets(self.pipeline, batch), self.further.own_targets(batch)
 
 
 @torch.no_grad()
@@ -366,9 +382,14 @@ def nll(pipeline: Pipeline, micro_batch: int, batch: Batch) -> Tensor:
 
 def own_targets(pipeline: Pipeline, batch: Batch) -> int:
     """Return the targets whose loss this rank computes, and no other of its tensor ranks counts."""
-    if not pipeline.has_end or pipeline.mesh.tensor.rank > 0:
+    if not _counts_losses(pipeline):
         return 0
     return count_targets(share(batch.targets, pipeline.mesh.context))
+
+
+def _counts_losses(pipeline: Pipeline) -> bool:
+    """True for the one tensor rank whose losses count, where there are any."""
+    return pipeline.has_end and pipeline.mesh.tensor.rank == 0
 
 
 def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:

@@ -69,6 +69,6 @@ def reference_losses(
         if held is not None:
             tensors = {name: tensor.double() for name, tensor in {**biases, **frozen, **held}.items()}
             decoder = ReferenceDecoder(spec.model, tensors, linears=linears)
-            logits, _ = decoder(moved.tokens, moved.positions, moved.documents)
+            logits = decoder(moved.tokens, moved.positions, moved.documents).logits
             found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()
     return found

@@ -21,6 +21,7 @@ _PHRASES = {
     "samples": "the {} of the samples",
     "forward": "the output of {}",
     "loss": "the loss",
+    "further loss": "the loss of further tokens",
     "backward": "the backward of {}",
     "balance": "the router's statistics {}",
     "gradient": "the gradient of {}",
@@ -58,8 +59,8 @@ def phrase(kind: str) -> str:
 def kinds_of_a_step(moments: Iterable[str]) -> tuple[str, ...]:
     """The kinds that are compared in each step, in the order in which a step computes them."""
     return (
-        "forward", "balance", "loss", "backward", "gradient", "grad norm", "router bias", "parameter",
-        *moments, "ema", "outer parameter", "outer momentum", "outer error",
+        "forward", "balance", "loss", "further loss", "backward", "gradient", "grad norm", "router bias",
+        "parameter", *moments, "ema", "outer parameter", "outer momentum", "outer error",
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from meshwright.spec import RunSpec
 from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
-from meshwright.verify.reference.steps import IGNORE, loss_and_objective
+from meshwright.verify.reference.steps import IGNORE, losses_of
 
 SUMS = 16
 """Roundings that one of a wide format stands for: there the sums of a product round as its results do."""
@@ -145,13 +145,13 @@ def _gradients(spec: RunSpec, decoder: ReferenceDecoder, batch: Batch, scale: fl
         for name, weight in decoder.weights.items()
         if not name.endswith(".router.bias") and not is_frozen(spec, name)
     }
-    loss, objective, routings = loss_and_objective(decoder, batch)
-    found = torch.autograd.grad(objective * scale, list(parameters.values()))
+    losses = losses_of(spec, decoder, batch)
+    found = torch.autograd.grad(losses.objective * scale, list(parameters.values()))
     return Gradients(
-        float(loss.detach()),
+        float(losses.mean.detach()),
         {name: grad.double() / scale for name, grad in zip(parameters, found, strict=True)},
         {
             layer: ReferenceRouting(*(each.detach() for each in routing))
-            for layer, routing in routings.items()
+            for layer, routing in losses.routings.items()
         },
     )

@@ -153,15 +153,19 @@ def _layout_step(
     gradients = gather_full(((f"{own}{name}", each) for name, each in states.gradients()), mesh)
     rows = sums.gathered()
     done = trainer.apply(summed, number)
-    numbers = {own: rest for own, *rest in mesh.control.gather([own, factor, done.loss, done.grad_norm])}
+    told = [own, factor, done.loss, done.grad_norm, done.further_loss]
+    numbers = {own: rest for own, *rest in mesh.control.gather(told)}
     for name, gradient in gradients.items():
         own = next(own for own in numbers if name.startswith(own))
         gradient.mul_(numbers[own][0])
     found = {
-        "loss": {f"{own}loss": _scalar(loss) for own, (_, loss, _) in numbers.items()},
+        "loss": {f"{own}loss": _scalar(loss) for own, (_, loss, *_) in numbers.items()},
+        "further loss": {
+            f"{own}loss": _scalar(loss) for own, (*_, loss) in numbers.items() if loss is not None
+        },
         "balance": _tensors(trainer.layers_balance()),
         "gradient": gradients,
-        "grad norm": {f"{own}grad norm": _scalar(norm) for own, (_, _, norm) in numbers.items()},
+        "grad norm": {f"{own}grad norm": _scalar(norm) for own, (_, _, norm, _) in numbers.items()},
         **gather_state(trainer),
     }
     return found, rows

@@ -190,7 +190,7 @@ def _fragments(spec: RunSpec, rank: RankParts) -> list[tuple[float, float]]:
     found = [(held.dense / shards + held.routed / expert_shards, float(held.units))] * count
     found = [(elements / count, units / count) for elements, units in found]
     for name, elements in (("embed", rank.embed), ("head", rank.head)):
-        place = spec.outer.fragment_of(name, spec.model.tied)
+        place = spec.outer.fragment_of(name, spec.model.head_embeds)
         before, units = found[place]
         found[place] = before + elements / shards, units + (elements > 0)
     return found

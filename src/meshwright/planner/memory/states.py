@@ -251,7 +251,9 @@ def gradients_meet(spec: RunSpec) -> bool:
 def packed_width(view: RankView, unit: StateShard) -> int:
     """Bytes of an element of packed gradients, wider where several microbatches are added up."""
     width, spec = widths(view.spec), view.spec
-    both_ends = spec.layout.pp > 1 and spec.model.tied and view.embed and view.head and unit.name == "embed"
+    both_ends = (
+        spec.layout.pp > 1 and spec.model.head_embeds and view.embed and view.head and unit.name == "embed"
+    )
     several = waits(spec, unit) and (spec.microbatches > 1 or both_ends)
     return width.exact if several else width.reduce
 
@@ -314,7 +316,7 @@ def _events(view: RankView, shards: Sequence[StateShard]) -> Iterator[StateShard
     for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, rank):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W
-        tied = view.spec.model.tied and view.embed and view.head
+        tied = view.spec.model.head_embeds and view.embed and view.head
         if stage.head and ends_too:
             yield from by_name.get("embed" if tied else "head", ())
         for block in reversed(stage.blocks):

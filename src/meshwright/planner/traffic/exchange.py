@@ -63,7 +63,7 @@ def fragments(view: RankView) -> list[Fragment]:
     biases: list[list[int]] = [[] for _ in units]
     apart = [0 for _ in units]
     for name, listed in view.pieces().items():
-        place = spec.outer.fragment_of(name, spec.model.tied)
+        place = spec.outer.fragment_of(name, spec.model.head_embeds)
         for routed, ranks in ((False, layout.shard_ranks), (True, layout.expert_data_ranks)):
             ranks = ranks if layout.zero else 1
             every = [(p, piece) for p, piece in listed if piece.routed == routed]
@@ -75,7 +75,7 @@ def fragments(view: RankView) -> list[Fragment]:
                     encoded[place].append(sum(_encoded_bytes(spec, p, size) for p, size in parts))
             if routed and every and moe is not None and moe.bias:
                 biases[place].append(moe.experts)
-            if spec.model.tied and view.embed != view.head:
+            if spec.model.head_embeds and view.embed != view.head:
                 apart[place] += sum(part_elements(q, ranks) for p, q in held if p.name == "embed.weight")
     each = zip(units, encoded, biases, apart, strict=True)
     return [Fragment(tuple(own), tuple(sent), tuple(counts), both) for own, sent, counts, both in each]

@@ -123,4 +123,5 @@ def admitted(spec: RunSpec, moe: MoeSpec) -> float:
 
 def balance_counts(model: ModelSpec, moe: MoeSpec) -> int:
     """Numbers that a step sums over all ranks to report the balance of every layer with experts."""
-    return sum(map(model.has_experts, range(model.layers))) * (moe.experts + 4)
+    layers = (*range(model.layers), *model.mtp_layers)
+    return sum(map(model.has_experts, layers)) * (moe.experts + 4)

@@ -40,7 +40,7 @@ from meshwright.spec.training_flops import head_has_gradient
 
 Key = TypeVar("Key")
 
-_COUNT, _TOTALS = 8, 5
+_COUNT, _TOTALS = 8, 7
 """Bytes of an int64 count or a float64 sum; numbers that a step sums over all ranks (`train.step.Totals`)."""
 _SMALL = 4
 """Bytes of a number of the router's: counts in fp32, chosen experts in int32."""
@@ -248,11 +248,12 @@ def microbatch_messages(
     """
     often, kinds = view.spec.microbatches, view.kinds()
     listed = [m.times(often * kinds[kind]) for kind in sorted(kinds, key=_routed_last) for m in layer(*kind)]
-    for held, head in ((view.embed, False), (view.head, True)):
+    further = view.spec.model.mtp_num_layers * view.head  # each looks up tokens, and goes through the head
+    for passes, head in ((view.embed + further, False), (view.head + further, True)):
         backward = head_has_gradient(view.spec) if head else embedding_is_trained(view.spec)
-        for m in end(head) if held else ():
+        for m in end(head) if passes else ():
             if backward or m.phase is Phase.FORWARD:
-                listed.append(m.times(often))
+                listed.append(m.times(often * passes))
     return listed
 
 
@@ -294,18 +295,19 @@ def _state_messages(view: RankView) -> Iterator[Message]:
 def _gathers(view: RankView) -> dict[str, int]:
     """Unit -> all-gathers in a step under ZeRO-3 without a pipeline; elsewhere each unit has one.
 
-    A block is gathered for its forward and for its backward. The head and the last block stay whole in
-    between, the first block from its backward to the next microbatch's forward; the backward of the embedding
-    reads no weight. Tied ends stay whole through the step. Blocks before the first trained module have
-    no backward.
+    A block is gathered for its forward and for its backward. The head, the last block and layers that predict
+    further tokens stay whole in between, the first block from its backward to the next microbatch's forward;
+    the backward of the embedding reads no weight. Ends that share a weight stay whole through the step.
+    Blocks before the first trained module have no backward.
     """
     often, blocks = view.spec.microbatches, view.spec.model.layers
     if view.spec.layout.zero < 3 or view.spec.layout.pp > 1:
         return {}
     gathers = dict.fromkeys(view.pieces(), 2 * often)
-    gathers |= {"embed": 1 if view.spec.model.tied else often, "head": often}
+    gathers |= {"embed": 1 if view.spec.model.head_embeds else often, "head": often}
     gathers["blocks.0"] = often + 1
     gathers[f"blocks.{blocks - 1}"] = often if blocks > 1 else 1
+    gathers |= {f"blocks.{layer}": often for layer in view.spec.model.mtp_layers}
     forward_only = range(min(blocks, first_trained(view.spec) - 1))
     return gathers | {f"blocks.{layer}": often for layer in forward_only}
 
@@ -368,7 +370,7 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     for parameter, piece in held:
         size = part_elements(piece, parts)
         summed[piece.copies] += size * piece.summed
-        tied += size * (spec.model.tied and parameter.name == "embed.weight")
+        tied += size * (spec.model.head_embeds and parameter.name == "embed.weight")
     for copies, elements in summed.items():
         yield call("tensor", "all_reduce", elements, exact, GroupShape(copies, groups.tensor.stride))
     if view.embed != view.head:

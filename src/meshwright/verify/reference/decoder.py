@@ -48,6 +48,15 @@ class ReferenceRouting(NamedTuple):
     admitted: Tensor
 
 
+class Predictions(NamedTuple):
+    """Logits (n, T, V), the routing of each layer with experts, and the logits (n, T, V) of further tokens,
+    where these are asked for."""
+
+    logits: Tensor
+    routings: dict[int, ReferenceRouting]
+    further: Tensor | None
+
+
 class ReferenceDecoder:
     """A decoder as a function of its weights, which have the names of `Decoder.tensors`.
 
@@ -69,10 +78,10 @@ class ReferenceDecoder:
         self.tap: Tap = tap or (lambda _path, x: x)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor
-    ) -> tuple[Tensor, dict[int, ReferenceRouting]]:
-        """Logits (n, T, V), and the routing of each layer with experts, of tokens, positions and document
-        ids (n, T)."""
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, following: Tensor | None = None
+    ) -> Predictions:
+        """The predictions for tokens, positions and document ids (n, T); with the tokens `following` each (n,
+        T) also those of the tokens after them (DeepSeek-AI 2024, DeepSeek-V3, equations 21 to 23)."""
         spec = self.spec
         x = F.embedding(tokens, self.weights["embed.weight"])
         if spec.position == "learned":
@@ -84,8 +93,9 @@ class ReferenceDecoder:
             kind.rope: None if kind.rope is None else rotations(kind.rope, positions, x.dtype)
             for kind in spec.kinds
         }
-        routings = {}
-        for layer, kind in enumerate(spec.layer_kinds):
+        routings: dict[int, ReferenceRouting] = {}
+
+        def block(layer: int, kind: LayerKind, x: Tensor) -> Tensor:
             path = f"blocks.{layer}"
             normed = self._norm(f"{path}.attn_norm", x)
             y = self._attention(f"{path}.attn", normed, kind, turns[kind.rope], visible[kind.window])
@@ -95,12 +105,26 @@ class ReferenceDecoder:
                 y, routings[layer] = self._mixture(f"{path}.mlp", normed)
             else:
                 y = self._mlp(f"{path}.mlp", normed)
-            x = self.tap(path, x + spec.residual_scale * self._norm(f"{path}.mlp_post_norm", y))
-        weight = self.weights["embed.weight" if spec.tied else "head.weight"]
-        logits = _capped(spec.logit_scale * (self._norm("head.norm", x) @ weight.T), spec.logit_softcap)
-        return self.tap("head", logits), routings
+            return self.tap(path, x + spec.residual_scale * self._norm(f"{path}.mlp_post_norm", y))
+
+        for layer, kind in enumerate(spec.layer_kinds):
+            x = block(layer, kind, x)
+        hidden = self._norm("head.norm", x)
+        logits = self.tap("head", self._logits(hidden))
+        if following is None:
+            return Predictions(logits, routings, None)
+        last = f"blocks.{spec.layers}"
+        embedded = spec.embedding_scale * F.embedding(following, self.weights["embed.weight"])
+        both = [self._norm(f"{last}.enorm", embedded), self._norm(f"{last}.hnorm", hidden)]
+        joined = torch.cat(both, -1) @ self.weights[f"{last}.eh_proj.weight"].T
+        x = block(spec.layers, spec.layer_kinds[-1], self.tap(f"{last}.eh_proj", joined))
+        return Predictions(logits, routings, self._logits(self._norm("head.mtp_norm", x)))
 
     # Layers -----------------------------------------------------------------------------------------
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self.weights["embed.weight" if self.spec.tied else "head.weight"]
+        return _capped(self.spec.logit_scale * (hidden @ weight.T), self.spec.logit_softcap)
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
         y = self.linears(f"{path}.weight", x, self.weights[f"{path}.weight"])

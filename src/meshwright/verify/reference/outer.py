@@ -79,7 +79,7 @@ class OuterRule:
         words = name.split(".")
         if words[0] == "blocks":
             return int(words[1]) % self.outer.fragments
-        first = words[0] == "embed" or self.spec.model.tied
+        first = words[0] == "embed" or self.spec.model.tied or self.spec.model.mtp_num_layers > 0
         return 0 if first else self.outer.fragments - 1
 
     def _mean(self, names: list[str], islands: list[Weights]) -> Weights:

@@ -34,7 +34,7 @@ class ReferenceTeacher:
     @torch.no_grad()
     def answers(self, batch: Batch) -> Heads:
         """Compute the teacher's logits and hidden states."""
-        logits, _ = self._decoder(batch.tokens, batch.positions, batch.documents)
+        logits = self._decoder(batch.tokens, batch.positions, batch.documents).logits
         return Heads(logits, self._last["head.norm"])
 
 

@@ -76,7 +76,8 @@ def reference_steps(
         moved, sums = batch.to(held["embed.weight"].device), ReferenceSums()
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
-        loss, objective, routings = loss_and_objective(decoder, moved, other_loss)
+        losses = losses_of(spec, decoder, moved, other_loss)
+        objective, routings = losses.objective, losses.routings
         statistics = _statistics(spec, routings)
         found = torch.autograd.grad(objective, list(parameters.values()))
         due = queue.due(dict(zip(parameters, found, strict=True)))
@@ -98,7 +99,8 @@ def reference_steps(
         yield {
             "samples": {name: getattr(batch, name) for name in SAMPLES},
             **sums.tables,
-            "loss": {"loss": loss.detach().cpu()},
+            "loss": {"loss": losses.mean.detach().cpu()},
+            **({} if losses.further is None else {"further loss": {"loss": losses.further.detach().cpu()}}),
             "gradient": gradients,
             "grad norm": {"grad norm": norm_of(gradients)},
             "parameter": {name: weight.detach().clone() for name, weight in weights.items()},
@@ -125,7 +127,7 @@ def _held(spec: RunSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the initial parameters and routers' biases."""
     moe, held = spec.model.moe, {name: weight.detach().clone() for name, weight in weights.items()}
     if moe is not None and moe.bias:
-        for layer in filter(moe.has_experts, range(spec.model.layers)):
+        for layer in filter(spec.model.has_experts, range(spec.model.layers + spec.model.mtp_num_layers)):
             bias = torch.zeros(moe.experts, device=held["embed.weight"].device)  # kept in fp32 by all
             held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
     return held
@@ -150,10 +152,20 @@ def _statistics(spec: RunSpec, routings: Mapping[int, ReferenceRouting]) -> dict
     return found
 
 
-def loss_and_objective(
-    decoder: ReferenceDecoder, batch: Batch, other_loss: Loss | None = None
-) -> tuple[Tensor, Tensor, dict[int, ReferenceRouting]]:
-    """The mean loss of a batch, that with the routers' losses, which is differentiated, and the routings."""
+class Losses(NamedTuple):
+    """The mean loss of a batch, the objective, which is differentiated, the routings, and the mean loss of
+    the tokens after the next ones, where the model predicts them."""
+
+    mean: Tensor
+    objective: Tensor
+    routings: dict[int, ReferenceRouting]
+    further: Tensor | None
+
+
+def losses_of(
+    spec: RunSpec, decoder: ReferenceDecoder, batch: Batch, other_loss: Loss | None = None
+) -> Losses:
+    """The losses of a batch."""
     seen: dict[str, Tensor] = {}
     tap = decoder.tap
 
@@ -162,7 +174,10 @@ def loss_and_objective(
         return seen[path]
 
     decoder.tap = kept if other_loss is not None else tap
-    logits, routings = decoder(batch.tokens, batch.positions, batch.documents)
+    following = labels = None
+    if spec.model.mtp_num_layers:
+        following, labels = one_further(batch)
+    logits, routings, beyond = decoder(batch.tokens, batch.positions, batch.documents, following)
     decoder.tap = tap
     loss = mean_loss(logits, batch.targets)
     if other_loss is not None:
@@ -172,7 +187,19 @@ def loss_and_objective(
         assert decoder.spec.moe is not None
         balance, z = router_losses(decoder.spec.moe, routing)
         objective = objective + decoder.spec.moe.aux_loss * balance + decoder.spec.moe.z_loss * z
-    return loss, objective, routings
+    if beyond is None or labels is None:
+        return Losses(loss, objective, routings, None)
+    further = mean_loss(beyond, labels)
+    return Losses(loss, objective + spec.train.mtp_loss_scaling_factor * further, routings, further)
+
+
+def one_further(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The tokens (n, T) after those of a batch, and the targets (n, T) after these: a target is that of the
+    next place, if that is in the same document."""
+    following, labels = batch.tokens.roll(-1, 1), batch.targets.roll(-1, 1)
+    following[:, -1] = batch.targets[:, -1].clamp(min=0)
+    labels[batch.documents.to(labels.device).diff(append=torch.full_like(labels[:, :1], -1)) != 0] = IGNORE
+    return following, labels
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

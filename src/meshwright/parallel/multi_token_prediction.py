@@ -1,0 +1,104 @@
+"""The loss of further tokens (`model/multi_token_prediction.py`) as a part of a training step.
+
+Splits        nothing of its own: the layer that predicts further tokens is on the last stage of a pipeline,
+              which then holds the embedding, too, as with tied ends; all axes split it as any block.
+Wire          what a block, a lookup and a head send, each microbatch; in a pipeline the gradient of the
+              embedding between its ends, once a step. Two numbers more of those that a step sums.
+
+Further tokens are taken of whole sequences, before context ranks divide them. Their loss is a mean over their
+own targets in the global batch; its gradient is attached to the loss of the next token, whose value does not
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.mesh import Mesh
+from meshwright.data.loader import Batch
+from meshwright.kernels.with_backward import with_backward
+from meshwright.model.hooks import next_token_alone
+from meshwright.model.multi_token_prediction import FurtherTokens, further_tokens
+from meshwright.parallel.context_parallel import share
+from meshwright.parallel.loss_normalization import count_targets, weight_of_a_target
+from meshwright.parallel.step_part import StepBegin, StepPart
+from meshwright.spec import RunSpec
+
+
+class FurtherLoss(StepPart):
+    """The part of a step without further tokens."""
+
+    def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
+        """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
+        return next_token_alone(loss, compute)
+
+    def own_targets(self, batch: Batch) -> int:
+        """Further targets of this context rank's tokens in a data rank's batch."""
+        return 0
+
+    def own_loss(self) -> Tensor:
+        """The sum of this step's losses of further tokens on this rank, a scalar in float64, as they were
+        weighed."""
+        return torch.zeros((), dtype=torch.float64)
+
+    def mean(self, total: float) -> float | None:
+        """The mean loss of a further token, of the sum of `own_loss` over ranks times the gradients' factor;
+        None where none are predicted."""
+        return None
+
+
+class MultiTokenPrediction(FurtherLoss):
+    """The loss of further tokens on one rank, `factor` times whose mean joins that of the next token.
+
+    `scale` is the factor of a target's loss in the step's objective.
+    """
+
+    def __init__(self, mesh: Mesh, factor: float) -> None:
+        self._mesh, self._factor, self.scale = mesh, factor, 0.0
+        self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    def with_answers(self, batch: Batch, own: Batch) -> Batch:
+        """This rank's tokens of a batch with those after them."""
+        return replace(own, further=self._own(batch).each(lambda x: x.to(self._mesh.device)))
+
+    def begin_step(self, begin: StepBegin) -> None:
+        """Weigh the losses of the step's further targets, and begin to add them up."""
+        self.scale = self._factor * weight_of_a_target(begin.further_targets) * begin.loss_factor
+        self._total.zero_()
+
+    def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
+        """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
+        further = compute(self.scale)
+        self._total += further.detach()
+        return with_backward(lambda loss, _: loss.view_as(loss), lambda grad: (grad, grad), loss, further)
+
+    def own_targets(self, batch: Batch) -> int:
+        """Further targets of this context rank's tokens in a data rank's batch."""
+        return count_targets(self._own(batch).targets)
+
+    def own_loss(self) -> Tensor:
+        """The sum of this step's losses of further tokens on this rank; tensor ranks find the same."""
+        return self._total * float(self._mesh.tensor.rank == 0)
+
+    def mean(self, total: float) -> float | None:
+        """The mean loss of a further token, without its factor in the objective."""
+        return total / self._factor
+
+    def _own(self, batch: Batch) -> FurtherTokens:
+        whole = further_tokens(batch.tokens, batch.targets, batch.documents)
+        return whole.each(lambda x: share(x, self._mesh.context))
+
+    def of_gradients(self) -> tuple[list[object], list[Tensor]]:
+        """The sum, which grows while gradients are computed."""
+        return [self], [self._total]
+
+
+def further_loss_of(spec: RunSpec, mesh: Mesh) -> FurtherLoss:
+    """The loss of further tokens of a run, if its model predicts any."""
+    if spec.model.mtp_num_layers == 0:
+        return FurtherLoss()
+    return MultiTokenPrediction(mesh, spec.train.mtp_loss_scaling_factor)
