@@ -75,10 +75,12 @@ def edit_tensors(folder: Path, edit: Any) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out_where_the_config_has_none(tmp_path: Path) -> None:
     model = save_theirs(tmp_path, "DeepseekV3", DEEPSEEK)
     extra = {f"model.layers.3.{name}.weight": torch.zeros(2) for name in ("enorm", "mlp.gate", "eh_proj")}
     edit_tensors(tmp_path, lambda tensors: tensors.update(extra))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
     with torch.no_grad():
         torch.testing.assert_close(load_hf(tmp_path)(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
     edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))

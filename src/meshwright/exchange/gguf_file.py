@@ -8,6 +8,7 @@ apart from the one that makes values, and transposed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -22,7 +23,7 @@ from meshwright import atomic
 from meshwright.exchange.gguf_metadata import check_computed, rope_factors, write_metadata
 from meshwright.exchange.gguf_tokenizer import read_tokenizer
 from meshwright.exchange.hf_config import write_hf_config
-from meshwright.exchange.hf_state_dict import HfTensor, Rotary, hf_tensors
+from meshwright.exchange.hf_state_dict import HfTensor, Rotary, hf_tensors, without_further
 from meshwright.exchange.llama_cpp_graphs import GRAPHS
 from meshwright.exchange.parameter_source import HeldParameters, ParameterSource, ShapesAlone
 from meshwright.spec import ModelSpec, UserError
@@ -60,12 +61,19 @@ def export_gguf(
 
     `tensors` are `Decoder.tensors()`, or a source that they are read from one by one. Matrices are written as
     `dtype`, a key of `GGUF_DTYPES`; vectors and routers in float32, and with q8_0 matrices whose rows are no
-    whole blocks of 32 in float16. One parameter is read and converted at a time. Raises `UserError` as
-    `check_gguf` does, for a tokenizer that llama.cpp does not know, and for a file that cannot be written.
+    whole blocks of 32 in float16. One parameter is read and converted at a time. A layer that predicts
+    further tokens is left out, with a warning. Raises `UserError` as `check_gguf` does, for a tokenizer that
+    llama.cpp does not know, and for a file that cannot be written.
     """
     check_gguf(file, spec)
     import gguf
 
+    if spec.mtp_num_layers:
+        warnings.warn(
+            f"export: {file} is written without the layer of model.mtp_num_layers, which predicts further "
+            "tokens; an HF folder has it",
+            stacklevel=2,
+        )
     source = HeldParameters(tensors) if isinstance(tensors, Mapping) else tensors
     tokenizer, quantized = read_tokenizer(tokenizer_file, spec.vocab_size), GGUF_DTYPES[dtype]
     try:
@@ -99,7 +107,7 @@ def gguf_tensors(spec: ModelSpec, source: ParameterSource) -> Iterator[tuple[str
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == FAMILIES[spec.family].gguf)
     names = gguf.get_tensor_name_map(arch, spec.layers)
-    for piece in hf_tensors(spec):
+    for piece in hf_tensors(without_further(spec)):
         if ".experts." in piece.parameters[0]:
             if not piece.expert:  # the first one brings all
                 yield from ((_of_experts(name), source[name].float()) for name in piece.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from meshwright.exchange.hf_config import write_hf_config
 from meshwright.exchange.hf_files import by_causal_names, model_files, why_lacking
 from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
 from meshwright.exchange.hf_shards import QuantisedCodes, write_weights
-from meshwright.exchange.hf_state_dict import HfTensor, hf_tensors
+from meshwright.exchange.hf_state_dict import HfTensor, copies, hf_tensors, lists_further
 from meshwright.exchange.hf_tokenizer import write_json, write_tokenizer
 from meshwright.exchange.parameter_source import HeldParameters, LastRead, ParameterSource
 from meshwright.exchange.safetensors_stream import TensorInfo
@@ -26,6 +27,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
 from meshwright.model.quantisation import DYNAMIC
 from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.hf.config_read import PREDICTED
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.special_tokens import copy_side_files
@@ -43,8 +45,9 @@ class HfWeights(StoredWeights):
     """The tensors of an HF folder under the decoder's names, read part by part (`Weights`).
 
     They are those of the files beside the config.json in `folder`, or of a `store` at `place`, under the
-    names of HF. Errors are those of `StoredWeights`; a tied head, if files have one, has to equal the
-    embedding. Quantised weights are read in fp32.
+    names of HF. Errors are those of `StoredWeights`; copies of a matrix, such as a tied head, have to equal
+    it, if files have any. Quantised weights are read in fp32. A layer that predicts further tokens is left
+    out where `spec` has none, with a warning if config.json has one and the files do not.
     """
 
     def __init__(
@@ -57,8 +60,16 @@ class HfWeights(StoredWeights):
         found = coded_weights(folder, config, found)
         self.quantised = found if isinstance(found, QuantisedLayers) else None
         stacked = any(name.endswith(".experts.gate_up_proj") for name in found.headers)
-        expected = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
+        every = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
+        self._copies = copies(spec)
+        expected = (piece for piece in every if not piece.copy)
         super().__init__(f"model.hf: {place or folder}", spec, found, expected)
+        if config.get(PREDICTED) and not lists_further(spec, found.headers):
+            warnings.warn(
+                f"model.hf: {folder / 'config.json'} has {PREDICTED} {config[PREDICTED]}, and the weights "
+                "have no such layer, as those that transformers writes; the model is read without it",
+                stacklevel=2,
+            )
 
     def rounded_inputs(self) -> list[str]:
         """The parameters whose layers round their inputs, too, by the folder's recipe."""
@@ -74,31 +85,45 @@ class HfWeights(StoredWeights):
     def is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
 
-        They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's and GLM's
-        last layers, which predict further tokens in training.
+        They are masks and rotary tables of old files, copies of matrices, and DeepSeek's and GLM's last
+        layers, which predict further tokens, where the model has none.
         """
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             return True
         if self._spec.tied and name == _HEAD:
             return True
+        if self._spec.mtp_num_layers:
+            return name in self._copies
         layer = ".".join(name.split(".")[:3])
         predicts = FAMILIES[self._spec.family].deepseek_router == "v3"
         return predicts and f"{layer}.eh_proj.weight" in self._names
 
     def _check_value(self, piece: HfTensor, place: Rectangle, value: Tensor) -> None:
-        """Raise `UserError` for a tied head that has other values than the embedding.
-
-        transformers 5 computes such a model with both.
-        """
-        if "embed.weight" not in piece.parameters or not self._spec.tied or _HEAD not in self._names:
-            return
-        shapes = [self._store.headers[name][1] for name in (_HEAD, piece.hf)]
-        if shapes[0] != shapes[1] or not torch.equal(next(self._store.parts(_HEAD, [place])), value):
+        """Raise `UserError` for a copy that has other values than the matrix itself: a tied head, with which
+        transformers 5 computes, or what a layer that predicts further tokens shares with the model."""
+        config = self._folder / "config.json"
+        if (
+            "embed.weight" in piece.parameters
+            and self._spec.tied
+            and self._differs(_HEAD, piece, place, value)
+        ):
             raise UserError(
-                f"model.hf: tie_word_embeddings is true in {self._folder / 'config.json'}, but the tensor "
-                f"{_HEAD} has other values than {piece.hf}; set tie_word_embeddings to false there, which "
-                "keeps both"
+                f"model.hf: tie_word_embeddings is true in {config}, but the tensor {_HEAD} has other values "
+                f"than {piece.hf}; set tie_word_embeddings to false there, which keeps both"
             )
+        for name, parameters in self._copies.items():
+            if parameters == piece.parameters and self._differs(name, piece, place, value):
+                raise UserError(
+                    f"model.hf: {self._folder}: the tensor {name} has other values than {piece.hf}, which "
+                    f"its layer shares; set {PREDICTED} to 0 in {config}, which leaves the layer out"
+                )
+
+    def _differs(self, name: str, piece: HfTensor, place: Rectangle, value: Tensor) -> bool:
+        """True if the files have a tensor of this name with other values than a rectangle of a piece."""
+        if name not in self._names:
+            return False
+        shapes = [self._store.headers[each][1] for each in (name, piece.hf)]
+        return shapes[0] != shapes[1] or not torch.equal(next(self._store.parts(name, [place])), value)
 
 
 def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, written
-from meshwright.spec.hf.config_read import model_fields
+from meshwright.spec.hf.config_read import PREDICTED, model_fields
 from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
 from meshwright.spec.hf.json_object import Config
 from meshwright.spec.layers import LongRope
@@ -176,7 +176,7 @@ def _llama_like(model: ModelSpec, family: Family) -> dict[str, Any]:
         scoring = family.expert_switches.get("router", "softmax")  # the only one that is read
         fields |= {"n_shared_experts": stored_shared_ffn(moe, family) // moe.ffn, "scoring_func": scoring}
     if family.deepseek_router == "v3":
-        fields |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+        fields |= {"topk_method": "noaux_tc", PREDICTED: model.mtp_num_layers}
     elif family.deepseek_router == "v2":
         method = "greedy" if moe.groups == 1 else "group_limited_greedy"
         fields |= {"topk_method": method, "n_group": moe.groups, "topk_group": moe.top_groups}

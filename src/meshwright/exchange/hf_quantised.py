@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.weights import Reading
-from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors
+from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors, without_further
 from meshwright.exchange.parameter_source import ParameterSource
 from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
 from meshwright.model.quantisation import BITS, DYNAMIC, Codes, quantise
@@ -93,11 +93,23 @@ class Quantisation:
 
 
 def quantised_tensors(spec: ModelSpec) -> Iterator[HfTensor]:
-    """Yield the tensors of a family's files that recipes quantise: the matrices of blocks but for routers."""
-    for piece in hf_tensors(spec):
+    """Yield the tensors of a family's files that recipes quantise: the matrices of blocks but for routers.
+
+    What predicts further tokens is left as it is: no text is written with it, nor calibration done.
+    """
+    for piece in hf_tensors(without_further(spec)):
         name = piece.parameters[0]
         if is_rounded(name, 2) and piece.hf.endswith(".weight") and not name.endswith("norm.weight"):
             yield piece
+
+
+def further_matrices(spec: ModelSpec) -> Iterator[str]:
+    """Yield the names of the matrices of a layer that predicts further tokens, shared ones too."""
+    own = tuple(f"blocks.{layer}." for layer in spec.mtp_layers)
+    for piece in hf_tensors(spec) if own else ():
+        matrix = piece.hf.endswith(".weight") and not piece.hf.endswith("norm.weight")
+        if matrix and (piece.copy or piece.parameters[0].startswith(own)):
+            yield piece.hf
 
 
 class NearestCodes(Mapping[str, Codes]):

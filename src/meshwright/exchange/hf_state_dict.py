@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, Protocol
@@ -63,7 +63,8 @@ class HfTensor:
     parameter that belongs to one `expert`, an index of the parameter's dim 0. With `turns` the parameters,
     which are of one size, take turns along `dim`. `rotary` has for each parameter whose heads' rows are in
     another order than the decoder's that order. An `exact` tensor is fp32 whatever others are. A tensor that
-    is `padded` has that many channels along `dim`, of which the last ones are zero.
+    is `padded` has that many channels along `dim`, of which the last ones are zero. A `copy` is of parameters
+    that another tensor has already.
     """
 
     hf: str
@@ -75,6 +76,7 @@ class HfTensor:
     rotary: tuple[Rotary | None, ...] = ()
     exact: bool = False
     padded: int | None = None
+    copy: bool = False
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """Return its shape in the file, from those of the parameters."""
@@ -180,7 +182,7 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
     yield HfTensor(names.embedding_weight, ("embed.weight",))
     if spec.position == "learned":
         yield HfTensor(f"{names.model}.{names.positions}.weight", ("embed.positions",))
-    for layer in range(spec.layers):
+    for layer in (*range(spec.layers), *spec.mtp_layers):
         ours, theirs = f"blocks.{layer}", f"{names.model}.{names.layers}.{layer}"
         if spec.mla is None:
             yield from _linears(spec, family, ours, theirs, "attn")
@@ -198,9 +200,45 @@ def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> I
             yield from _mixture(spec, f"{ours}.mlp", theirs, stacked)
         else:
             yield from _linears(spec, family, ours, theirs, "mlp")
+        if layer in spec.mtp_layers:
+            yield from _further(spec, ours, theirs, has_bias)
     yield from _leaves(f"{names.model}.{names.final_norm}", "head.norm", has_bias)
     if not spec.tied:
         yield HfTensor("lm_head.weight", ("head.weight",))
+
+
+def _further(spec: ModelSpec, ours: str, theirs: str, has_bias: bool) -> Iterator[HfTensor]:
+    """Yield what a layer that predicts further tokens has beside its block, as in DeepSeek-V3's files."""
+    for name in ("enorm", "hnorm"):
+        yield from _leaves(f"{theirs}.{name}", f"{ours}.{name}", has_bias)
+    yield from _leaves(f"{theirs}.eh_proj", f"{ours}.eh_proj")
+    yield from _leaves(f"{theirs}.shared_head.norm", "head.mtp_norm", has_bias)
+    yield from _shared(spec, theirs)
+
+
+def _shared(spec: ModelSpec, theirs: str) -> Iterator[HfTensor]:
+    """Yield the copies of the model's matrices in a layer that predicts further tokens."""
+    head = "embed.weight" if spec.tied else "head.weight"
+    for hf, parameter in (("embed_tokens", "embed.weight"), ("shared_head.head", head)):
+        yield HfTensor(f"{theirs}.{hf}.weight", (parameter,), copy=True)
+
+
+def copies(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Name of a tensor of the family's files that is a copy -> the parameters that it is of."""
+    names = FAMILIES[spec.family].names
+    listed = (_shared(spec, f"{names.model}.{names.layers}.{layer}") for layer in spec.mtp_layers)
+    return {piece.hf: piece.parameters for each in listed for piece in each}
+
+
+def lists_further(spec: ModelSpec, names: Container[str]) -> bool:
+    """Return True if tensors of the family have these names, with a layer that predicts further tokens."""
+    theirs = FAMILIES[spec.family].names
+    return f"{theirs.model}.{theirs.layers}.{spec.layers}.eh_proj.weight" in names
+
+
+def without_further(spec: ModelSpec) -> ModelSpec:
+    """The model without the layer that predicts further tokens."""
+    return spec.model_copy(update={"mtp_num_layers": 0})
 
 
 def _linears(

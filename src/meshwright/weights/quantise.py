@@ -10,7 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshwright.exchange.hf_quantised import NearestCodes, Quantisation, quantised_tensors
+from meshwright.exchange.hf_quantised import (
+    NearestCodes,
+    Quantisation,
+    further_matrices,
+    quantised_tensors,
+)
 from meshwright.exchange.parameter_source import HeldParameters, ParameterSource
 from meshwright.model.decoder import Decoder
 from meshwright.model.dynamic_linear import round_inputs
@@ -78,8 +83,8 @@ def _module(hf: str) -> str:
 def _kept(
     model: ModelSpec, widths: Mapping[str, int], keep: Sequence[str], recipe: Quantised
 ) -> tuple[str, ...]:
-    """The modules that stay as they are: the head, routers, gates of shared experts, and those that match a
-    pattern.
+    """The modules that stay as they are: the head, routers, gates of shared experts, what predicts further
+    tokens, and those that match a pattern.
 
     Of latent attention that expands latents, too, where inputs are rounded: generation applies it to queries
     instead of to its inputs.
@@ -90,6 +95,7 @@ def _kept(
         gates = [names.router, *[f"{names.shared}_gate"] * model.moe.shared_gate]
         layers = filter(model.has_experts, range(model.layers))
         kept += [f"model.layers.{layer}.{names.module}.{gate}" for layer in layers for gate in gates]
+    kept += map(_module, further_matrices(model))
     if model.mla is not None and recipe in DYNAMIC:
         kept += [name for name in widths if name.endswith(".kv_b_proj")]
     for pattern in keep:

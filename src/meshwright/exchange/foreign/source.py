@@ -17,6 +17,7 @@ from meshwright.exchange.foreign.naming import NamedWeights, Naming, model_part
 from meshwright.exchange.foreign.torchtitan import TORCHTITAN
 from meshwright.exchange.hf import HfWeights
 from meshwright.exchange.hf_files import BIN, BIN_INDEX, INDEX, WEIGHTS, by_causal_names, model_files
+from meshwright.exchange.hf_state_dict import lists_further
 from meshwright.exchange.stored_weights import StoredWeights
 from meshwright.exchange.tensor_store import TensorStore
 from meshwright.exchange.torch_files import TorchFiles
@@ -79,8 +80,9 @@ def open_source(
     if _has_model(path) and (home / _CONFIG).is_file():
         check_within(home / _CONFIG, home, key)
         model = hf_model(home, key)
-        weights = HfWeights(home, model, model_files(path, model), path)
-        return Source(model, weights, home, HF_FOLDER, home / _CONFIG)
+        files = model_files(path, model)
+        model = _with_further(model, home, files)
+        return Source(model, HfWeights(home, model, files, path), home, HF_FOLDER, home / _CONFIG)
     for form in FORMATS:
         if (place := form.find(path)) is not None:
             return _opened(form, place, caller, config)
@@ -109,7 +111,9 @@ def _opened(form: Format, place: Path, caller: Caller, config: Path | None) -> S
     else:
         (model, file), folder = _own_model(naming, beside, caller), beside
     if naming is None:
-        return Source(model, HfWeights(folder, model, _hf_part(store, model), place), folder, kind, file)
+        part = _hf_part(store, model)
+        model = _with_further(model, folder, part)
+        return Source(model, HfWeights(folder, model, part, place), folder, kind, file)
     view = store if naming is megatron.MEGATRON else named
     weights = NamedWeights(f"{key}: {place}", model, _view(naming, view, model, place, key), naming)
     return Source(model, weights, folder, kind, file)
@@ -117,6 +121,16 @@ def _opened(form: Format, place: Path, caller: Caller, config: Path | None) -> S
 
 def _program(naming: Naming | None) -> str:
     return "HF" if naming is None else naming.program
+
+
+def _with_further(model: ModelSpec, folder: Path, store: TensorStore) -> ModelSpec:
+    """Return the model with the layer that predicts further tokens, if its config.json has one, and a store
+    that need not be beside that."""
+    if not lists_further(model, by_causal_names(store, model).headers):
+        return model
+    path = folder / _CONFIG
+    fields = model_fields(Config(str(path), read_json_object(path, "model.hf")))
+    return model.model_copy(update={"mtp_num_layers": fields.get("mtp_num_layers", 0)})
 
 
 def _view(naming: Naming, store: TensorStore, model: ModelSpec, place: Path, key: str) -> TensorStore:

@@ -13,14 +13,17 @@ from meshwright.spec.hf.families import FAMILIES, Family
 from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.other_layers import OTHER_INPUTS, OTHER_LAYERS
 from meshwright.spec.hf.special_tokens import check_within
+from meshwright.spec.hf.weight_names import holds_layer
 from meshwright.spec.layers import Activation, LayerType
 
 
 def read_hf_config(where: str | Path) -> dict[str, Any]:
     """Read a `config.json` (or the folder that holds one) into fields of a `ModelSpec`.
 
-    A key that is absent has the default of transformers. Raises `UserError` for a file that is missing, is
-    not JSON, has a value that no model can have, or asks for something that the decoder does not compute.
+    A key that is absent has the default of transformers. A layer that predicts further tokens is there if the
+    folder's weights hold it: transformers writes the key and not the layer. Raises `UserError` for a file
+    that is missing, is not JSON, has a value that no model can have, or asks for something that the decoder
+    does not compute.
     """
     if not isinstance(where, (str, Path)) or not str(where):
         raise UserError(f"model.hf: {where!r} is not a path; give a folder that holds a config.json")
@@ -30,7 +33,10 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
         raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json")
     if path != folder:
         check_within(path, folder, "model.hf")
-    return model_fields(Config(str(path), read_json_object(path, "model.hf")))
+    fields = model_fields(Config(str(path), read_json_object(path, "model.hf")))
+    if fields.get("mtp_num_layers") and not holds_layer(folder, fields["layers"]):
+        fields["mtp_num_layers"] = 0
+    return fields
 
 
 WEIGHT_FILES = (
@@ -95,9 +101,15 @@ def _llama_like(config: Config, family: Family) -> dict[str, Any]:
         fields["attention_scale"] = config.read("query_pre_attn_scalar", NUMBER, family.query_scalar) ** -0.5
     if family.experts is not None:
         fields["moe"] = _experts(config, family, family.experts, layers)
+    if family.deepseek_router == "v3":
+        fields["mtp_num_layers"] = config.read(PREDICTED, COUNT, 0, nullable=True) or 0
+        if fields["mtp_num_layers"] > 1:
+            raise config.wrong(PREDICTED, "one such layer is computed; set it to 0, which leaves them out")
     return fields
 
 
+PREDICTED = "num_nextn_predict_layers"
+"""The key of DeepSeek's and GLM's layers that predict further tokens."""
 NOT_COMPUTED = {
     "final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False,
 }  # fmt: skip
