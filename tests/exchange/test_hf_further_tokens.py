@@ -22,6 +22,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.multi_token_prediction import further_tokens
 from meshwright.spec import ModelSpec, UserError
+from meshwright.weights.initial_weights import open_weights
 
 FAMILIES = {"DeepseekV3": DEEPSEEK, "Glm4Moe": GLM4_MOE | {"use_qk_norm": True, "n_shared_experts": 2}}
 LAYER = "model.layers.3."
@@ -181,6 +182,17 @@ def test_without_weights_the_layer_is_asked_for(published: tuple[Path, Any], tmp
     set_config(tmp_path, num_nextn_predict_layers=2)
     with pytest.raises(UserError, match="num_nextn_predict_layers 2; one such layer is computed; set it to"):
         ModelSpec(hf=str(tmp_path))
+
+
+def test_a_run_may_leave_the_layer_out(published: tuple[Path, Any]) -> None:
+    folder = str(published[0])
+    without = ModelSpec(hf=folder, mtp_num_layers=0, vocab_size=128)
+    weights = open_weights(without)
+    assert weights is not None
+    assert "blocks.3.eh_proj.weight" not in read_all(weights, without)
+    with pytest.raises(UserError, match=r"model\.mtp_num_layers: 1 contradicts"):
+        save_theirs(published[0].parent / "theirs", "DeepseekV3", DEEPSEEK)
+        open_weights(ModelSpec(hf=str(published[0].parent / "theirs"), mtp_num_layers=1))
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])

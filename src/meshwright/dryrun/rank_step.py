@@ -259,7 +259,7 @@ class _BufferAccount(UnitObserver):
 def _unit_of(slots: list[ParamSlot]) -> str:
     """embed (tied ends too), blocks.0, ..., or head."""
     names = {slot.key for slot in slots}
-    first = "embed.weight" if "embed.weight" in names and len(names) < 4 else min(names)
+    first = "embed.weight" if "embed.weight" in names else min(names)
     return ".".join(first.split(".")[: 2 if first.startswith("blocks.") else 1])
 
 

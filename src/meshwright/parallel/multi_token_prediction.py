@@ -40,10 +40,10 @@ class FurtherLoss(StepPart):
         """Further targets of this context rank's tokens in a data rank's batch."""
         return 0
 
-    def own_loss(self) -> Tensor:
-        """The sum of this step's losses of further tokens on this rank, a scalar in float64, as they were
-        weighed."""
-        return torch.zeros((), dtype=torch.float64)
+    def own_loss(self, like: Tensor) -> Tensor:
+        """The sum of this step's losses of further tokens on this rank, as they were weighed: a scalar as
+        `like`."""
+        return torch.zeros_like(like)
 
     def mean(self, total: float) -> float | None:
         """The mean loss of a further token, of the sum of `own_loss` over ranks times the gradients' factor;
@@ -59,7 +59,8 @@ class MultiTokenPrediction(FurtherLoss):
 
     def __init__(self, mesh: Mesh, factor: float) -> None:
         self._mesh, self._factor, self.scale = mesh, factor, 0.0
-        self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._losses: tuple[Tensor, ...] = ()
+        """Those of this step's microbatches."""
 
     def with_answers(self, batch: Batch, own: Batch) -> Batch:
         """This rank's tokens of a batch with those after them."""
@@ -68,21 +69,23 @@ class MultiTokenPrediction(FurtherLoss):
     def begin_step(self, begin: StepBegin) -> None:
         """Weigh the losses of the step's further targets, and begin to add them up."""
         self.scale = self._factor * weight_of_a_target(begin.further_targets) * begin.loss_factor
-        self._total.zero_()
+        self._losses = ()
 
     def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
         """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
         further = compute(self.scale)
-        self._total += further.detach()
+        self._losses = (*self._losses, further.detach())
         return with_backward(lambda loss, _: loss.view_as(loss), lambda grad: (grad, grad), loss, further)
 
     def own_targets(self, batch: Batch) -> int:
         """Further targets of this context rank's tokens in a data rank's batch."""
         return count_targets(self._own(batch).targets)
 
-    def own_loss(self) -> Tensor:
+    def own_loss(self, like: Tensor) -> Tensor:
         """The sum of this step's losses of further tokens on this rank; tensor ranks find the same."""
-        return self._total * float(self._mesh.tensor.rank == 0)
+        if not self._losses or self._mesh.tensor.rank > 0:
+            return super().own_loss(like)
+        return torch.stack(self._losses).to(like.dtype).sum()
 
     def mean(self, total: float) -> float | None:
         """The mean loss of a further token, without its factor in the objective."""
@@ -93,8 +96,8 @@ class MultiTokenPrediction(FurtherLoss):
         return whole.each(lambda x: share(x, self._mesh.context))
 
     def of_gradients(self) -> tuple[list[object], list[Tensor]]:
-        """The sum, which grows while gradients are computed."""
-        return [self], [self._total]
+        """The losses, which become more while gradients are computed."""
+        return [self], []
 
 
 def further_loss_of(spec: RunSpec, mesh: Mesh) -> FurtherLoss:

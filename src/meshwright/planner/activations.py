@@ -23,26 +23,28 @@ attention over context ranks they are those of tiles, as on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from operator import sub
 from typing import NamedTuple
 
 from meshwright.planner import activations_moe as experts
-from meshwright.planner.rank_view import (
-    added_by_products,
-    embedding_is_trained,
-    sum_width,
-    training_of,
-    widths,
+from meshwright.planner.activations_head import (
+    FurtherBytes,
+    further_kept,
+    further_peak,
+    head_kept,
+    head_peaks,
+    in_norm,
+    waiting_gradient,
 )
+from meshwright.planner.activations_sizes import Sizes
+from meshwright.planner.rank_view import added_by_products, embedding_is_trained, sum_width, training_of
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layers import LayerKind, RopeSpec
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
-from meshwright.spec.tiling import loss_rows, part_tile, query_rows, tiling
-from meshwright.spec.training_flops import head_is_trained
+from meshwright.spec.tiling import part_tile, query_rows, tiling
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,13 @@ class Activations:
     host: int
     """Kept on the host, once for all blocks: visible keys, by which context ranks plan."""
     head: int
-    """Kept by the head: its input, and the gradients that its forward computed."""
+    """Kept by the head: its input, and the gradients that its forward computed; and for further tokens."""
     in_block: int
     """Peak beyond kept activations, in the last block's backward, while what the next one needs comes."""
     at_head: int
-    """Peak beyond kept activations, in the head's forward and backward."""
+    """Peak beyond kept activations, in the head's forward and backward, and in what follows it."""
+    further: FurtherBytes = field(default_factory=FurtherBytes)
+    """Kept for further tokens, which is part of `head`."""
 
     @property
     def peak(self) -> int:
@@ -115,47 +119,10 @@ class Activations:
         return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
 
 
-class Sizes:
-    """Elements of a microbatch's activations on one rank."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        layout, model = spec.layout, spec.model
-        self.spec, self.width = spec, widths(spec)
-        self.tokens = spec.micro_batch * spec.data.seq_len // layout.cp
-        self.own = self.tokens // (layout.tp if layout.sequence_parallel else 1)
-        self.stream = self.own * model.hidden
-        self.whole = self.tokens * model.hidden
-        self.gathered = self.whole if self.own < self.tokens else 0
-        """The residual stream of all tensor ranks, where it is gathered."""
-        self.heads = model.heads // layout.tp
-        self.queries = self.tokens * self.heads * model.head_dim
-        self.keys = self.tokens * layout.local_kv_heads(model.kv_heads) * model.head_dim
-        # Over context ranks values travel, and come out, as wide as keys.
-        v_dim = model.v_dim if layout.cp == 1 else model.head_dim
-        self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
-        self.gates = 2 if model.gated else 1
-        self.rows = ceil(model.vocab_size / layout.tp)
-        self.kinds = model.last_layers
-        """Kind -> the last such block: blocks of one kind are alike."""
-
-    def channels(self, layer: int) -> int:
-        """Channels of the feed-forward layer of all tokens, over all tensor ranks; 0 if there is none."""
-        model = self.spec.model
-        return model.moe.shared_ffn if model.moe and model.has_experts(layer) else model.ffn
-
-    def inner(self, layer: int) -> int:
-        """Elements inside the feed-forward layer that all tokens pass, dense or of shared experts."""
-        return self.tokens * self.channels(layer) // self.spec.layout.tp
-
-    def numbers(self, norms: int, tokens: int) -> int:
-        """Bytes that norms keep besides their input: a scale, or a mean and a scale, for each token."""
-        return norms * tokens * self.width.exact * (1 if self.spec.model.norm == "rmsnorm" else 2)
-
-
 def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     """Activations of one rank, on a CPU or on another device, whose loss is taken in other chunks."""
     s, last = Sizes(spec), spec.model.layers - 1
-    model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
+    model, layout, b = spec.model, spec.layout, s.width.compute
     of_kind = [_block(s, layer) for layer in s.kinds.values()]
     whole = [of_kind[number] for number in model.kind_numbers]
     if spec.train.frozen:
@@ -164,23 +131,25 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     length = spec.data.seq_len
     windows = {kind.window for kind in s.kinds}
     peaks = backward_peaks(s, last, cpu)
+    in_layer = max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention) + peaks.kept
+    tables = {kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds}
+    masks = {window: b * _mask(spec, window) for window in windows}
+    host = 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0
+    own = model.kind_of(last)
+    further = further_kept(s, _block(s, last), tables[own.rope] + masks[own.window] + host)
     return Activations(
         tuple(map(sub, whole, moved)),
         moved,
         kinds=model.layer_kinds,
-        tables={kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds},
-        masks={window: b * _mask(spec, window) for window in windows},
+        tables=tables,
+        masks=masks,
         plan=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
         embed=9 * s.tokens if layout.tp > 1 and embedding_is_trained(spec) else 0,
-        host=len(windows) * 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
-        head=b * (s.stream + s.whole)
-        + s.numbers(1, s.own)
-        + exact * s.rows * model.hidden * head_is_trained(spec),
-        in_block=max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention)
-        + peaks.kept
-        - whole[last]
-        + sum(moved[-2:-1]),
-        at_head=max(head_peaks(s, cpu)),
+        host=len(windows) * host,
+        head=head_kept(s) + further.kept,
+        in_block=in_layer - whole[last] + sum(moved[-2:-1]) + waiting_gradient(s),
+        at_head=max(*head_peaks(s, cpu), further_peak(s, further, in_layer, cpu)),
+        further=further,
     )
 
 
@@ -327,33 +296,6 @@ def at_mask(s: Sizes) -> int:
     return 2 * max(_mask(s.spec, kind.window) for kind in s.kinds)
 
 
-def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
-    """Peaks of the head beyond kept bytes: in its forward, with a chunk of logits and the softmax of a piece;
-    with the weight's gradient in two formats; and in the norm's backward.
-
-    On a CPU adding numbers of one format to another's takes a copy of them.
-    """
-    b, exact, hidden = s.width.compute, s.width.exact, s.spec.model.hidden
-    chunk, piece = (min(s.tokens, rows) * s.rows for rows in loss_rows(s.rows, cpu))
-    weight, mixed = s.rows * hidden, b != exact
-    slope = b * piece if s.spec.model.logit_softcap is not None else 0
-    softmax = b * chunk + piece * (2 * exact if mixed else exact) + slope
-    added = b * chunk + (weight * (b + (exact if cpu else 0)) if mixed else 0)
-    return (
-        b * (s.stream + s.gathered) + max(softmax, added),
-        weight * b if mixed else 0,
-        _in_norm(s) - exact * weight,  # the weight's gradient was freed
-    )
-
-
-def _in_norm(s: Sizes) -> int:
-    """Bytes that a norm's backward makes."""
-    b, exact = s.width.compute, s.width.exact
-    if b != exact:  # in wider numbers
-        return s.stream * (3 * exact + b)
-    return s.stream * exact * (2 if s.spec.model.norm == "rmsnorm" else 1)
-
-
 def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     """Peak bytes beyond those that the last block keeps, in the backward of its feed-forward layer."""
     weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
@@ -366,7 +308,7 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
 def _at_norm(s: Sizes, layer: int) -> int:
     """Peak bytes in the backward of the norm before the feed-forward layer, whose activations were freed."""
     freed = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, experts.routed_everything)
-    return s.width.compute * s.stream + _in_norm(s) - freed
+    return s.width.compute * s.stream + in_norm(s) - freed
 
 
 def _at_attention(s: Sizes, layer: int) -> int:

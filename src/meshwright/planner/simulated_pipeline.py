@@ -13,7 +13,7 @@ times its forward for F. Norms, the embedding and other operators without a matr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,24 +50,25 @@ def message_bytes(spec: RunSpec) -> int:
     return tokens * spec.model.hidden * widths(spec).compute
 
 
-def _block_flops(spec: RunSpec, layers: Iterable[int]) -> tuple[int, int]:
+def _block_flops(spec: RunSpec, layers: Sequence[int]) -> tuple[int, int]:
     """Forward FLOPs of blocks on one token: of their weights, and of attention."""
     model = spec.model
-    kinds = [model.layer_kinds[layer] for layer in layers]
+    kinds = [model.kind_of(layer) for layer in layers]
     weights = sum(map(model.block_weight_flops, kinds))
-    return weights, sum(model.block_flops(spec.data.seq_len, kind) for kind in kinds) - weights
+    attention = sum(model.block_flops(spec.data.seq_len, kind) for kind in kinds) - weights
+    return weights + sum(map(model.join_flops, layers)), attention
 
 
 def _counted(spec: RunSpec, stage: Stage, flops: float) -> StageCost:
     """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
     model, layout = spec.model, spec.layout
-    kinds = model.layer_kinds
-    back = [layer for layer in stage.blocks if training_of(spec, layer).feed_forward]
-    matmul, attention = _block_flops(spec, stage.blocks)
+    back = [layer for layer in stage.layers if training_of(spec, layer).feed_forward]
+    matmul, attention = _block_flops(spec, stage.layers)
     matmul_back, attention_back = _block_flops(spec, back)
     again = recomputed(spec, "matmul") * matmul_back + recomputed(spec, "attention") * attention_back
-    head = model.head_flops * (1 + head_has_gradient(spec) + head_is_trained(spec)) if stage.head else 0
-    weights = sum(trained_share(spec, layer) * model.block_weight_flops(kinds[layer]) for layer in back)
+    heads = model.head_flops * (1 + len(stage.beyond)) if stage.head else 0
+    head = heads * (1 + head_has_gradient(spec) + head_is_trained(spec))
+    weights = sum(trained_share(spec, layer) * _block_flops(spec, [layer])[0] for layer in back)
     rate = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # tokens' FLOPs a second
     return StageCost(
         forward=(matmul + attention + head) / rate,

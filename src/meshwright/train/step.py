@@ -257,7 +257,7 @@ class Trainer:
         """
         self._due_factor = self.due.exchange(self.gradient_factor)
         targets = self._own_targets(following) if following is not None else (0, 0)
-        further = self.further.own_loss().to(loss.device) * self.gradient_factor
+        further = self.further.own_loss(loss) * self.gradient_factor
         found = torch.stack([self.states.squares(), loss, further])
         counted = torch.tensor([*targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])

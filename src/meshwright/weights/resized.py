@@ -27,7 +27,7 @@ class ResizedWeights:
         self._weights = weights
         shapes = tensor_shapes(model)
         self._resized = {
-            name: shape for name, shape in tensor_shapes(stored).items() if shape != shapes[name]
+            name: shape for name, shape in tensor_shapes(stored).items() if shape != shapes.get(name, shape)
         }
         """Shape in the files of each parameter that has other rows here."""
 

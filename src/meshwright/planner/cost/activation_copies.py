@@ -7,7 +7,8 @@ whichever is longer: blocks are taken to be alike, and the last of a stage, whic
 
 from __future__ import annotations
 
-from meshwright.planner.activations import Sizes, movable
+from meshwright.planner.activations import movable
+from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.cost.breakdown import PassSeconds, Seconds
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind

@@ -17,7 +17,7 @@ from typing import Literal
 
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
-from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
+from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
@@ -92,7 +92,7 @@ class LayerCost:
         routed = isinstance(part, LayerKind) and part.has_experts
         known = self._routed if routed else self.dense.seconds
         if part not in known:
-            ends = {"head": self._head, "embed": self._embedding}
+            ends = {"head": self._heads, "embed": self._embedding}
             known[part] = self._layer(part) if isinstance(part, LayerKind) else ends[part]()
         return known[part]
 
@@ -370,6 +370,21 @@ class LayerCost:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
         seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
         return seconds * (1 - self.stack.overlap("tensor")) / 2
+
+    def _heads(self) -> PassSeconds:
+        """Seconds of the head, and of what further tokens take beside their layer's block: the head again, a
+        lookup, and the map that joins hidden states and embeddings."""
+        once, further = self._head(), self.spec.model.mtp_num_layers
+        if not further:
+            return once
+        hidden, own = self.spec.model.hidden, self.own
+        product = partial(self.kernels.matmul, self.sixteen)
+        joined = PassSeconds(
+            Seconds(matmul=product(own, hidden, 2 * hidden)),
+            Seconds(matmul=product(own, 2 * hidden, hidden)),
+            Seconds(matmul=product(hidden, 2 * hidden, own)),
+        )
+        return weighted_sum([(1 + further, once), (further, self._embedding()), (further, joined)])
 
     def _head(self) -> PassSeconds:
         """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""

@@ -39,7 +39,7 @@ class Contents(NamedTuple):
     """The part of the model that a stage or a rank holds."""
 
     counts: tuple[int, ...]
-    """Blocks of each of the model's kinds, in their order."""
+    """Layers of each of the model's kinds, in their order, with those that predict further tokens."""
     embed: bool
     head: bool
     trained: Trained | None = None
@@ -69,8 +69,16 @@ class Contents(NamedTuple):
 
 def model_contents(spec: RunSpec) -> Contents:
     """The whole model of a run."""
-    trained = trained_in(spec, Stage(0, 0, spec.model.layers, True, True))
-    return Contents(blocks_before(spec.model)[-1], True, True, trained)
+    whole = Stage(0, 0, spec.model.layers, True, True, spec.model.mtp_layers)
+    return _contents(spec, whole, blocks_before(spec.model))
+
+
+def _contents(spec: RunSpec, stage: Stage, before: Sequence[tuple[int, ...]]) -> Contents:
+    """The part of the model in a stage; `before` are `blocks_before`."""
+    counts = list(map(sub, before[stage.last], before[stage.first]))
+    for layer in stage.beyond:
+        counts[spec.model.kinds.index(spec.model.kind_of(layer))] += 1
+    return Contents(tuple(counts), stage.embed, stage.head, trained_in(spec, stage))
 
 
 def blocks_before(model: ModelSpec) -> list[tuple[int, ...]]:
@@ -95,10 +103,7 @@ class PlacedStages:
         before: Sequence[tuple[int, ...]],
     ) -> None:
         self.own = own
-        self.contents = []
-        for stage in stages:
-            counts = tuple(map(sub, before[stage.last], before[stage.first]))
-            self.contents.append(Contents(counts, stage.embed, stage.head, trained_in(spec, stage)))
+        self.contents = [_contents(spec, stage, before) for stage in stages]
 
     @cached_property
     def by_rank(self) -> list[tuple[Contents, ...]]:
@@ -200,13 +205,12 @@ class StageCosts:
 
     def _parts(self, held: Contents) -> RankParts:
         both = stored(self.blocks, held._replace(embed=False, head=False)).trained
-        end, tied = self.blocks.rows * self.blocks.spec.model.hidden, self.blocks.spec.model.tied
+        end, model = self.blocks.rows * self.blocks.spec.model.hidden, self.blocks.spec.model
         embed = head = 1.0
         if held.trained is not None:
             embed, head = held.trained.embed.weight, held.trained.head.weight
-        return RankParts(
-            both, held.embed * end * embed, (held.head and not (tied and held.embed)) * end * head
-        )
+        embeds = held.embed or (held.head and model.head_embeds)
+        return RankParts(both, embeds * end * embed, (held.head and not model.tied) * end * head)
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""
@@ -232,8 +236,9 @@ def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     """Parameters on one tensor rank."""
     model = blocks.spec.model
-    ends = 1 if model.tied and held.embed and held.head else held.embed + held.head
+    ends = (held.embed or (held.head and model.head_embeds)) + (held.head and not model.tied)
     whole, experts = float(ends * blocks.rows * model.hidden), 0.0
+    whole += held.head * model.mtp_num_layers * 2 * model.hidden**2
     for count, kind in held.by_kind(blocks.kinds):
         mine = blocks.held(kind)
         whole, experts = whole + count * mine[0], experts + count * mine[1]
@@ -241,7 +246,7 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     if (trained := held.trained) is None:
         return found
     layout, weights = blocks.spec.layout, []
-    if held.embed:
+    if held.embed or (held.head and model.head_embeds):
         weights.append(trained.embed.weight)
     if held.head and len(weights) < ends:
         weights.append(trained.head.weight)

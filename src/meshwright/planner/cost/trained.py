@@ -76,12 +76,12 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
     model, every = spec.model, run_parameters(spec)
     numbers = {kind: number for number, kind in enumerate(model.kinds)}
     works, frozen = [Work()] * (len(numbers) + 2), list[Parameter]()
-    for layer in stage.blocks:
-        number = numbers[model.layer_kinds[layer]]
+    for layer in stage.layers:
+        number = numbers[model.kind_of(layer)]
         work = Work(int(training_of(spec, layer).feed_forward), trained_share(spec, layer))
         works[number] = works[number].plus(work)
         frozen += [p for p in every[f"blocks.{layer}"] if not p.trainable]
-    if stage.embed:
+    if stage.embed or (stage.head and model.head_embeds):
         works[-2] = Work(0, float(embedding_is_trained(spec)))
     if stage.head:
         works[-1] = Work(int(head_has_gradient(spec)), float(head_is_trained(spec)))

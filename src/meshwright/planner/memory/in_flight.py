@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import mul
 
-from meshwright.planner.activations import Activations, Sizes, activations, of_experts
+from meshwright.planner.activations import Activations, activations, of_experts
 from meshwright.planner.activations_moe import routed_deferred, routed_everything, routed_saved
+from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.rank_view import place_of, training_of
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import MoeSpec, RunSpec
@@ -31,7 +32,7 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     kept, sizes = kept or activations(spec), Sizes(spec)
 
     def deferred(stage: Stage) -> int:
-        trained = (layer for layer in stage.blocks if training_of(spec, layer).feed_forward)
+        trained = (layer for layer in stage.layers if training_of(spec, layer).feed_forward)
         return sum(weight_gradient_inputs(sizes, layer) for layer in trained)
 
     return _most(spec, pipeline_rank, kept.of, deferred, kept.plans_of(place_of(spec, pipeline_rank).own))
@@ -47,7 +48,7 @@ def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
     sizes, kept = Sizes(spec), routed_everything if spec.recompute.policy == "none" else routed_saved
 
     def of(count: Callable[[RunSpec, MoeSpec], int]) -> Callable[[Stage], int]:
-        return lambda stage: sum(of_experts(sizes, layer, count) for layer in stage.blocks)
+        return lambda stage: sum(of_experts(sizes, layer, count) for layer in stage.layers)
 
     def stays(stage: Stage) -> int:
         return sum(of_experts(sizes, layer, kept) for layer in stage.blocks[-1:])

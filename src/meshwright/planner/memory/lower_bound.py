@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.planner.activations import Activations, Sizes, activations, head_peaks, movable
+from meshwright.planner.activations import Activations, activations, movable
+from meshwright.planner.activations_head import head_peaks
+from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, stored
@@ -36,6 +38,15 @@ class _MicrobatchBytes(NamedTuple):
     """Bytes that the deferred weight gradients of a block of each kind need."""
     at_head: int
     """Peak beyond kept activations in the head's forward."""
+
+
+def _before_head(blocks: LayerCost, held: Contents) -> list[tuple[int, LayerKind]]:
+    """(number of blocks that have a backward, their kind), without layers that predict further tokens, whose
+    bytes are the head's."""
+    model = blocks.spec.model
+    beyond = [model.kind_of(layer) for layer in model.mtp_layers] if held.head else []
+    counted = ((count - beyond.count(kind), kind) for count, kind in held.backward(blocks.kinds))
+    return [(count, kind) for count, kind in counted if count > 0]
 
 
 class LowerBound(Generic):
@@ -69,7 +80,7 @@ class LowerBound(Generic):
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
         """Bytes that a stage keeps of one microbatch; the least of any schedule if `split` is None."""
         each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
-        kinds = held.backward(blocks.kinds)
+        kinds = _before_head(blocks, held)
         whole = each.all.shared_by([kind for _, kind in kinds])
         whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
         whole += min((each.movable[kind] for _, kind in kinds), default=0)  # the last block's stay

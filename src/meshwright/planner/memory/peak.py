@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
+from meshwright.planner.activations import Activations, at_mask, backward_peaks
+from meshwright.planner.activations_head import head_peaks
+from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.group_shapes import step_axes
 from meshwright.planner.memory.states import StateShard, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
@@ -76,13 +78,18 @@ class _Step:
         self.stream = self.width.compute * self.sizes.stream
         self.weight = self.sizes.rows * view.spec.model.hidden
         self.head = head_peaks(self.sizes, on_cpu)
-        self.tied = "head" not in self.groups
-        self.blocks = [f"blocks.{layer}" for layer in range(view.spec.model.layers)]
+        self.joined = "head" not in self.groups
+        """True if both ends are one unit."""
+        model = view.spec.model
+        self.blocks = [f"blocks.{layer}" for layer in range(model.layers)]
+        self.beyond = [f"blocks.{layer}" for layer in model.mtp_layers]
+        """Layers that predict further tokens, within the head."""
+        self.after_blocks = next(iter(self.beyond), None if self.joined else "head")
         self.first_trained = first_trained(view.spec)
         self.first = max(0, self.first_trained - 1)
         """The first block that has a backward."""
         of_kind = {kind: backward_peaks(self.sizes, last, on_cpu) for kind, last in self.sizes.kinds.items()}
-        self.peaks = [of_kind[kind] for kind in kept.kinds]
+        self.peaks = [of_kind[kind] for kind in (*kept.kinds, *map(model.kind_of, model.mtp_layers))]
 
     def trained(self, name: str) -> list[StateShard]:
         """The units of a group that are trained."""
@@ -141,7 +148,7 @@ class _Step:
 
     def done(self, unit: StateShard, last: bool, temporaries: int) -> None:
         """Reduce a unit's gradients, which are complete for a microbatch, if they are due."""
-        if last or (unit.name != "blocks.0" and not (unit.name == "embed" and self.tied)):
+        if last or (unit.name != "blocks.0" and not (unit.name == "embed" and self.joined)):
             self.release([unit])  # others stay whole for the next microbatch's forward
         if not last and (unit.zero < 2 or unit.ranks == 1):
             return
@@ -198,24 +205,29 @@ class _Step:
         kept, blocks = self.kept, self.blocks
         self.activations += kept.shared + kept.plans + kept.embed
         self.gather("embed", blocks[0])
-        if not self.tied:
+        if not self.joined:
             self.release(self.groups["embed"])
         self.look(at_mask(self.sizes))
         for layer, name in enumerate(blocks):
-            after = blocks[layer + 1] if name != blocks[-1] else None if self.tied else "head"
-            self.gather(name, after)
+            self.gather(name, blocks[layer + 1] if name != blocks[-1] else self.after_blocks)
             if name != blocks[-1]:  # whose backward follows the head's, so it stays whole
                 self.release(self.groups[name])
             self.activations += kept.by_block[layer] + kept.moved[layer]
             self.look(0)
             if layer:  # what the block before saved has left
                 self.activations -= kept.moved[layer - 1]
-        self.gather("embed" if self.tied else "head", None)
-        self.activations += kept.head
+        self.gather("embed" if self.joined else "head", None)
+        self.activations += kept.head - kept.further.kept
         self.look(self.head[0])
+        for name in self.beyond:
+            self.gather(name, None)
+            self.activations += kept.further.kept
+            self.look(self.head[0])
 
     def backward(self, last: bool) -> None:
         """From the loss to the first module that is trained."""
+        for layer, _ in enumerate(self.beyond, len(self.blocks)):
+            self._further(layer, last)
         self._head(last)
         for layer in reversed(range(self.first, len(self.blocks))):
             self._block(layer, last)
@@ -227,34 +239,59 @@ class _Step:
 
     def _head(self, last: bool) -> None:
         units, weight = (
-            self.trained("embed" if self.tied else "head"),
+            self.trained("embed" if self.joined else "head"),
             self.weight * head_is_trained(self.spec),
         )
         exact, packed = self.width.exact * weight, self.width.compute * weight
         self.look(self.head[1])
         self.activations -= exact
-        for unit in () if self.tied else units:
+        for unit in () if self.joined else units:
             self.pack(unit)
         self.look(packed)
+        if self.beyond:  # what waited is added
+            self.look(2 * packed)
+            self.activations -= packed
         for unit in units:
             self.pack(unit)
-        held = packed if self.tied else 0  # until the embedding's gradient is added
+        held = packed if self.spec.model.tied else 0  # until the embedding's gradient is added
         self.look(self.head[2] + exact + held)
-        self.activations -= self.kept.head - exact - held
-        for unit in () if self.tied else units:
+        self.activations -= self.kept.head - self.kept.further.kept - exact - held
+        for unit in () if self.joined else units:
             self.done(unit, last, self.stream)
 
+    def _further(self, layer: int, last: bool) -> None:
+        """From the loss of further tokens to what comes before their layer."""
+        kept, weight = self.kept.further, self.weight * head_is_trained(self.spec)
+        exact, packed = self.width.exact * weight, self.width.compute * weight
+        self.look(self.head[1])
+        self.activations -= exact - packed  # which waits for the gradient that the next tokens have
+        for unit in self.trained("embed"):  # the norm's
+            self.pack(unit)
+        self.look(self.head[2] + exact)
+        gone = self.stream + self.width.compute * self.sizes.whole
+        self.activations -= gone
+        self._layer(layer, last, kept.layer)
+        gradient, added = self._lookup_gradient()
+        self.look(max(self.stream, self.width.compute * self.sizes.whole) + added)
+        self.activations -= kept.around - gone - exact
+        if not self.spec.model.tied:
+            self.activations += gradient
+
     def _block(self, layer: int, last: bool) -> None:
-        units = self.trained(name := self.blocks[layer])
-        routed, others = ([unit for unit in units if unit.routed == kind] for kind in (True, False))
-        after = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else None if self.tied else "head"
+        name = self.blocks[layer]
+        after = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else self.after_blocks
         if after is not None:
             self.release_frozen(after)
-        peaks, kept = self.peaks[layer], self.kept.by_block[layer] + self.kept.moved[layer]
         if layer:  # what the next one saved comes
             self.activations += self.kept.moved[layer - 1]
         before = self.blocks[layer - 1] if layer > self.first else None if last else "embed"
         self.gather(name, before)
+        self._layer(layer, last, self.kept.by_block[layer] + self.kept.moved[layer])
+
+    def _layer(self, layer: int, last: bool, kept: int) -> None:
+        """The backward of a layer that has kept so many bytes."""
+        units, peaks = self.trained(f"blocks.{layer}"), self.peaks[layer]
+        routed, others = ([unit for unit in units if unit.routed == kind] for kind in (True, False))
         more = peaks.kept - kept
         if self.sizes.channels(layer):
             for unit in others:
@@ -274,15 +311,20 @@ class _Step:
 
     def _embedding(self, last: bool) -> None:
         units = self.trained("embed")
-        width, sizes = self.width, self.sizes
-        gradient = added = width.compute * self.weight
-        if self.on_cpu and width.exact != width.compute:  # a CPU adds up in wider numbers
-            added = width.exact * self.weight + max(gradient, width.exact * sizes.whole)
-        self.look(max(self.stream, width.compute * sizes.whole) + added)
+        gradient, added = self._lookup_gradient()
+        self.look(max(self.stream, self.width.compute * self.sizes.whole) + added)
         for unit in units:
             self.pack(unit)
-        self.look(gradient * (2 if self.tied else 1))
-        if self.tied:
+        self.look(gradient * (2 if self.joined else 1))
+        if self.joined:
             self.activations -= gradient
         for unit in units:
             self.done(unit, last, 0)
+
+    def _lookup_gradient(self) -> tuple[int, int]:
+        """Bytes of the embedding's gradient, and the most while it is added up."""
+        width = self.width
+        gradient = added = width.compute * self.weight
+        if self.on_cpu and width.exact != width.compute:  # a CPU adds up in wider numbers
+            added = width.exact * self.weight + max(gradient, width.exact * self.sizes.whole)
+        return gradient, added

@@ -313,14 +313,22 @@ def _events(view: RankView, shards: Sequence[StateShard]) -> Iterator[StateShard
         by_name.setdefault(unit.name, []).insert(0, unit)  # experts come first in a backward
     lists = view.schedule
     rank = lists.rank_of[view.own[0].index]
+
+    def of_block(block: int, action: Action) -> Iterator[StateShard]:
+        found = by_name.get(f"blocks.{block}", ())
+        return (unit for unit in found if not (unit.routed and action.kind is Kind.I))
+
     for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, rank):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W
-        tied = view.spec.model.head_embeds and view.embed and view.head
-        if stage.head and ends_too:
-            yield from by_name.get("embed" if tied else "head", ())
+        joined = view.spec.model.head_embeds and view.embed and view.head
+        head = by_name.get("embed" if joined else "head", ()) if stage.head and ends_too else ()
+        if stage.beyond:  # of the head they find the last norm's first
+            yield from head
+        for block in reversed(stage.beyond):
+            yield from of_block(block, action)
+        yield from head
         for block in reversed(stage.blocks):
-            of_block = by_name.get(f"blocks.{block}", ())
-            yield from (unit for unit in of_block if not (unit.routed and action.kind is Kind.I))
+            yield from of_block(block, action)
         if stage.embed and ends_too:
             yield from by_name.get("embed", ())

@@ -270,7 +270,8 @@ class SearchTree:
             found = self._cuts[pp] = []
             for split in self.space.cuts(pp):
                 own = ranks_of(split, pp)
-                stages = PlacedStages(self.space.base, placed(split.blocks), own, self._before)
+                made = placed(split.blocks, self.space.base.model.mtp_layers)
+                stages = PlacedStages(self.space.base, made, own, self._before)
                 groups = [(together(member), member, ranks) for member, ranks in stages.members.items()]
                 found.append(Cut(split, stages, lower_bounds.pace_setters(stages), groups))
         return self._cuts[pp]

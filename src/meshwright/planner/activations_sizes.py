@@ -1,0 +1,45 @@
+"""Elements of a microbatch's activations on one rank, of which `planner/activations.py` makes bytes."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from meshwright.planner.rank_view import widths
+from meshwright.spec import RunSpec
+
+
+class Sizes:
+    """Elements of a microbatch's activations on one rank."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        layout, model = spec.layout, spec.model
+        self.spec, self.width = spec, widths(spec)
+        self.tokens = spec.micro_batch * spec.data.seq_len // layout.cp
+        self.own = self.tokens // (layout.tp if layout.sequence_parallel else 1)
+        self.stream = self.own * model.hidden
+        self.whole = self.tokens * model.hidden
+        self.gathered = self.whole if self.own < self.tokens else 0
+        """The residual stream of all tensor ranks, where it is gathered."""
+        self.heads = model.heads // layout.tp
+        self.queries = self.tokens * self.heads * model.head_dim
+        self.keys = self.tokens * layout.local_kv_heads(model.kv_heads) * model.head_dim
+        # Over context ranks values travel, and come out, as wide as keys.
+        v_dim = model.v_dim if layout.cp == 1 else model.head_dim
+        self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
+        self.gates = 2 if model.gated else 1
+        self.rows = ceil(model.vocab_size / layout.tp)
+        self.kinds = model.last_layers
+        """Kind -> the last such block: blocks of one kind are alike."""
+
+    def channels(self, layer: int) -> int:
+        """Channels of the feed-forward layer of all tokens, over all tensor ranks; 0 if there is none."""
+        model = self.spec.model
+        return model.moe.shared_ffn if model.moe and model.has_experts(layer) else model.ffn
+
+    def inner(self, layer: int) -> int:
+        """Elements inside the feed-forward layer that all tokens pass, dense or of shared experts."""
+        return self.tokens * self.channels(layer) // self.spec.layout.tp
+
+    def numbers(self, norms: int, tokens: int) -> int:
+        """Bytes that norms keep besides their input: a scale, or a mean and a scale, for each token."""
+        return norms * tokens * self.width.exact * (1 if self.spec.model.norm == "rmsnorm" else 2)
