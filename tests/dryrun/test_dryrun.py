@@ -163,6 +163,18 @@ def test_formulas_hold_of_a_moving_average(seed: int) -> None:
     assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", seeds(36, (2, 7, 18, 24, 35)))
+def test_formulas_hold_of_further_tokens(seed: int) -> None:
+    if seed % len(KINDS) == [*KINDS].index("gpt"):
+        pytest.skip("learned positions do not go with further tokens")
+    spec, rank = draw(seed, model__mtp_num_layers=1)
+    place = rank * spec.layout.pp // spec.layout.world_size
+    found, planned = rehearse(spec, rank, CPU), states(spec, place)
+    assert {kind: found.most[kind] for kind in STATES} == dict(zip(STATES, astuple(planned), strict=True))
+    assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, place), rel=0.03)
+    assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
+
+
 def islands_of(seed: int) -> tuple[RunSpec, int]:
     """A drawn run with islands, of which two in three stream fragments, and one of its ranks."""
     outer: dict[str, object] = {"outer__every": 4, "layout__replicate": 2, "precision__compute": "bf16"}

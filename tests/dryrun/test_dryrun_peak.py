@@ -90,6 +90,16 @@ def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyP
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.04)
 
 
+@pytest.mark.parametrize("seed", [2, 7, pytest.param(14, marks=pytest.mark.full)])
+def test_a_plan_of_further_tokens_has_the_peak_of_a_dry_run(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dryrun, "Trainer", SecondStep)
+    spec, rank = draw(seed, 256, **LARGER, model__mtp_num_layers=1)
+    assert spec.layout.cp == 1
+    assert planned(spec).allocated == pytest.approx(rehearsed(spec, rank).peak, rel=0.04)
+
+
 def test_gradients_of_a_step_take_no_room_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """While its head holds most, there are none yet: states are whole, and a microbatch is the whole step."""
     spec = llama(layout__dp=2, layout__zero=0, train__batch_tokens=2 * 8192, model__layers=2)

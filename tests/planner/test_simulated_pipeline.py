@@ -38,6 +38,18 @@ def test_a_step_does_the_models_flops(name: str, cut: str) -> None:
     assert flops(step(spec, FREE), spec) == pytest.approx(expected)
 
 
+def test_further_tokens_are_work_of_the_last_stage() -> None:
+    spec = spec_of(("model.mtp_num_layers", "1"), pp=3)
+    tokens = spec.train.batch_tokens / spec.layout.data_ranks
+    expected = spec.model.flops_per_token(spec.data.seq_len) * tokens
+    assert flops(step(spec, FREE), spec) == pytest.approx(expected)
+    busy, without = (step(each, FREE).simulation.busy for each in (spec, spec_of(pp=3)))
+    assert busy[:2] == pytest.approx(without[:2])
+    model, length = spec.model, spec.data.seq_len
+    more = model.block_flops(length, model.kinds[-1]) + model.head_flops + 4 * model.hidden**2
+    assert (busy[2] - without[2]) * FREE.flops == pytest.approx(3 * more * tokens)
+
+
 @given(st.permutations([0, 1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from([1, 4]))
 def test_neither_the_cut_nor_the_other_axes_change_the_flops(blocks: list[int], tp: int, cp: int) -> None:
     spec = spec_of(pp=4, stages=blocks, tp=tp, cp=cp)

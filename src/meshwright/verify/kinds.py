@@ -60,7 +60,8 @@ def kinds_of_a_step(moments: Iterable[str]) -> tuple[str, ...]:
     """The kinds that are compared in each step, in the order in which a step computes them."""
     return (
         "forward", "balance", "loss", "further loss", "backward", "gradient", "grad norm", "router bias",
-        "parameter", *moments, "ema", "outer parameter", "outer momentum", "outer error",
+        "parameter",
+        *moments, "ema", "outer parameter", "outer momentum", "outer error",
     )  # fmt: skip
 
 

@@ -49,6 +49,13 @@ def _before_head(blocks: LayerCost, held: Contents) -> list[tuple[int, LayerKind
     return [(count, kind) for count, kind in counted if count > 0]
 
 
+def _joined_ends(blocks: LayerCost, held: Contents) -> float:
+    """Elements of the embedding and the head where one rank has both as one unit."""
+    model = blocks.spec.model
+    joined = model.head_embeds and held.embed and held.head
+    return blocks.largest_unit * (1 if model.tied else 2) if joined else 0.0
+
+
 class LowerBound(Generic):
     """Bytes that layouts of this program need at least on a cost model's devices."""
 
@@ -152,6 +159,8 @@ class LowerBound(Generic):
             after += part * width.exact
             if zero == 3 and layout.pp > 1:
                 buffers += (whole + still) * width.compute
+        if layout.pp > 1 and not several and ranks[0] == 1 and packed != width.exact:
+            after -= _joined_ends(blocks, held) / shares * packed  # two stages add up theirs exactly at once
         if zero == 1 and layout.pp > 1 and ranks[0] > 1 and held.trained is None:
             units = [blocks.largest_unit] if held.embed or held.head else []
             units += [blocks.held(kind)[0] for _, kind in held.by_kind(blocks.kinds)]
