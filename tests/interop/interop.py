@@ -84,7 +84,7 @@ NOT_COMPUTED: Mapping[tuple[str, str], str] = {}
 
 @dataclass(frozen=True)
 class Export:
-    """What is written of a model, and what its run computes."""
+    """The files that are written of a model, and what its run computes."""
 
     folder: Path
     file: Path
