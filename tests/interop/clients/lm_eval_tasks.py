@@ -23,6 +23,7 @@ def main() -> None:
                 model_args=f"pretrained={folder}",
                 tasks=["continuations", "capitals"],
                 task_manager=tasks,
+                bootstrap_iters=0,
                 device="cpu",  # by default lm-eval takes CUDA, also where there is none
             )
             samples = sorted(told["samples"]["continuations"], key=lambda each: each["doc_id"])

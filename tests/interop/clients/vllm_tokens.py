@@ -2,11 +2,12 @@
 `python vllm_tokens.py ASKED.json FOLDER...`.
 
 Prints for each folder a JSON object: its name, the texts and bits per byte, or the error. The version is
-first.
+first. Each folder is opened in a process of its own, since vLLM's process groups are global.
 """
 
 import json
 import math
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -24,23 +25,30 @@ def bits_per_byte(model, texts: list[str]) -> float:
     return -sum(nats) / math.log(2) / sum(len(text.encode()) for text in texts)
 
 
+def answer(folder: str, asked: dict) -> None:
+    import vllm
+
+    try:
+        model = vllm.LLM(folder)
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=asked["count"])
+        texts = [each.outputs[0].text for each in model.generate(asked["prompts"], sampling)]
+        scores = {"sentences bits_per_byte": bits_per_byte(model, asked["texts"])}
+        found = {"texts": texts, "scores": scores}
+    except Exception as error:  # whatever a client says of a folder is its row
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"folder": folder, **found}), flush=True)
+
+
 def main() -> None:
     import vllm
 
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    prompts, count = asked["prompts"], asked["count"]
+    assert vllm.LLM  # is imported once, before the processes begin
     print(json.dumps({"version": vllm.__version__}), flush=True)
+    asked = json.loads(Path(sys.argv[1]).read_text())
     for folder in sys.argv[2:]:
-        try:
-            model = vllm.LLM(folder)
-            sampling = vllm.SamplingParams(temperature=0, max_tokens=count)
-            texts = [each.outputs[0].text for each in model.generate(prompts, sampling)]
-            scores = {"sentences bits_per_byte": bits_per_byte(model, asked["texts"])}
-            found = {"texts": texts, "scores": scores}
-            del model
-        except Exception as error:  # whatever a client says of a folder is its row
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"folder": folder, **found}), flush=True)
+        process = multiprocessing.get_context("fork").Process(target=answer, args=(folder, asked))
+        process.start()
+        process.join()
 
 
 if __name__ == "__main__":
