@@ -60,11 +60,6 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 16,
         "layer_types": "sliding_attention,sliding_attention,sliding_attention,full_attention",
     },
-    "deepseek_v2": {
-        "family": "deepseek_v2", "kv_heads": 4, "norm_eps": 1e-6, "head_dim": 128, "mla.kv_rank": 512,
-        "mla.rope_dim": 64, "mla.v_dim": 64, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128,
-        "moe.shared_ffn": 128, "moe.renormalise": False, "train.steps": 200,
-    },
     "gpt_oss": {
         "family": "gpt_oss", "attention_sinks": True, "qkv_bias": True, "out_bias": True,
         "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128, "moe.router_bias": True, "moe.expert_bias": True,
