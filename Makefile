@@ -43,7 +43,7 @@ exam: .venv/run.done
 	$(PY) tests/exam/exam.py $(ARGS)
 
 ## interop: exports opened by transformers, vLLM, llama.cpp and lm-eval, each in an environment of its own under
-## .interop, in half an hour the first time; ARGS="--models dense --clients vllm" for a part
+## .interop, which the first time takes several gigabytes; ARGS="--models dense --clients vllm" for a part
 interop: .venv/dev.done
 	$(PY) tests/interop/interop.py --work .interop/work $(ARGS)
 
