@@ -44,8 +44,8 @@ class FurtherTokens:
 def further_tokens(tokens_BS: Tensor, targets_BS: Tensor, documents_BS: Tensor) -> FurtherTokens:
     """The further tokens of whole sequences (B, S).
 
-    A target is not predicted (-100) where it is not from the place before, at the end of a sequence, and
-    beyond the end of a document.
+    The second target of a place is the target of the next place; it is not predicted (-100) where that is
+    not, at the end of a sequence, and where the next place is in another document.
     """
     next_BS = torch.cat([tokens_BS[:, 1:], targets_BS[:, -1:].clamp(min=0)], 1)
     same_BS = documents_BS[:, 1:] == documents_BS[:, :-1]
@@ -84,8 +84,8 @@ class MultiTokenHead(Head):
     def __init__(self, spec: ModelSpec, embedding: nn.Parameter, hooks: Hooks) -> None:
         super().__init__(spec, embedding, hooks)
         self.mtp_norm = make_norm(spec)
-        self.embedding_scale = spec.embedding_scale
-        if not spec.tied:  # else it is the head's own weight
+        self.tied, self.embedding_scale = spec.tied, spec.embedding_scale
+        if not spec.tied:
             self.embedding = embedding
 
     def forward(
@@ -104,9 +104,8 @@ class MultiTokenHead(Head):
 
     def _further_loss(self, h_BTD: Tensor, further: Further, scale: float) -> Tensor:
         """`scale` times the summed loss of further tokens."""
-        weight = getattr(self, "embedding", self.weight)
-        tokens_BT = further.given.tokens
-        e_BTD = self.hooks.embed(tokens_BT, tokens_BT, weight, None)
+        weight, tokens_BT = self.weight if self.tied else self.embedding, further.given.tokens
+        e_BTD = self.hooks.embed(tokens_BT, tokens_BT, weight, None)  # which reads no positions then
         e_BTD = e_BTD if self.embedding_scale == 1.0 else e_BTD * self.embedding_scale
         x_BTD = self.mtp_norm(further.through(e_BTD, h_BTD))
         return self.predict(x_BTD, further.given.targets, scale)

@@ -54,7 +54,8 @@ class FurtherLoss(StepPart):
 class MultiTokenPrediction(FurtherLoss):
     """The loss of further tokens on one rank, `factor` times whose mean joins that of the next token.
 
-    `scale` is the factor of a target's loss in the step's objective.
+    `scale` is the factor of a target's loss in the step's objective. It is no power of two, so half formats
+    round the logits' gradients by up to 2^-9, at targets mostly alike: as if `factor` were so far off.
     """
 
     def __init__(self, mesh: Mesh, factor: float) -> None:

@@ -118,7 +118,8 @@ class ReferenceDecoder:
         both = [self._norm(f"{last}.enorm", embedded), self._norm(f"{last}.hnorm", hidden)]
         joined = torch.cat(both, -1) @ self.weights[f"{last}.eh_proj.weight"].T
         x = block(spec.layers, spec.layer_kinds[-1], self.tap(f"{last}.eh_proj", joined))
-        return Predictions(logits, routings, self._logits(self._norm("head.mtp_norm", x)))
+        further = self.tap("head", self._logits(self._norm("head.mtp_norm", x)))
+        return Predictions(logits, routings, further)
 
     # Layers -----------------------------------------------------------------------------------------
 
