@@ -208,7 +208,7 @@ class StageCosts:
         end, model = self.blocks.rows * self.blocks.spec.model.hidden, self.blocks.spec.model
         embed = head = 1.0
         if held.trained is not None:
-            embed, head = held.trained.embed.weight, held.trained.head.weight
+            embed, head = min(1.0, held.trained.embed.weight), held.trained.head.weight  # of both ends
         embeds = held.embed or (held.head and model.head_embeds)
         return RankParts(both, embeds * end * embed, (held.head and not model.tied) * end * head)
 
