@@ -88,7 +88,7 @@ NOT_COMPUTED: Mapping[tuple[str, str], str] = {}
 
 @dataclass(frozen=True)
 class Export:
-    """The files that are written of a model, and what its run computes."""
+    """The files written of a model, and the answers of its run."""
 
     folder: Path
     file: Path
