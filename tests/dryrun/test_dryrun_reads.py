@@ -40,7 +40,7 @@ def test_the_command_says_what_is_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["dryrun", "--from", str(tmp_path), *words, *sizes, "--reads"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        "to start rank 0 reads 1.4 MiB of the weights' files, at most 128 KiB of it in memory at a time"
+        "to start rank 0 reads 1.4 MiB of the weights' files, at most 128.0 KiB of it in memory at a time"
         in out
     )
     with pytest.raises(UserError, match=r"^--reads: this run starts from random weights"):
