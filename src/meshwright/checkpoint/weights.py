@@ -27,15 +27,15 @@ class WeightPart(NamedTuple):
     value: Tensor
 
 
-class Reading(NamedTuple):
+class ReadBytes(NamedTuple):
     """The cost of reading weights: bytes of files in all, and the most of them in memory at a time."""
 
     bytes: int = 0
     at_a_time: int = 0
 
-    def then(self, other: Reading) -> Reading:
+    def then(self, other: ReadBytes) -> ReadBytes:
         """Return what one after the other takes."""
-        return Reading(self.bytes + other.bytes, max(self.at_a_time, other.at_a_time))
+        return ReadBytes(self.bytes + other.bytes, max(self.at_a_time, other.at_a_time))
 
 
 class Weights(Protocol):
@@ -54,7 +54,7 @@ class Weights(Protocol):
         """
         ...
 
-    def reading(self, wanted: Wanted) -> Reading:
+    def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
         ...
 

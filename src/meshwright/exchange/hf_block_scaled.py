@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.weights import Reading
+from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
 from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
 from meshwright.spec import UserError
@@ -77,7 +77,7 @@ class BlockScaled(WholeTensors):
             return super().parts(name, rectangles)
         return self._files.parts(name, rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take: codes and scales are read, and become numbers."""
         if name not in self._weights:
             return self._files.reading(name, rectangles)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import Reading, whole
+from meshwright.checkpoint.weights import ReadBytes, whole
 from meshwright.exchange.hf_state_dict import hf_tensors
 from meshwright.exchange.tensor_store import DTYPES_BY_NAME, Header, RenamedStore, TensorStore, bytes_of
 from meshwright.exchange.torch_files import TorchFiles
@@ -200,15 +200,15 @@ class SafetensorsFiles:
                 f"model.hf: the tensor {name} cannot be read from {path} ({error}); copy the file again"
             ) from error
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
-        header, found = self.headers[name], Reading()
+        header, found = self.headers[name], ReadBytes()
         for _, sizes in rectangles:
             whole_rows = bytes_of(header, (*sizes[:1], *header[1][1:]))
             part = bytes_of(header, sizes)
             alone = _row_by_row(header, sizes) or part == whole_rows
             buffered = 0 if alone else min(whole_rows, tiling().read_bytes)
-            found = found.then(Reading(part if alone else whole_rows, part + buffered))
+            found = found.then(ReadBytes(part if alone else whole_rows, part + buffered))
         return found
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.weights import Reading
+from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors, without_further
 from meshwright.exchange.parameter_source import ParameterSource
 from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
@@ -204,7 +204,7 @@ class QuantisedLayers(WholeTensors):
             return super().parts(name, rectangles)
         return self._files.parts(name, rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take: codes and scales are read, and become numbers."""
         if name not in self._layers:
             return self._files.reading(name, rectangles)

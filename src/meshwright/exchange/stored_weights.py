@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.rectangles import common
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import Reading, Wanted, WeightPart
+from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes
 from meshwright.exchange.tensor_store import DTYPES_BY_NAME, TensorStore
 from meshwright.spec import ModelSpec, UserError
@@ -85,9 +85,9 @@ class StoredWeights:
                 yield WeightPart(piece.parameters[number], rectangle, found)
                 del value, found  # before the next one is read
 
-    def reading(self, wanted: Wanted) -> Reading:
+    def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
-        found = Reading()
+        found = ReadBytes()
         for piece in self._pieces:
             if places := [each.place for each in self._asked(piece, wanted)]:
                 found = found.then(self._store.reading(piece.hf, places))

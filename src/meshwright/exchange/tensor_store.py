@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import Reading
+from meshwright.checkpoint.weights import ReadBytes
 from meshwright.spec.sharded_tensor import Rectangle
 
 Header = tuple[Path, tuple[int, ...], str]
@@ -44,7 +44,7 @@ class TensorStore(Protocol):
         """
         ...
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
         ...
 
@@ -63,19 +63,19 @@ class WholeTensors:
         value = self.read(name)
         yield from (narrow(value, rectangle) for rectangle in rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: a whole tensor."""
         size = bytes_of(self.headers[name])
-        return Reading(size, size) if rectangles else Reading()
+        return ReadBytes(size, size) if rectangles else ReadBytes()
 
 
 class MappedTensors(WholeTensors):
     """A store whose tensors are mapped from files: what no rectangle has of them is not read."""
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
         sizes = [bytes_of(self.headers[name], sizes) for _, sizes in rectangles]
-        return Reading(sum(sizes), max(sizes, default=0))
+        return ReadBytes(sum(sizes), max(sizes, default=0))
 
 
 def header_of(place: Path, tensor: Tensor) -> Header:
@@ -109,6 +109,6 @@ class RenamedStore:
         """Yield the values of rectangles of a tensor, in their order."""
         return self._store.parts(self._names[name], rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
         return self._store.reading(self._names[name], rectangles)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.rectangles import common
 from meshwright.checkpoint.save_plan import narrow
-from meshwright.checkpoint.weights import Reading, Wanted, WeightPart, Weights, whole
+from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, Weights, whole
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import ModelSpec
 from meshwright.spec.sharded_tensor import Rectangle
@@ -46,7 +46,7 @@ class ResizedWeights:
                 columns = narrow(mean, (offsets[1:], sizes[1:]))
                 yield WeightPart(name, (offsets, sizes), columns.expand(sizes))
 
-    def reading(self, wanted: Wanted) -> Reading:
+    def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take: for new rows all of the old ones are read."""
         old, new = self._old_and_new(wanted)
         means = {name: [whole(self._resized[name])] for name in new}

@@ -21,7 +21,7 @@ from meshwright.checkpoint.reader import (
     read_manifest_text,
     stored_parts,
 )
-from meshwright.checkpoint.weights import Reading, Wanted, WeightPart, fill
+from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, fill
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.weights.load import average_names, check_finite, check_state
@@ -90,11 +90,11 @@ class SavedWeights:
             check_finite(self.run, self._manifest.state, names[key], value)
             yield WeightPart(names[key], rectangle, value)
 
-    def reading(self, wanted: Wanted) -> Reading:
+    def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
         stored = {self._key(name): listed for name, listed in wanted.items()}
         sizes = [piece.bytes for _, _, piece in overlapping(self._path, self._manifest, stored, self._disk)]
-        return Reading(sum(sizes), max(sizes, default=0))
+        return ReadBytes(sum(sizes), max(sizes, default=0))
 
     def _key(self, name: str) -> str:
         """Return the name of a tensor in the checkpoint: routers' biases have no moving average."""

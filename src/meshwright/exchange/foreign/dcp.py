@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from meshwright.checkpoint.rectangles import check_cover, check_within, common
-from meshwright.checkpoint.weights import Reading
+from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.restricted_pickle import READING_ERRORS, load_dcp_metadata
 from meshwright.exchange.tensor_store import Header, bytes_of, dtype_name
 from meshwright.spec import UserError
@@ -57,15 +57,15 @@ class DcpStore:
         """Yield the values of rectangles of a tensor, in their order, of which alone pieces are read."""
         yield from (self._rectangle(name, *rectangle) for rectangle in rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
-        header, found = self.headers[name], Reading()
+        header, found = self.headers[name], ReadBytes()
         pieces = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._tensors[name].chunks]
         for rectangle in rectangles:
             for piece in pieces:
                 if common(piece, rectangle) is not None:
                     size = bytes_of(header, piece[1])
-                    found = found.then(Reading(size, size + bytes_of(header, rectangle[1])))
+                    found = found.then(ReadBytes(size, size + bytes_of(header, rectangle[1])))
         return found
 
     def row(self, name: str, index: int) -> Tensor:

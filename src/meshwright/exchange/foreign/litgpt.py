@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from meshwright.checkpoint.weights import Reading
+from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.foreign.caller import Caller
 from meshwright.exchange.foreign.naming import Naming
 from meshwright.exchange.foreign.query_groups import by_kind
@@ -44,7 +44,7 @@ class LitgptStore(WholeTensors):
         """Yield the values of rectangles of a tensor, in their order."""
         return super().parts(name, rectangles) if _is_by_group(name) else self._store.parts(name, rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
         if _is_by_group(name):
             return super().reading(name, rectangles)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.checkpoint.weights import Reading
+from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.foreign.caller import Caller
 from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of, dtype_name
 from meshwright.exchange.torch_files import TorchFiles
@@ -103,13 +103,13 @@ class AdapterStore(WholeTensors):
             return super().parts(name, rectangles)
         return self._base.parts(name, rectangles)
 
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> Reading:
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
         """Return what `parts` of these would take, without reading them; the adapter has been read."""
         if name in self._whole:
-            return Reading()
+            return ReadBytes()
         if name in self._factors:
             size = bytes_of(self._base.headers[name])
-            return Reading(size, bytes_of(self.headers[name])) if rectangles else Reading()
+            return ReadBytes(size, bytes_of(self.headers[name])) if rectangles else ReadBytes()
         return self._base.reading(name, rectangles)
 
     def _sort(self, name: str, tensor: Tensor, parts: dict[str, dict[str, Tensor]]) -> None:
