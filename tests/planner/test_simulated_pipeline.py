@@ -39,11 +39,11 @@ def test_a_step_does_the_models_flops(name: str, cut: str) -> None:
 
 
 def test_further_tokens_are_work_of_the_last_stage() -> None:
-    spec = spec_of(("model.mtp_num_layers", "1"), pp=3)
+    spec, alone = spec_of(("model.mtp_num_layers", "1"), pp=3, stages="even"), spec_of(pp=3, stages="even")
     tokens = spec.train.batch_tokens / spec.layout.data_ranks
     expected = spec.model.flops_per_token(spec.data.seq_len) * tokens
     assert flops(step(spec, FREE), spec) == pytest.approx(expected)
-    busy, without = (step(each, FREE).simulation.busy for each in (spec, spec_of(pp=3)))
+    busy, without = (step(each, FREE).simulation.busy for each in (spec, alone))
     assert busy[:2] == pytest.approx(without[:2])
     model, length = spec.model, spec.data.seq_len
     more = model.block_flops(length, model.kinds[-1]) + model.head_flops + 4 * model.hidden**2

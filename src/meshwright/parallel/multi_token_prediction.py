@@ -12,7 +12,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,19 +36,25 @@ class FurtherLoss(StepPart):
         """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
         return next_token_alone(loss, compute)
 
-    def own_targets(self, batch: Batch) -> int:
-        """Further targets of this context rank's tokens in a data rank's batch."""
-        return 0
+    numbers = 0
+    """Numbers that a step sums over all ranks because of it."""
+    mean: float | None = None
+    """The mean loss of a further token in the last step, without its factor; None without further tokens."""
 
-    def own_loss(self, like: Tensor) -> Tensor:
-        """The sum of this step's losses of further tokens on this rank, as they were weighed: a scalar as
-        `like`."""
-        return torch.zeros_like(like)
+    def own_targets(self, batch: Batch) -> list[int]:
+        """The further targets whose loss this rank counts in a batch, in a list that is empty without any."""
+        return []
 
-    def mean(self, total: float) -> float | None:
-        """The mean loss of a further token, of the sum of `own_loss` over ranks times the gradients' factor;
-        None where none are predicted."""
-        return None
+    def expect_targets(self, targets: Sequence[float]) -> None:
+        """Take `own_targets` of the batch that comes next, summed over all ranks."""
+
+    def own_numbers(self, factor: float, following: Batch | None) -> list[Tensor]:
+        """This rank's share of `numbers`: the step's loss times the gradients' `factor`, and the targets of
+        the batch that follows."""
+        return []
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """Take `own_numbers`, summed over all ranks."""
 
 
 class MultiTokenPrediction(FurtherLoss):
@@ -58,8 +64,12 @@ class MultiTokenPrediction(FurtherLoss):
     round the logits' gradients by up to 2^-9, at targets mostly alike: as if `factor` were so far off.
     """
 
-    def __init__(self, mesh: Mesh, factor: float) -> None:
-        self._mesh, self._factor, self.scale = mesh, factor, 0.0
+    numbers = 2
+
+    def __init__(self, mesh: Mesh, factor: float, counts: bool) -> None:
+        self._mesh, self._factor, self.scale, self._expected = mesh, factor, 0.0, 0.0
+        self._counts = counts and mesh.tensor.rank == 0
+        """True for the one tensor rank that counts losses, where there are any."""
         self._losses: tuple[Tensor, ...] = ()
         """Those of this step's microbatches."""
 
@@ -69,7 +79,7 @@ class MultiTokenPrediction(FurtherLoss):
 
     def begin_step(self, begin: StepBegin) -> None:
         """Weigh the losses of the step's further targets, and begin to add them up."""
-        self.scale = self._factor * weight_of_a_target(begin.further_targets) * begin.loss_factor
+        self.scale = self._factor * weight_of_a_target(int(self._expected)) * begin.loss_factor
         self._losses = ()
 
     def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
@@ -78,19 +88,27 @@ class MultiTokenPrediction(FurtherLoss):
         self._losses = (*self._losses, further.detach())
         return with_backward(lambda loss, _: loss.view_as(loss), lambda grad: (grad, grad), loss, further)
 
-    def own_targets(self, batch: Batch) -> int:
-        """Further targets of this context rank's tokens in a data rank's batch."""
-        return count_targets(self._own(batch).targets)
+    def own_targets(self, batch: Batch) -> list[int]:
+        """The further targets whose loss this rank counts in a batch."""
+        return [count_targets(self._own(batch).targets) if self._counts else 0]
 
-    def own_loss(self, like: Tensor) -> Tensor:
-        """The sum of this step's losses of further tokens on this rank; tensor ranks find the same."""
-        if not self._losses or self._mesh.tensor.rank > 0:
-            return super().own_loss(like)
-        return torch.stack(self._losses).to(like.dtype).sum()
+    def expect_targets(self, targets: Sequence[float]) -> None:
+        """Take the targets of the batch that comes next."""
+        (self._expected,) = targets
 
-    def mean(self, total: float) -> float | None:
-        """The mean loss of a further token, without its factor in the objective."""
-        return total / self._factor
+    def own_numbers(self, factor: float, following: Batch | None) -> list[Tensor]:
+        """The step's loss on this rank, and the targets of the batch that follows."""
+        targets = self.own_targets(following) if following is not None else [0]
+        losses = [each.double() for each in self._losses] if self._counts else []
+        counted = torch.tensor([0.0, *targets], dtype=torch.float64).to(self._mesh.device, non_blocking=True)
+        if losses:
+            counted[0] += torch.stack(losses).sum() * factor
+        return [counted]
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """Take the loss of all ranks, and their targets in the batch that follows."""
+        loss, self._expected = numbers
+        self.mean = loss / self._factor
 
     def _own(self, batch: Batch) -> FurtherTokens:
         whole = further_tokens(batch.tokens, batch.targets, batch.documents)
@@ -101,8 +119,9 @@ class MultiTokenPrediction(FurtherLoss):
         return [self], []
 
 
-def further_loss_of(spec: RunSpec, mesh: Mesh) -> FurtherLoss:
-    """The loss of further tokens of a run, if its model predicts any."""
+def further_loss_of(spec: RunSpec, mesh: Mesh, counts: bool) -> FurtherLoss:
+    """The loss of further tokens of a run, if its model predicts any. `counts` is True for a rank with the
+    head."""
     if spec.model.mtp_num_layers == 0:
         return FurtherLoss()
-    return MultiTokenPrediction(mesh, spec.train.mtp_loss_scaling_factor)
+    return MultiTokenPrediction(mesh, spec.train.mtp_loss_scaling_factor, counts)

@@ -66,7 +66,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     moe_cache = cache or RecomputeCache()
     balance = RouterBalance(model, mesh, moe_cache)
     products = products_of(spec.precision, mesh.device)
-    further = further_loss_of(spec, mesh)
+    further = further_loss_of(spec, mesh, schedule.rank_of[-1] == mesh.pipeline.rank)
     hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
     hooks = replace(hooks, further=further.attach)
     with torch.device("meta"):

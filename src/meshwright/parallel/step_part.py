@@ -30,8 +30,6 @@ class StepBegin:
     """Samples of all ranks."""
     loss_factor: float
     """Factor on losses beside that of targets, which `Trainer.gradient_factor` takes out of gradients."""
-    further_targets: int = 0
-    """Targets of all ranks after the next ones (`multi_token_prediction.py`)."""
 
 
 @dataclass

@@ -67,12 +67,8 @@ class Totals(NamedTuple):
     squares: float
     """The square of the norm of the gradients that the backward left, without `Trainer.gradient_factor`."""
     loss: float
-    further_loss: float
-    """That of the tokens after the next ones, as it is weighed."""
     targets: float
     """Targets of the step after this one."""
-    further_targets: float
-    """Its targets after the next tokens."""
     failures: float
     stops: float
 
@@ -137,9 +133,8 @@ class Trainer:
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
         self.sequences = spec.batch_sequences
         """Samples of the last batch, over all ranks."""
-        self._targets: tuple[Batch | None, int, int] = None, 0, 0
-        """The batch that comes next, if it is known, with the targets of all ranks in it, and those after the
-        next tokens."""
+        self._targets: tuple[Batch | None, int] = None, 0
+        """The batch that comes next, if it is known, with the targets of all ranks in it."""
         self._ahead: tuple[Batch, Batch] | None = None
         """The batch that comes next, and this rank's tokens of it on the device."""
 
@@ -199,8 +194,10 @@ class Trainer:
 
     def expect(self, batch: Batch) -> None:
         """Count the targets of a batch over all ranks, ahead of the step that takes it."""
-        targets, further = sum_scalars(self._own_targets(batch), self.mesh.world)
-        self._targets = batch, int(targets), int(further)
+        own = [self._own_targets(batch), *self.further.own_targets(batch)]
+        targets, *further = sum_scalars(own, self.mesh.world)
+        self._targets = batch, int(targets)
+        self.further.expect_targets(further)
 
     def compile_stages(self, evaluate: bool) -> None:
         """Compile the blocks of all stages of a pipeline at once, before the first step; every rank calls it.
@@ -225,8 +222,7 @@ class Trainer:
         """
         if self._targets[0] is not batch:
             self.expect(batch)
-        _, targets, further = self._targets
-        power, self.rest = power_and_rest(weight_of_a_target(targets))
+        power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
         ahead, self._ahead = self._ahead, None
         own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
         for part in self.parts:
@@ -234,7 +230,7 @@ class Trainer:
         micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
         self.sequences = batch.tokens.shape[0] * self.spec.layout.data_ranks
-        begin = StepBegin(self.sequences, self.loss_scale.value / self.rest, further)
+        begin = StepBegin(self.sequences, self.loss_scale.value / self.rest)
         for part in self.parts:
             part.begin_step(begin)
         for stage in self.pipeline.stages.values():
@@ -256,13 +252,13 @@ class Trainer:
         parameter's norm where that is clipped.
         """
         self._due_factor = self.due.exchange(self.gradient_factor)
-        targets = self._own_targets(following) if following is not None else (0, 0)
-        further = self.further.own_loss(loss) * self.gradient_factor
-        found = torch.stack([self.states.squares(), loss, further])
-        counted = torch.tensor([*targets, failed, stop], dtype=found.dtype)
+        targets = self._own_targets(following) if following is not None else 0
+        found = torch.stack([self.states.squares(), loss])
+        counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
-        squares, counts = self.clipping.own_squares(), self.balance.counted()
-        own = torch.cat([numbers, *squares]) if squares else numbers
+        more = [*self.further.own_numbers(self.gradient_factor, following), *self.clipping.own_squares()]
+        counts = self.balance.counted()
+        own = torch.cat([numbers, *more]) if more else numbers
         joined = torch.cat([own, *(each.flatten() for each in counts)]) if counts else own
         start_all_reduce(joined, self.mesh.world, "scalars").wait()
         for each in counts:
@@ -277,12 +273,14 @@ class Trainer:
             on_host = read()
         size, numbers = len(sums.on_device), len(Totals._fields)
         found = Totals(*on_host[:numbers])
-        self.clipping.take_squares(on_host[numbers:size])
+        first = numbers + self.further.numbers
+        self.further.take(on_host[numbers:first])
+        self.clipping.take_squares(on_host[first:size])
         updated = on_host[size:] == [1.0]
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
             (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
             found = found._replace(squares=squares)
-        self._targets = sums.following, int(found.targets), int(found.further_targets)
+        self._targets = sums.following, int(found.targets)
         return found, updated
 
     def step(
@@ -341,10 +339,8 @@ class Trainer:
         self.states.end_step()
         for part in self.parts:
             part.after_step(end)
-        further = self.further.mean(totals.further_loss)
-        return StepResult(
-            totals.loss, norm, rate, finite, waiting, int(totals.failures), end.stops, scale, further
-        )
+        further, failures = self.further.mean, int(totals.failures)
+        return StepResult(totals.loss, norm, rate, finite, waiting, failures, end.stops, scale, further)
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""
@@ -354,11 +350,8 @@ class Trainer:
         """This rank's share of the negative log-likelihood and of the targets; see `nll`."""
         return nll(self.pipeline, self.spec.micro_batch, batch)
 
-    def _own_targets(self, batch: Batch) -> tuple[int, int]:
-        """Targets whose loss this rank counts, and those after the next tokens."""
-        if not _counts_losses(self.pipeline):
-            return 0, 0
-        return own_targets(self.pipeline, batch), self.further.own_targets(batch)
+    def _own_targets(self, batch: Batch) -> int:
+        return own_targets(self.pipeline, batch)
 
 
 @torch.no_grad()
@@ -382,14 +375,9 @@ def nll(pipeline: Pipeline, micro_batch: int, batch: Batch) -> Tensor:
 
 def own_targets(pipeline: Pipeline, batch: Batch) -> int:
     """Return the targets whose loss this rank computes, and no other of its tensor ranks counts."""
-    if not _counts_losses(pipeline):
+    if not pipeline.has_end or pipeline.mesh.tensor.rank > 0:
         return 0
     return count_targets(share(batch.targets, pipeline.mesh.context))
-
-
-def _counts_losses(pipeline: Pipeline) -> bool:
-    """True for the one tensor rank whose losses count, where there are any."""
-    return pipeline.has_end and pipeline.mesh.tensor.rank == 0
 
 
 def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:

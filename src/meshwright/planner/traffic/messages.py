@@ -40,7 +40,7 @@ from meshwright.spec.training_flops import head_has_gradient
 
 Key = TypeVar("Key")
 
-_COUNT, _TOTALS = 8, 7
+_COUNT, _TOTALS = 8, 5
 """Bytes of an int64 count or a float64 sum; numbers that a step sums over all ranks (`train.step.Totals`)."""
 _SMALL = 4
 """Bytes of a number of the router's: counts in fp32, chosen experts in int32."""
@@ -376,7 +376,8 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     if view.embed != view.head:
         ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
         yield call("pipeline", "all_reduce", tied, exact, ends)
-    numbers = _TOTALS + (balance_counts(spec.model, moe) if moe is not None else 0)
+    numbers = _TOTALS + 2 * (spec.model.mtp_num_layers > 0)
+    numbers += balance_counts(spec.model, moe) if moe is not None else 0
     if spec.train.clip_parameter is not None:
         numbers += sum(len(unit) for unit in parameters(spec.model).values())
     world = step_world(spec)
