@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from foreign_files import WRITERS, megatron_arguments, merged, write_adapter
 from hf_models import read_all
 from meshwright import api
+from meshwright.checkpoint.disk import Disk
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.exchange.foreign.source import open_source
@@ -231,9 +234,36 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a rank is not there": (
         "zero 2", lambda source: next(source.glob("*/*rank_1_*optim*")).unlink(), "2 ranks of 3"),
     "cut": ("litgpt", lambda source: os.truncate(source / "lit_model.pth", 5000), "copy the file again"),
+    "a tag of no folder": (
+        "zero 2", lambda source: (source / "latest").write_text("../../etc"), "names no folder of"),
     "nothing": ("torch dcp", lambda source: shutil.rmtree(source) or source.mkdir(), "holds no model"),
     "no folder": ("torch dcp", shutil.rmtree, "is not there"),
 }  # fmt: skip
+
+
+def test_a_full_disk_leaves_no_run_and_is_a_sentence(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Disk.write
+
+    def full(disk: Disk, descriptor: int, data: memoryview) -> int:
+        if len(data) > 4096:  # there was room for what is small
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(disk, descriptor, data)
+
+    monkeypatch.setattr(Disk, "write", full)
+    text = refused("import", given.folder, "--out", tmp_path / "run")
+    reason = "(No space left on device); give another --out"
+    assert text == f"--out: {tmp_path / 'run'} cannot be written {reason}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pickle_that_torch_did_not_write_is_one_sentence(given: Given, tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(pickle.dumps({"a": 1}, protocol=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused("import", file, "--out", tmp_path / "run", "--config", given.folder)
 
 
 @pytest.mark.parametrize("case", MISTAKES)

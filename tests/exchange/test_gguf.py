@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -361,6 +362,13 @@ def test_a_run_is_exported_by_the_name_of_the_file(
         api.export(tmp_path / "run", tmp_path / "x.gguf", "q4")
     with pytest.raises(UserError, match="cannot be written"):
         api.export(tmp_path / "run", tmp_path / "nowhere" / "x.gguf")
+    full = OSError("4096 requested and 0 written")  # as numpy tells of a full disk, without an errno
+    with (
+        patch("gguf.GGUFWriter.write_tensor_data", side_effect=full),
+        pytest.raises(UserError, match=r"cannot be written \(4096 requested and 0 written\)"),
+    ):
+        api.export(tmp_path / "run", tmp_path / "full.gguf")
+    assert not (tmp_path / "full.gguf").exists()
 
 
 def test_a_suffix_in_capitals_is_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

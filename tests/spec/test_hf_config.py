@@ -356,6 +356,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling of .* lacks the key 'factor'"),
         (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -1}}, "mscale -1"),
         (LLAMA | {"model_type": ["llama"]}, "model_type"),
+        (LLAMA | {"model_type": "qwen9"}, r"model_type \"qwen9\"; none of the .* did you mean 'qwen\d'\?"),
+        (
+            LLAMA | {"model_type": "gemma3", "vision_config": {}},
+            'model_type "gemma3"; its vision_config says that it takes more than text',
+        ),
         (LLAMA | {"model_type": {}}, "model_type"),
         (LLAMA | {"attention_bias": "false"}, "attention_bias"),
         (LLAMA | {"rope_parameters": "default"}, "rope_parameters"),

@@ -14,6 +14,7 @@ from foreign_files import WRITERS, write_adapter
 from meshwright import api
 from meshwright.api.initial_weights import initial_weights_told
 from meshwright.api.source import keys_of_source
+from meshwright.cli.main import main
 from meshwright.spec import UserError, load
 
 DCP = "a checkpoint in the format torch DCP with the names of"
@@ -73,6 +74,26 @@ def test_a_model_of_the_hubs_cache_is_told(theirs: Path, tmp_path: Path) -> None
     cached = tmp_path / "models--org--small" / "snapshots" / ("0" * 40)
     shutil.copytree(theirs, cached)
     assert "; org/small of the hub, in its cache on this machine, family llama, " in line_from(cached, theirs)
+
+
+def test_the_folder_that_describes_bare_weights_gives_the_tokenizer(theirs: Path, tmp_path: Path) -> None:
+    WRITERS["torch dcp"](
+        load_file(theirs / "model.safetensors"), json.loads((theirs / "config.json").read_text()), tmp_path
+    )
+    given = {"model.weights": str(tmp_path / "source"), "model.hf": str(theirs)}
+    spec = load(None, [*given.items(), *flags(theirs).items()])
+    assert spec.data.tokenizer == str(theirs / "tokenizer.json")
+    assert spec.model.weights == str(tmp_path / "source")
+
+
+def test_a_plan_for_weights_without_a_config_asks_for_the_model(theirs: Path, tmp_path: Path) -> None:
+    source = written("litgpt", theirs, tmp_path)
+    (source / "config.json").unlink()
+    words = ["plan", "--from", str(source), "--cluster", "h100", "--gpus", "8", "--batch-tokens", "1M"]
+    with pytest.raises(
+        UserError, match=rf"^--from: {source} has no config\.json, by which a model is planned"
+    ):
+        main(words)
 
 
 def test_errors_have_the_key_that_names_the_checkpoint(theirs: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _foreign(path: Path) -> Iterator[tuple[str, str]]:
     if (folder / "config.json").is_file():
         yield "model.hf", str(folder)
     else:
-        fields = model.model_dump(mode="json", exclude={"weights"})
+        fields = model.model_dump(mode="json", exclude={"hf", "weights"})
         yield from ((f"model.{key}", text) for key, text in _flat(fields))
     if (tokenizer := folder / "tokenizer.json").is_file():
         yield "data.tokenizer", str(tokenizer)

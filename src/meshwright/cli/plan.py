@@ -97,6 +97,11 @@ def _planned_model(call: Call) -> tuple[str, list[tuple[str, str]]]:
     source = None if weights is None else weight_source(weights)
     if (folder := given.pop("model.hf", None)) is None and source is not None and not source.is_foreign:
         folder = str(source.folder)
+    if folder is None and weights is not None:
+        raise UserError(
+            f"--from: {weights} has no config.json, by which a model is planned; give MODEL, a preset or an "
+            "HF folder of its architecture"
+        )
     if folder is None:
         raise UserError("MODEL: is missing; give a preset, an HF folder, a run file, or --from SOURCE")
     return folder, list(given.items())

@@ -13,18 +13,16 @@ round the inputs, too; here they are those of the model's own format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.hf_quantised import KEY, QuantisedLayers
-from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
+from meshwright.exchange.tensor_store import DecodedTensors, Header, TensorStore
 from meshwright.spec import UserError
-from meshwright.spec.sharded_tensor import Rectangle
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of 3 bits; the fourth is the sign."""
@@ -43,7 +41,7 @@ class _Weight(NamedTuple):
     shape: tuple[int, ...]
 
 
-class BlockScaled(WholeTensors):
+class BlockScaled(DecodedTensors):
     """The tensors of an HF folder whose weights have a scale for each block, by names of what they stand for
     (`TensorStore`).
 
@@ -51,39 +49,26 @@ class BlockScaled(WholeTensors):
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: TensorStore) -> None:
-        self._folder, self._files = folder, files
+        super().__init__(files)
+        self._folder = folder
         given = config.get(KEY)
         described = given if isinstance(given, dict) else {}
         self._mxfp4 = described.get("quant_method") == "mxfp4"
         self._tile = (1, 1) if self._mxfp4 else self._sides(described)
         find = self._packed if self._mxfp4 else self._tiled
         self._weights = dict(find(files.headers))
-        parts = {name for each in self._weights.values() for name in (each.codes, each.scales)}
+        names = {name: (each.codes, each.scales) for name, each in self._weights.items()}
+        self._made_of = {name: [files.headers[each] for each in pair] for name, pair in names.items()}
+        parts = {name for pair in names.values() for name in pair}
         plain = {name: header for name, header in files.headers.items() if name not in parts}
         dtype = "BF16" if self._mxfp4 else "F32"
         self.headers = plain | {name: (each.file, each.shape, dtype) for name, each in self._weights.items()}
 
-    def read(self, name: str) -> Tensor:
-        """A weight of codes and scales, any other tensor as it is."""
-        weight = self._weights.get(name)
-        if weight is None:
-            return self._files.read(name)
+    def decode(self, name: str) -> Tensor:
+        """Return a weight of codes and scales."""
+        weight = self._weights[name]
         codes, scales = self._files.read(weight.codes), self._files.read(weight.scales)
         return from_mxfp4(codes, scales).mT if self._mxfp4 else from_tiles(codes, scales, self._tile)
-
-    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
-        """Yield the values of rectangles of a tensor, in their order."""
-        if name in self._weights:
-            return super().parts(name, rectangles)
-        return self._files.parts(name, rectangles)
-
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
-        """Return what `parts` of these would take: codes and scales are read, and become numbers."""
-        if name not in self._weights:
-            return self._files.reading(name, rectangles)
-        weight, whole = self._weights[name], super().reading(name, rectangles)
-        stored = sum(bytes_of(self._files.headers[each]) for each in (weight.codes, weight.scales))
-        return whole._replace(bytes=stored) if whole.bytes else whole
 
     def _sides(self, described: Mapping[str, Any]) -> tuple[int, int]:
         sides = described.get("weight_block_size", [_TILE, _TILE])

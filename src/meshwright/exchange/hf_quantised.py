@@ -13,7 +13,7 @@ under `ignore` the layers that are not quantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -21,15 +21,13 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.weights import ReadBytes
 from meshwright.exchange.hf_state_dict import HfTensor, Shapes, hf_tensors, without_further
 from meshwright.exchange.parameter_source import ParameterSource
-from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, bytes_of
+from meshwright.exchange.tensor_store import DecodedTensors, Header, TensorStore
 from meshwright.model.quantisation import BITS, DYNAMIC, Codes, quantise
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.precision import Quantised
-from meshwright.spec.sharded_tensor import Rectangle
 
 KEY = "quantization_config"
 FORMATS: dict[Quantised, str] = {
@@ -167,7 +165,7 @@ class _Layer(NamedTuple):
     shape: tuple[int, ...]
 
 
-class QuantisedLayers(WholeTensors):
+class QuantisedLayers(DecodedTensors):
     """The tensors of an HF folder with quantised weights by names of what they stand for (`TensorStore`).
 
     Raises `UserError` for a `quantization_config` that is not one of the recipes here, and for tensors that
@@ -175,9 +173,11 @@ class QuantisedLayers(WholeTensors):
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: TensorStore) -> None:
-        self._folder, self._files = folder, files
+        super().__init__(files)
+        self._folder = folder
         self.quantisation = read_quantisation(folder, config)
         self._layers = dict(self._find(files.headers))
+        self._made_of = {name: (each.codes, each.scales) for name, each in self._layers.items()}
         parts = {stem + suffix for stem in map(_stem, self._layers) for suffix in SUFFIXES}
         plain = {name: header for name, header in files.headers.items() if name not in parts}
         self.headers = plain | {
@@ -188,28 +188,13 @@ class QuantisedLayers(WholeTensors):
         """Those of the `known` tensors that are quantised."""
         return [name for name in known if name in self._layers]
 
-    def read(self, name: str) -> Tensor:
-        """A quantised weight in fp32, any other tensor as it is."""
-        layer = self._layers.get(name)
-        if layer is None:
-            return self._files.read(name)
+    def decode(self, name: str) -> Tensor:
+        """Return a quantised weight in fp32."""
+        layer = self._layers[name]
         bits, packed = BITS[self.quantisation.recipe], _is_packed(self.quantisation.recipe)
         codes = self._files.read(f"{_stem(name)}.weight_packed" if packed else name)
         codes = unpack(codes, bits, layer.shape[1]) if packed else codes
         return Codes(codes, self._files.read(f"{_stem(name)}.weight_scale")).values()
-
-    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
-        """Yield the values of rectangles of a tensor, in their order."""
-        if name in self._layers:
-            return super().parts(name, rectangles)
-        return self._files.parts(name, rectangles)
-
-    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
-        """Return what `parts` of these would take: codes and scales are read, and become numbers."""
-        if name not in self._layers:
-            return self._files.reading(name, rectangles)
-        layer, whole = self._layers[name], super().reading(name, rectangles)
-        return whole._replace(bytes=bytes_of(layer.codes) + bytes_of(layer.scales)) if whole.bytes else whole
 
     def _find(self, files: Mapping[str, Header]) -> Iterator[tuple[str, _Layer]]:
         recipe, group = self.quantisation.recipe, self.quantisation.group

@@ -60,7 +60,7 @@ def load_torch_file(path: Path, key: str) -> Any:
         if refused := [name for name in unsafe if not name.startswith(PROGRAMS)]:
             raise _hostile(path, refused[0], key)
         with torch.serialization.safe_globals([(Unread, name) for name in unsafe]), catch_warnings():
-            simplefilter("ignore")  # of pickles that torch.save did not write, which end in an error below
+            simplefilter("ignore")  # torch's advice on pickles of other protocols, which it reads or refuses
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         if name := _unsupported(str(error)):

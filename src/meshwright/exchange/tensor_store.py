@@ -78,6 +78,37 @@ class MappedTensors(WholeTensors):
         return ReadBytes(sum(sizes), max(sizes, default=0))
 
 
+class DecodedTensors(WholeTensors):
+    """A store in which some tensors are the numbers that tensors of `files` stand for, such as codes with
+    scales, and the others are those of `files` (`TensorStore`)."""
+
+    def __init__(self, files: TensorStore) -> None:
+        self._files = files
+        self._made_of: Mapping[str, Sequence[Header]] = {}
+        """The headers of what each of the former is made of, which a subclass finds in the files."""
+
+    def decode(self, name: str) -> Tensor:
+        """Return one of the tensors that are made of others. Raises `UserError` for damage."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU. Raises `UserError` for damage."""
+        return self.decode(name) if name in self._made_of else self._files.read(name)
+
+    def parts(self, name: str, rectangles: Sequence[Rectangle]) -> Iterator[Tensor]:
+        """Yield the values of rectangles of a tensor, in their order."""
+        if name in self._made_of:
+            return super().parts(name, rectangles)
+        return self._files.parts(name, rectangles)
+
+    def reading(self, name: str, rectangles: Sequence[Rectangle]) -> ReadBytes:
+        """Return what `parts` of these would take: what a tensor is made of is read, and becomes numbers."""
+        if name not in self._made_of:
+            return self._files.reading(name, rectangles)
+        whole = super().reading(name, rectangles)
+        return whole._replace(bytes=sum(map(bytes_of, self._made_of[name]))) if whole.bytes else whole
+
+
 def header_of(place: Path, tensor: Tensor) -> Header:
     """Return the header of a tensor in a file."""
     return place, tuple(tensor.shape), dtype_name(tensor.dtype)

@@ -32,14 +32,14 @@ from meshwright.spec import RunSpec
 class FurtherLoss(StepPart):
     """The part of a step without further tokens."""
 
-    def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
-        """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
-        return next_token_alone(loss, compute)
-
     numbers = 0
     """Numbers that a step sums over all ranks because of it."""
     mean: float | None = None
     """The mean loss of a further token in the last step, without its factor; None without further tokens."""
+
+    def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
+        """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
+        return next_token_alone(loss, compute)
 
     def own_targets(self, batch: Batch) -> list[int]:
         """The further targets whose loss this rank counts in a batch, in a list that is empty without any."""

@@ -77,9 +77,7 @@ def reference_steps(
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
         losses = losses_of(spec, decoder, moved, other_loss)
-        objective, routings = losses.objective, losses.routings
-        statistics = _statistics(spec, routings)
-        found = torch.autograd.grad(objective, list(parameters.values()))
+        found = torch.autograd.grad(losses.objective, list(parameters.values()))
         due = queue.due(dict(zip(parameters, found, strict=True)))
         gradients = due or {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         clipped = clipping.clip(due) if due else {}
@@ -94,7 +92,7 @@ def reference_steps(
                 parameter.data = stochastic(parameter, spec.train.seed, updates, name)
             if spec.train.ema is not None:
                 averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
-        _move_biases(spec.model.moe, routings, parameters, biases)
+        _move_biases(spec.model.moe, losses.routings, parameters, biases)
         linears.end_step()
         yield {
             "samples": {name: getattr(batch, name) for name in SAMPLES},
@@ -106,7 +104,7 @@ def reference_steps(
             "parameter": {name: weight.detach().clone() for name, weight in weights.items()},
             **{kind: {name: each.clone() for name, each in kept.items()} for kind, kept in moments.items()},
             **({"ema": dict(averages)} if averages else {}),
-            "balance": statistics,
+            "balance": _statistics(spec, losses.routings),
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
 
