@@ -85,7 +85,7 @@ class DecodedTensors(WholeTensors):
     def __init__(self, files: TensorStore) -> None:
         self._files = files
         self._made_of: Mapping[str, Sequence[Header]] = {}
-        """The headers of what each of the former is made of, which a subclass finds in the files."""
+        """The headers of what each decoded tensor is made of, which a subclass finds in the files."""
 
     def decode(self, name: str) -> Tensor:
         """Return one of the tensors that are made of others. Raises `UserError` for damage."""
