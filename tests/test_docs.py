@@ -79,7 +79,7 @@ def parsed(words: list[str]) -> tuple[Verb, Call]:
 def tree_of(call: Call) -> dict[str, Any]:
     """Content of a command's run file, such as the run.toml of docs/train.md; a folder says nothing."""
     path = call.path()
-    if path is None or path.suffix != ".toml":
+    if path is None or path.suffix != ".toml" or "have" in call.flags:  # a file that init writes
         return {}
     if path.name == "run.toml":
         return tomllib.loads(blocks(ROOT / "docs" / "train.md", "toml")[0])

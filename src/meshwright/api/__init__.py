@@ -17,6 +17,7 @@ Trained models: `generation` with `prompt_files` and `prompt_remarks`, `evaluati
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
 Predictions: `planning`.
+Run files for what somebody has: `run_files`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from meshwright.api.models import (
 )
 from meshwright.api.planning import dryrun, explain, goodput, plan, profile, simulate, validate
 from meshwright.api.quantisation import compare_quantisation, quantise
+from meshwright.api.run_files.new_run_file import init
 from meshwright.api.runs import train
 from meshwright.api.sweeps import sweep
 from meshwright.api.verify_runs import verify
@@ -44,7 +46,7 @@ from meshwright.api.weights import average, merge
 
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_verify",
-    "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf", "load_hf",
-    "load_run", "merge", "plan", "profile", "quantise", "simulate", "sweep", "tokenize", "train",
+    "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf", "init",
+    "load_hf", "load_run", "merge", "plan", "profile", "quantise", "simulate", "sweep", "tokenize", "train",
     "validate", "verify",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 WIDTH = 100
 
 SUMMARIES = {
+    "init": "write a run file for what there is (text, a model, a run), what is wanted, and where",
     "train": "train a model: start the ranks, log, checkpoint, report",
     "verify": "compare the layout with one device in float64: loss, gradients, norm, parameters",
     "tokenize": "turn text, JSONL or source files into a folder of tokens for data.corpus",

@@ -79,6 +79,10 @@ class TextSource(ABC):
     def documents(self) -> Iterator[str]:
         """Yield each document's text, never an empty one. Raises `UserError` that names the file."""
 
+    def size(self) -> int | None:
+        """Return the bytes that its files take; None where that is not known before all is read."""
+        return None
+
     def check_text(self) -> None:
         """Raise `UserError` if the documents are not text, which a tokenizer could be trained on."""
         if not self.is_text:
@@ -134,6 +138,10 @@ class FileSource(TextSource):
     def fingerprint(self) -> str:
         """Return the SHA-256 of relative names and versions of all files."""
         return fingerprint_of(self._files)
+
+    def size(self) -> int:
+        """Return the bytes of all files, packed ones as they are kept."""
+        return sum(file.size() for file in self._files)
 
     def documents(self) -> Iterator[str]:
         """Yield each document's text, file by file."""

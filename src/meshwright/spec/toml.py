@@ -39,7 +39,7 @@ def _changes(tree: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def _toml(parts: dict[str, Any]) -> str:
-    lines = [f"{name} = {_value(None)}" for name, part in parts.items() if part is None]
+    lines = [f"{name} = {toml_value(None)}" for name, part in parts.items() if part is None]
     for name, part in parts.items():
         if part is not None:
             _table(lines, (name,), part)
@@ -49,22 +49,23 @@ def _toml(parts: dict[str, Any]) -> str:
 def _table(lines: list[str], path: tuple[str, ...], fields: dict[str, Any]) -> None:
     tables = {name: value for name, value in fields.items() if isinstance(value, dict) and value}
     lines += ["", f"[{'.'.join(map(_name, path))}]"]
-    lines += [f"{_name(name)} = {_value(value)}" for name, value in fields.items() if name not in tables]
+    lines += [f"{_name(name)} = {toml_value(value)}" for name, value in fields.items() if name not in tables]
     for name, value in tables.items():
         _table(lines, (*path, name), value)
 
 
 def _name(name: str) -> str:
-    return name if _BARE.fullmatch(name) else _value(name)
+    return name if _BARE.fullmatch(name) else toml_value(name)
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML; "none" stands for no value."""
     if value is None:
         return '"none"'
     if isinstance(value, dict):  # only empty ones stand on one line
         return "{}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):  # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped
         return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
     return json.dumps(value)

@@ -1,0 +1,90 @@
+"""How large a model, and how long a training, suits a text and a place: published rules of thumb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from meshwright.api.run_files.places import Place
+from meshwright.spec import ModelSpec
+
+TOKENS_PER_PARAMETER = 20
+"""Tokens that a model is trained on for the least compute of a loss (Hoffmann et al. 2022, Chinchilla)."""
+PASSES = 4
+"""Passes over a text that are worth nearly as much as new text (Muennighoff et al. 2023)."""
+DAY = 86400.0
+UTILISATION = 0.4
+"""Share of the peak that training attains, as most published runs do."""
+LEAST_STEPS = 200
+"""Steps of a run on little text, below which a model learns next to nothing."""
+MOST_LR = 2e-3
+"""Largest learning rate: the law that it comes from was fitted to larger models."""
+SIZES = (
+    "tiny", "small", "base", "llama3-8b", "qwen3-32b",
+    "llama3-70b", "llama3-405b",
+)  # fmt: skip
+"""Presets to choose from, by size."""
+CONTINUED_LR = ((5e8, 1e-4), (2e9, 5e-5), (2e10, 2e-5))
+"""(Parameters up to which, learning rate) of trained weights that go on; beyond the last one 1e-5."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The size of a training: tokens in all and of a step, and the peak learning rate."""
+
+    tokens: int
+    batch_tokens: int
+    lr: float
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps, the last of which may be short of a batch."""
+        return -(-self.tokens // self.batch_tokens)
+
+
+def preset_for(text_tokens: int | None, place: Place) -> str:
+    """Return the largest of `SIZES` that a day of `place` and `PASSES` over the text give enough tokens.
+
+    The smallest where neither is enough for any.
+    """
+    flops = place.flops * UTILISATION * DAY
+    fits = SIZES[0]
+    for name in SIZES:
+        parameters = ModelSpec.model_validate({"preset": name}).parameters
+        tokens = TOKENS_PER_PARAMETER * parameters
+        if 6 * parameters * tokens <= flops and (text_tokens is None or tokens <= PASSES * text_tokens):
+            fits = name
+    return fits
+
+
+def from_nothing(parameters: int, text_tokens: int | None, seq_len: int, devices: int) -> Budget:
+    """Return the budget of a model of so many parameters that is trained from random weights.
+
+    Batch and learning rate are the laws of Bi et al. 2024 (DeepSeek LLM, equation 1).
+    """
+    wanted = TOKENS_PER_PARAMETER * parameters
+    tokens = wanted if text_tokens is None else min(wanted, PASSES * text_tokens)
+    compute = 6.0 * parameters * tokens
+    batch = _whole_batch(0.2920 * compute**0.3271, seq_len, devices)
+    tokens = max(tokens, LEAST_STEPS * batch)
+    return Budget(tokens, batch, _two_digits(min(MOST_LR, 0.3118 * compute**-0.125)))
+
+
+def continued(parameters: int, text_tokens: int | None, seq_len: int, devices: int, passes: int) -> Budget:
+    """Return the budget of trained weights that go on for so many passes over a text."""
+    tokens = 100_000_000 if text_tokens is None else max(1, passes * text_tokens)
+    batch = _whole_batch(min(2.0**19, tokens / LEAST_STEPS), seq_len, devices)
+    lr = next((lr for most, lr in CONTINUED_LR if parameters <= most), 1e-5)
+    return Budget(max(tokens, 10 * batch), batch, lr)
+
+
+def _whole_batch(wanted: float, seq_len: int, devices: int) -> int:
+    """Return a batch near the wanted one of a power of two of sequences, at least one for each device."""
+    sequences = 1 << max(0, round(log2(max(1.0, wanted / seq_len))))
+    while sequences < devices:
+        sequences *= 2
+    return sequences * seq_len
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.1e}")

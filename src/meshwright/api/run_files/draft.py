@@ -1,0 +1,74 @@
+"""A run file with comments: keys with their reasons, in the order of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.spec import RunSpec
+from meshwright.spec.load import Overrides, from_tree
+from meshwright.spec.toml import toml_value
+
+WIDTH = 100
+
+
+@dataclass
+class Draft:
+    """Keys of a run file, dotted, each with its text and a comment."""
+
+    head: list[str] = field(default_factory=list)
+    """Sentences at the top of the file."""
+    keys: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, key: str, value: Any, comment: str = "") -> None:
+        """Set a key, in place of what it was."""
+        self.keys[key] = (value if isinstance(value, str) else toml_value(value), comment)
+
+    def override(self, overrides: Overrides) -> None:
+        """Set the keys that the user gave as flags."""
+        for key, text in overrides:
+            self.keys[key] = (text, "")
+
+    def add_table(
+        self, table: str, values: Mapping[str, Any], usual: Mapping[str, Any], comment: str
+    ) -> None:
+        """Set the keys of a table that are not as usual; the first has the comment."""
+        for name, value in values.items():
+            if value != usual.get(name):
+                self.add(f"{table}.{name}", value, comment)
+                comment = ""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run that the file describes. Raises `UserError`."""
+        return from_tree({}, [(key, text) for key, (text, _) in self.keys.items()])
+
+    def toml(self) -> str:
+        """Return the file: values as the spec reads them, comments behind the keys or in lines before."""
+        tree = self.spec.to_json()
+        lines = [f"# {sentence}" for sentence in self.head]
+        for table, rows in self._tables():
+            lines += ["", f"[{table}]"]
+            for name, key, comment in rows:
+                value = tree
+                for part in key.split("."):
+                    value = value[part]
+                lines += _line(f"{name} = {toml_value(value)}", comment)
+        return "\n".join(lines) + "\n"
+
+    def _tables(self) -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
+        """Yield each table with its keys' names, dotted names and comments, as the spec orders tables."""
+        tables: dict[str, list[tuple[str, str, str]]] = {}
+        for key, (_, comment) in self.keys.items():
+            table, _, name = key.rpartition(".")
+            tables.setdefault(table, []).append((name, key, comment))
+        order = list(RunSpec.model_fields)
+        yield from sorted(tables.items(), key=lambda each: (order.index(each[0].partition(".")[0]), each[0]))
+
+
+def _line(text: str, comment: str) -> list[str]:
+    if not comment:
+        return [text]
+    joined = f"{text}  # {comment}"
+    return [joined] if len(joined) <= WIDTH else [f"# {comment}", text]

@@ -1,0 +1,148 @@
+"""Text, chats, models and runs that somebody has to begin with, told apart by what their files are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from meshwright.data.manifest import shards_of
+from meshwright.data.readers import HUB, SYNTHETIC
+from meshwright.data.row_files import rows_of
+from meshwright.data.shards import TokenShards
+from meshwright.data.sources import open_source
+from meshwright.exchange.hub import is_hub_id
+from meshwright.spec import UserError
+from meshwright.spec.errors import did_you_mean
+from meshwright.spec.files import user_path
+from meshwright.spec.presets import PRESETS
+from meshwright.spec.weights import is_foreign
+from meshwright.storage.remote import is_url
+from meshwright.storage.stored_file import LocalFile
+from meshwright.units import short
+
+KEY = "--have"
+BYTES_PER_TOKEN = 4.0
+"""Bytes of English text or of code that a token of a trained tokenizer stands for, about."""
+CHAT_KEYS = ("messages", "conversations")
+"""Keys of a row that is a chat."""
+_ROWS = (".jsonl", ".jsonlines", ".ndjson", ".json")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One thing that somebody has: its `kind` is "text", "chats", "model" or "run".
+
+    `told` says in words what it is. `tokens` are those of a text, by its bytes where it has not been
+    tokenized; None where nobody can tell without reading it all.
+    """
+
+    kind: str
+    source: str
+    told: str
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that somebody has: at most one model or run, and at most one text."""
+
+    text: Holding | None = None
+    model: Holding | None = None
+
+    @property
+    def is_run(self) -> bool:
+        """True if the model is that of a run."""
+        return self.model is not None and self.model.kind == "run"
+
+    @property
+    def all(self) -> Sequence[Holding]:
+        """Whatever there is."""
+        return [each for each in (self.text, self.model) if each is not None]
+
+
+def holdings(names: Sequence[str], text_key: str = "text") -> Holdings:
+    """Return what `names` are: paths, URLs, 'stdlib', data sets or models of the hub.
+
+    Raises `UserError` for one that is nothing to train on or from, and for two of a kind.
+    """
+    found: dict[str, Holding] = {}
+    for name in names:
+        each = holding(name, text_key)
+        place = "model" if each.kind in ("model", "run") else "text"
+        if place in found:
+            raise UserError(
+                f"{KEY}: {name} is {each.kind}, and {found[place].source} is {found[place].kind}, too; give "
+                f"one {'model or run' if place == 'model' else 'text'}"
+                + ("; several texts are the table [data.mixture] of a run file" if place == "text" else "")
+            )
+        found[place] = each
+    return Holdings(found.get("text"), found.get("model"))
+
+
+def holding(name: str, text_key: str = "text") -> Holding:
+    """Return what one name is; `text_key` is the key of the text in rows. Raises `UserError`."""
+    if name in PRESETS:
+        raise UserError(
+            f"{KEY}: {name} is the shape of a model and has no weights; give it as --preset {name}"
+        )
+    if name == "stdlib" or name.startswith(HUB) or is_url(name):
+        return text_of(name, text_key)
+    path = user_path(name, KEY)
+    if not path.exists():
+        return _not_here(name, path)
+    if (path / "run.json").is_file():
+        return Holding("run", str(path), "the folder of a run")
+    if (path / "manifest.json").is_file() and path.name.startswith("step-"):
+        return Holding("run", str(path), "a checkpoint of a run")
+    if (path / "config.json").is_file():
+        return Holding("model", str(path), "a model as an HF folder")
+    if is_foreign(path):
+        return Holding("model", str(path), "a checkpoint of another program")
+    if path.is_file() and (key := _chat_key(path)):
+        return Holding("chats", str(path), f"chats, by the key '{key}' of its first row")
+    return text_of(str(path), text_key)
+
+
+def _not_here(name: str, path: Path) -> Holding:
+    """Return a model of the hub; raise `UserError` for what is nowhere."""
+    if is_hub_id(name) and not path.parent.is_dir():
+        return Holding("model", name, "a model of the Hugging Face hub")
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = did_you_mean(path.name, siblings) or did_you_mean(name, ["stdlib", SYNTHETIC, *PRESETS])
+    raise UserError(
+        f"{KEY}: {name} is not there{hint}; give a file or folder of text, a model's folder, org/name of "
+        "the hub, a run's folder, or stdlib, the sources of Python's own library"
+    )
+
+
+def _chat_key(path: Path) -> str | None:
+    """Return the key by which the first row of a file is a chat; None for any other file."""
+    if path.suffix.lower() not in _ROWS:
+        return None
+    for _, row in islice(rows_of(LocalFile(path)), 1):
+        if isinstance(row, Mapping):
+            return next((key for key in CHAT_KEYS if isinstance(row.get(key), list)), None)
+    return None
+
+
+def text_of(name: str, text_key: str = "text") -> Holding:
+    """Return the text that `data.corpus` names, with its tokens where they can be told without reading it.
+
+    Raises `UserError`.
+    """
+    shards = shards_of(name)
+    if shards is not None:
+        tokens = TokenShards(shards).manifest.tokens
+        return Holding("text", name, f"{short(tokens)} tokens", tokens)
+    source = open_source(name, text_key)
+    if source.is_text and not name.startswith(HUB) and next(source.documents(), None) is None:
+        raise UserError(f"{KEY}: {name} holds no text; give a file or folder that does")
+    size = source.size()
+    if size is None:
+        return Holding("text", name, "text")
+    return Holding(
+        "text", name, f"{short(size)}B of text, about {short(size / BYTES_PER_TOKEN)} tokens",
+        int(size / BYTES_PER_TOKEN),
+    )  # fmt: skip

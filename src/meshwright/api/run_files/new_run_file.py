@@ -1,0 +1,281 @@
+"""The verb init: a run file for what somebody has, wants, and trains on, and the commands that use it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwright.api.options import Option, choice, whole
+from meshwright.api.planning import plan
+from meshwright.api.ranks import Result
+from meshwright.api.run_files.budget import (
+    LEAST_STEPS,
+    PASSES,
+    TOKENS_PER_PARAMETER,
+    Budget,
+    continued,
+    from_nothing,
+    preset_for,
+)
+from meshwright.api.run_files.draft import Draft
+from meshwright.api.run_files.holdings import Holdings, holdings, text_of
+from meshwright.api.run_files.places import HERE, Place, place
+from meshwright.api.source import keys_of_source
+from meshwright.planner.explain.explanation import describe
+from meshwright.spec import ModelSpec, RunSpec, UserError, load
+from meshwright.spec.errors import did_you_mean
+from meshwright.spec.load import Overrides
+from meshwright.spec.presets import PRESETS
+from meshwright.units import gigabytes, seconds, short
+
+WANTS = {
+    "train": "train a new model on the text, from nothing",
+    "continue": "go on training a model or a run on the text, all of its weights",
+    "finetune": "as continue, three times over a small text, such as questions with answers",
+    "serve": "use a model or a run: generate, export, quantise; this needs no run file",
+}
+"""Values of --want, each with what it is."""
+
+
+def init(
+    have: Annotated[Sequence[str], Option(
+        "what there is: text (a file, a folder, a URL, stdlib), chats, a model (an HF folder, org/name of "
+        "the hub, another program's checkpoint) or a run; may be given twice, a text and a model",
+        "PATH|NAME", str, repeated=True)] = (),
+    want: Annotated[str | None, Option(
+        "what is wanted; default train for a text, continue for a text with a model, serve for a model",
+        "|".join(WANTS), choice(*WANTS), values=lambda: WANTS)] = None,
+    on: Annotated[str, Option("where: here, or a cluster by name, or a hardware file", "NAME", str)] = HERE,
+    gpus: Annotated[int | None, Option(
+        "devices; default all of this machine, or one node of the cluster", "N", whole(1))] = None,
+    preset: Annotated[str | None, Option(
+        "shape of a new model, of meshwright spec presets; default by the text and the devices", "NAME", str
+    )] = None,
+    *,
+    out: Path = Path("run.toml"),
+    overrides: Overrides = (),
+) -> Result:  # fmt: skip
+    """Write a commented run file to `out`, and return it with the commands that use it.
+
+    `have`, `want`, `on` and `gpus` say what there is, what is wanted and where; `overrides` are dotted keys
+    of the file with their texts. Returns `file` (None where none is needed), `found` and `told`, sentences,
+    and `commands`, pairs of a command and what it does. Raises `UserError`, and writes nothing then.
+    """
+    held = holdings(have, dict(overrides).get("data.text_key", "text"))
+    wanted = _wanted(held, want)
+    found = [f"{each.source}: {each.told}" for each in held.all]
+    if wanted == "serve":
+        return {"file": None, "found": found, "told": [], "commands": _serving(held)}
+    if out.exists():
+        raise UserError(f"FILE: {out} is there already; remove it, or give another name")
+    if out.suffix != ".toml":
+        raise UserError(f"FILE: {out} is not the name of a run file, which ends in .toml; give run.toml")
+    where = place(on, gpus)
+    draft, told = _new(held, where, preset) if wanted == "train" else _continued(held, where, wanted)
+    draft.override(overrides)
+    _lay_out(draft, where, told)
+    text = draft.toml()
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"FILE: {out} cannot be written ({error.strerror}); give another name") from None
+    return {"file": str(out), "found": found, "told": told, "commands": _training(out, where)}
+
+
+def _wanted(held: Holdings, want: str | None) -> str:
+    """Return what is wanted, by default what suits. Raises `UserError` for what needs something else."""
+    if not held.all:
+        raise UserError(
+            "--have: is missing; give a text, a model or a run, such as --have my-text, or stdlib"
+        )
+    if held.text is not None and held.text.kind == "chats":
+        raise UserError(
+            f"--have: {held.text.source} is {held.text.told}, and fine-tuning on chats is not there yet; "
+            "render each chat with the tokenizer's apply_chat_template into rows with the key 'text', and "
+            "give that file"
+        )
+    if want is None:
+        want = "train" if held.model is None else "serve" if held.text is None else "continue"
+    if want == "train" and held.model is not None:
+        raise UserError(
+            f"--want: train is from nothing, and {held.model.source} has weights; give --want continue, or "
+            "leave the model out and give a shape as --preset"
+        )
+    if want != "train" and held.model is None:
+        raise UserError(f"--want: {want} needs a model or a run; give one more --have, or --want train")
+    if want in ("train", "continue", "finetune") and held.text is None and not held.is_run:
+        raise UserError(f"--want: {want} needs a text to train on; give it as one more --have")
+    return want
+
+
+def _new(held: Holdings, where: Place, preset: str | None) -> tuple[Draft, list[str]]:
+    """Return the draft of a training from nothing, and what to know of it."""
+    text = held.text
+    assert text is not None  # `_wanted` has asked for it
+    if preset is not None and preset not in PRESETS:
+        raise UserError(
+            f"--preset: {preset!r} is not known"
+            + (did_you_mean(preset, PRESETS) or "; meshwright spec presets lists them")
+        )
+    name = preset or preset_for(text.tokens, where)
+    shape = ModelSpec.model_validate({"preset": name})
+    draft = Draft(
+        [f"A new model of the shape {name}, trained on {text.source} ({text.told}).", *_usage(where)]
+    )
+    draft.add("model.preset", name, "shapes: meshwright spec presets")
+    vocabulary = min(shape.vocab_size, 32768 if text.tokens is None or text.tokens > 1e7 else 8192)
+    if vocabulary != shape.vocab_size:
+        draft.add(
+            "model.vocab_size",
+            vocabulary,
+            f"tokens of a tokenizer made of this text, not {shape.vocab_size:,}",
+        )
+    seq_len = min(shape.max_seq_len, 256 if shape.parameters < 1e7 else 2048)
+    _add_data(draft, text.source, seq_len)
+    parameters = draft.spec.model.parameters
+    budget = from_nothing(parameters, text.tokens, seq_len, where.devices)
+    why = f"{TOKENS_PER_PARAMETER} for each of {short(parameters)} parameters (Hoffmann et al. 2022)"
+    if text.tokens is not None and budget.tokens != TOKENS_PER_PARAMETER * parameters:
+        why = f"{budget.tokens / max(1, text.tokens):.3g} passes over the text"
+        why += (
+            f", at most {PASSES} (Muennighoff et al. 2023)"
+            if budget.steps > LEAST_STEPS
+            else f" in {LEAST_STEPS} steps"
+        )
+    _add_training(draft, budget, where, why, "learning rate and batch: Bi et al. 2024, by the compute")
+    told = [
+        f"a model of {short(parameters)} parameters, {short(budget.tokens)} tokens in {budget.steps:,} steps"
+    ]
+    if text.tokens is not None and TOKENS_PER_PARAMETER * parameters > PASSES * text.tokens:
+        told.append(
+            f"the text is short for it: {TOKENS_PER_PARAMETER} tokens a parameter would be "
+            f"{short(TOKENS_PER_PARAMETER * parameters)}"
+        )
+    return draft, told
+
+
+def _continued(held: Holdings, where: Place, wanted: str) -> tuple[Draft, list[str]]:
+    """Return the draft of a training that goes on from a model or a run, and what to know of it."""
+    model = held.model
+    assert model is not None  # `_wanted` has asked for it
+    record = Path(model.source) / "run.json"
+    of_run = load(record.parent) if record.is_file() else None
+    text = held.text
+    if text is None and of_run is not None and not of_run.data.mixture:
+        text = text_of(of_run.data.corpus, of_run.data.text_key)
+    if text is None:
+        raise UserError(f"--want: {wanted} from {model.source} needs a text; give it as one more --have")
+    words = "fine-tuned" if wanted == "finetune" else "trained further"
+    draft = Draft([f"{model.source} ({model.told}), {words} on {text.source} ({text.told}).", *_usage(where)])
+    for key, value in keys_of_source(model.source, key="--have"):
+        draft.add(key, value)
+    draft.add(*_named_comment(draft))
+    shape = draft.spec.model
+    seq_len = min(shape.max_seq_len, of_run.data.seq_len if of_run is not None else 2048)
+    _add_data(draft, text.source, seq_len)
+    passes = 3 if wanted == "finetune" else 1
+    budget = continued(shape.parameters, text.tokens, seq_len, where.devices, passes)
+    why = (
+        f"{passes} pass{'es' * (passes > 1)} over the text"
+        if text.tokens is not None
+        else "as long as you want"
+    )
+    _add_training(
+        draft, budget, where, why, "well below that of training from nothing, for weights that are trained"
+    )
+    told = [f"{short(shape.parameters)} parameters, {short(budget.tokens)} tokens in {budget.steps:,} steps"]
+    return draft, told
+
+
+def _named_comment(draft: Draft) -> tuple[str, str, str]:
+    """Return the key that names the weights, its text, and what follows from it."""
+    key = "model.weights" if "model.weights" in draft.keys else "model.hf"
+    return key, draft.keys[key][0], "its weights, shape and tokenizer"
+
+
+def _usage(where: Place) -> list[str]:
+    return [f"For {where.told}. All keys: meshwright train --help all."]
+
+
+def _add_data(draft: Draft, corpus: str, seq_len: int) -> None:
+    draft.add("data.corpus", corpus)
+    draft.add("data.seq_len", seq_len, "tokens of a sample; longer ones take more memory")
+
+
+def _add_training(draft: Draft, budget: Budget, where: Place, why: str, rate: str) -> None:
+    draft.add("train.tokens", budget.tokens, why)
+    draft.add("train.batch_tokens", budget.batch_tokens, "tokens of a step, over all devices")
+    draft.add("train.lr", budget.lr, rate)
+    draft.add("train.eval_every", max(1, budget.steps // 10), "steps between losses of held-out text")
+    draft.add("precision.compute", where.compute, "number format of products; master weights stay fp32")
+    draft.add("checkpoint.every", "auto", "steps between saves, by what one costs; resume: --resume auto")
+
+
+def _lay_out(draft: Draft, where: Place, told: list[str]) -> None:
+    """Plan the layout of the draft where it is not planned at the start, and add its keys."""
+    if not where.planned or any(key.startswith("layout.") for key in draft.keys):
+        return
+    best = plan(draft.spec, where.cluster, gpus=where.devices, top=1).best
+    usual = RunSpec.model_validate({"model": {"preset": "tiny"}}).to_json()
+    words = (
+        f"{describe(best.spec)}: {seconds(best.step_seconds)} a step and {gigabytes(best.memory.device)} of "
+        f"{gigabytes(where.cluster.device.memory)} a device predicted for {where.told}"
+    )
+    for table in ("layout", "recompute"):
+        values: dict[str, Any] = best.spec.to_json()[table]
+        draft.add_table(table, values, usual[table], words if table == "layout" else "")
+    told.append(f"layout {words}")
+    whole = best.step_seconds * draft.spec.train.total_steps
+    told.append(f"all steps take {seconds(whole) if whole < 120 else f'{whole / 3600:.3g} h'} by the plan")
+
+
+def _training(out: Path, where: Place) -> list[tuple[str, str]]:
+    """Return the commands that use a run file, each with what it does."""
+    file = shlex.quote(str(out))
+    run = f"runs/{out.stem}"
+    cluster = f" --cluster {shlex.quote(where.name)} --gpus {where.devices}" if where.name != HERE else ""
+    commands = [(f"meshwright spec check {file}", "what would run, in one line")]
+    if cluster:
+        commands.append((f"meshwright plan {file}{cluster}", "the best layouts, with time, memory and money"))
+    each = f" --nodes {where.hosts}" if where.hosts > 1 else ""
+    doing = f"train, on each of {where.hosts} hosts, with an --out that all have" if each else "train"
+    commands.append((f"meshwright train {file}{each} --out {run}", doing))
+    return [*commands, (f"meshwright generate {run} --prompt 'Once'", "afterwards: continue a text")]
+
+
+def _serving(held: Holdings) -> list[tuple[str, str]]:
+    """Return the commands that use a model."""
+    model = held.model
+    assert model is not None
+    name = shlex.quote(Path(model.source).name)
+    source, run = shlex.quote(model.source), f"runs/{name}"
+    made: list[tuple[str, str]] = []
+    if not Path(model.source).exists():
+        made = [
+            (f"hf download {source} --local-dir hf/{name}", "the model's files, where there is a network")
+        ]
+        source = f"hf/{name}"
+    is_folder = (Path(model.source) / "config.json").is_file() or bool(made)
+    imported = (
+        [] if model.kind == "run" else [(f"meshwright import {source} --out {run}", "a run of its weights")]
+    )
+    used = source if is_folder or model.kind == "run" else run
+    exported = source if model.kind == "run" else run
+    uses = [
+        (f"meshwright generate {used} --prompt 'Once'", "continue a text"),
+        (
+            f"meshwright evaluate {used} --data text=FILE --only-data",
+            "loss and perplexity of a text; --tasks for tasks",
+        ),
+    ]
+    exports = [
+        (
+            f"meshwright export {exported} hf/{name}-export",
+            f"for transformers and vLLM: vllm serve hf/{name}-export",
+        ),
+        (f"meshwright export {exported} {name}.gguf", f"for llama.cpp: llama-server -m {name}.gguf"),
+    ]
+    return [*made, *(uses if used == source else []), *imported, *(uses if used != source else []), *exports]
