@@ -20,7 +20,7 @@ LEAST_STEPS = 200
 MOST_LR = 2e-3
 """Largest learning rate: the law that it comes from was fitted to larger models."""
 SIZES = (
-    "tiny", "small", "base", "llama3-8b", "qwen3-32b",
+    "tiny", "small", "smollm2-135m", "smollm2-360m", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "qwen3-32b",
     "llama3-70b", "llama3-405b",
 )  # fmt: skip
 """Presets to choose from, by size."""
