@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from meshwright import api
 from meshwright.api.run_files import places
 from meshwright.api.run_files.budget import DAY, SIZES, TOKENS_PER_PARAMETER, UTILISATION, preset_for
+from meshwright.api.run_files.draft import Draft
 from meshwright.api.run_files.holdings import holding
 from meshwright.api.run_files.new_run_file import WANTS
 from meshwright.api.run_files.places import place
@@ -125,6 +127,18 @@ def test_the_size_follows_from_the_text_and_from_a_day_of_the_devices(text: Path
         where = place("h100-sxm", gpus)
         parameters = ModelSpec.model_validate({"preset": preset_for(None, where)}).parameters
         assert 6 * parameters * TOKENS_PER_PARAMETER * parameters <= UTILISATION * where.flops * DAY
+
+
+def test_a_draft_has_lists_comments_and_keys_as_a_run_file_has() -> None:
+    draft = Draft(["word " * 40])
+    draft.add("model.preset", "tiny")
+    draft.add("recompute.policy", "selective", "reason " * 40)
+    draft.add("recompute.save", ["attention", "matmul"])
+    draft.add_table("layout", {"dp": 1, "pp": 2, "stages": [3, 1]}, {"dp": 1}, "why")
+    read = tomllib.loads(draft.toml())
+    assert read["recompute"] == {"policy": "selective", "save": ["attention", "matmul"]}
+    assert read["layout"] == {"pp": 2, "stages": [3, 1]}
+    assert max(map(len, draft.toml().splitlines())) <= 100
 
 
 def _rows(name: str, rows: list[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright.checkpoint.interval import FIRST_STEPS, AutoInterval
+from meshwright.checkpoint.interval import FIRST_STEPS, MOST_COST, MOST_LOST_S, AutoInterval
 from meshwright.comm.control import Control
 from meshwright.reliability.goodput import Faults, shares
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS
@@ -83,3 +83,13 @@ def test_the_failure_rate_is_that_of_the_devices_where_none_is_given() -> None:
     assert told is not None and told["mtbf_hours"] == DEVICE_MTBF_HOURS
     with pytest.raises(UserError, match="mtbf_hours"):
         AutoInterval(Control(), 1e-12)
+
+
+def test_saves_are_half_an_hour_apart_at_most_where_no_failure_rate_is_given() -> None:
+    usual, given, dear = (AutoInterval(Control(), hours) for hours in (None, DEVICE_MTBF_HOURS, None))
+    for interval, stall in ((usual, 1.0), (given, 1.0), (dear, 60.0)):
+        feed(interval, stall, 0.0)
+        interval.choose()
+    assert usual.steps == MOST_LOST_S
+    assert given.steps > 10 * MOST_LOST_S
+    assert dear.steps == 60 / MOST_COST

@@ -44,7 +44,10 @@ RULES = [
         ["model.rope_scaling.original_max_seq_len: 1", "longrope"],
     ),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
-    ({"recovery": {"on_spike": "rollback"}}, ["recovery.on_spike: 'rollback'", "try checkpoint.every = 100"]),
+    (
+        {"recovery": {"on_spike": "rollback"}, "checkpoint": {"every": 0}},
+        ["recovery.on_spike: 'rollback'", "try checkpoint.every = 100"],
+    ),
     ({"outer": {"every": 5}}, ["outer.every: 5", "layout.replicate is 1", "2 or more"]),
     ({"outer": {"fragments": 2}}, ["outer.fragments: 2", "outer.every = 0", "outer.every = 50"]),
     ({"layout": TWO, "outer": {"every": 5, "delay": 5}}, ["outer.delay: 5", "outer.every = 5", "at most 4"]),

@@ -14,6 +14,11 @@ FIRST_STEPS = 10
 """Steps before the first save, and before the second one, which is when the first is known."""
 LEAST_CHANGE = 0.2
 """Relative change of the best interval from which it is used: what is measured varies from save to save."""
+MOST_LOST_S = 1800.0
+"""Seconds of training between two saves at most where no failure rate is given: people stop runs, and reboot
+machines, far more often than devices fail."""
+MOST_COST = 0.01
+"""Share of the time that saves within that limit may cost; where they cost more, they are further apart."""
 REMEMBERED = 5
 """Saves whose median cost counts."""
 
@@ -24,13 +29,14 @@ class AutoInterval:
     The cost of a save is what training feels: the seconds that it stands still, and what the steps during
     the write behind it take longer than the others. Of all ranks the slowest counts, since they wait for each
     other, and so all of them choose the same number. `mtbf_hours` is of the whole run; by default it is that
-    of a device, divided by the number of ranks.
+    of a device, divided by the number of ranks, and saves are `MOST_LOST_S` apart at most.
     """
 
     def __init__(self, control: Control, mtbf_hours: float | None) -> None:
         self.steps = FIRST_STEPS
         self._chosen = False
         self._control = control
+        self._is_limited = mtbf_hours is None
         per_device = None if mtbf_hours is not None else DEVICE_MTBF_HOURS
         self._mtbf = system_mtbf(mtbf_hours, per_device, control.size)
         self._undisturbed: deque[float] = deque(maxlen=50)
@@ -63,6 +69,8 @@ class AutoInterval:
         self._costs.append((cost, background))
         cost, background = (statistics.median_high(column) for column in zip(*self._costs, strict=True))
         best = optimal_interval(Faults(self._mtbf, cost, 0.0, background), step)
+        if self._is_limited:
+            best = min(best, max(1, int(max(MOST_LOST_S, cost / MOST_COST) / step)))
         if self._chosen and abs(best - self.steps) <= LEAST_CHANGE * self.steps:
             return None
         self.steps, self._chosen = best, True

@@ -16,7 +16,8 @@ from meshwright.report.format import size
 @verb("dryrun", RUN, FROM, api.dryrun, JSON)
 def dryrun(call: Call) -> None:
     """Show what a rank holds and sends in one step."""
-    show.result(call, api.dryrun(spec_of(call), **call.flags), _show)
+    spec = spec_of(call, bf16=call.flags["device"] == "cuda")
+    show.result(call, api.dryrun(spec, **call.flags), _show)
 
 
 def _show(result: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from meshwright.api.options import file_name, positive
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.cli.runs import FROM, RUN, spec_of
+from meshwright.hardware.find import cluster as cluster_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
@@ -298,5 +299,7 @@ def explain(call: Call) -> None:
     """Explain the layout of a run on a cluster."""
     from meshwright.report.plan_text import text
 
-    explanation = api.explain(spec_of(call), **call.flags)
+    device = cluster_of(call.flags["cluster"]).device
+    spec = spec_of(call, bf16=device.default_format == "bf16")
+    explanation = api.explain(spec, **call.flags)
     show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

@@ -11,6 +11,7 @@ from meshwright.api.options import folder_name
 from meshwright.api.source import keys_of_source
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
+from meshwright.rank.device_defaults import with_device_defaults
 from meshwright.rank.env import resolve
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, read_tree
@@ -48,19 +49,26 @@ FROM = Flag(
 )
 
 
-def spec_of(call: Call, ranks: int | None = None) -> RunSpec:
+def spec_of(call: Call, ranks: int | None = None, bf16: bool | None = None) -> RunSpec:
     """Return the spec of a command line, with its layout fitted to the number of processes.
 
-    `ranks`, the number that torchrun has started, takes the place of --nproc.
+    `ranks`, the number that torchrun has started, takes the place of --nproc; `bf16` says whether the devices
+    that the run is asked about have it, by default this machine's.
     """
-    return resolve(*asked(call, ranks))
+    return resolve(*asked(call, ranks, bf16))
 
 
-def asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overrides, int | str | None, str]:
-    """Return the run file's content, the dotted flags, the number of processes, and the file's name."""
+def asked(
+    call: Call, ranks: int | None = None, bf16: bool | None = None
+) -> tuple[dict[str, Any], Overrides, int | str | None, str]:
+    """Return the run file's content, the dotted flags, the number of processes, and the file's name.
+
+    The flags have what this machine's devices decide of keys that are left open.
+    """
     path = call.path()
     tree = read_tree(path) if path else {}
-    return tree, call.overrides, ranks or call.flags.get("nproc"), str(path or "")
+    overrides = with_device_defaults(tree, call.overrides, bf16)
+    return tree, overrides, ranks or call.flags.get("nproc"), str(path or "")
 
 
 @verb(

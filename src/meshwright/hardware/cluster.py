@@ -147,6 +147,11 @@ class Device(Record):
     host_link: Positive | None = None
     """Bytes per second between the device and its host's memory, one way, where they are known."""
 
+    @property
+    def default_format(self) -> str:
+        """The format that a run computes in where it names none: bf16, or fp32 on processors."""
+        return "fp32" if self.kind == "cpu" else "bf16"
+
     def clock(self, format: str) -> float:
         """Factor on the attained shares of a format's peak: with less power for it the clock is lower.
 

@@ -84,6 +84,10 @@ class Progress:
         shown = {key: info[key] for key in ("parameters", "layout", "device") if info.get(key) is not None}
         if "parameters" in shown:
             shown["parameters"] = fmt.short(shown["parameters"])
+        if spec := info.get("spec"):
+            every = spec["checkpoint"]["every"]
+            shown["compute"] = spec["precision"]["compute"]
+            shown["checkpoints"] = {"auto": "auto", 0: "at the end"}.get(every, f"every {every}")
         self._line(f"{'resume at' if step else 'start at'} step {step}  {fmt.fields_text(shown)}".rstrip())
         if self.console.is_terminal:
             self._bar = self._make_bar(step)

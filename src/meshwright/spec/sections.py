@@ -82,9 +82,9 @@ class CheckpointSpec(FrozenModel):
 
     dir: str | None = Field(None, min_length=1, description="default: checkpoints/ in the run's folder")
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        0,
-        description="steps between checkpoints; 0 saves at the end only, auto at the interval that wastes "
-        "least time, from the measured cost of a save and recovery.mtbf_hours",
+        "auto",
+        description="steps between checkpoints; auto saves at the interval that wastes least time, from the "
+        "measured cost of a save and recovery.mtbf_hours, 0 at the end only",
     )
     keep: PositiveInt = Field(3, description="newest checkpoints that are kept")
     keep_every: int = Field(

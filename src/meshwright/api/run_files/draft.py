@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Any
 
 from meshwright.spec import RunSpec
@@ -23,7 +24,7 @@ class Draft:
 
     def add(self, key: str, value: Any, comment: str = "") -> None:
         """Set a key, in place of what it was."""
-        self.keys[key] = (value if isinstance(value, str) else toml_value(value), comment)
+        self.keys[key] = (_flag_text(value), comment)
 
     def override(self, overrides: Overrides) -> None:
         """Set the keys that the user gave as flags."""
@@ -47,7 +48,11 @@ class Draft:
     def toml(self) -> str:
         """Return the file: values as the spec reads them, comments behind the keys or in lines before."""
         tree = self.spec.to_json()
-        lines = [f"# {sentence}" for sentence in self.head]
+        lines = [
+            line
+            for sentence in self.head
+            for line in wrap(sentence, WIDTH, initial_indent="# ", subsequent_indent="# ")
+        ]
         for table, rows in self._tables():
             lines += ["", f"[{table}]"]
             for name, key, comment in rows:
@@ -67,8 +72,17 @@ class Draft:
         yield from sorted(tables.items(), key=lambda each: (order.index(each[0].partition(".")[0]), each[0]))
 
 
+def _flag_text(value: Any) -> str:
+    """Return a value as a flag has it: text as it is, lists with commas."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_flag_text, value))
+    return value if isinstance(value, str) else toml_value(value)
+
+
 def _line(text: str, comment: str) -> list[str]:
     if not comment:
         return [text]
     joined = f"{text}  # {comment}"
-    return [joined] if len(joined) <= WIDTH else [f"# {comment}", text]
+    if len(joined) <= WIDTH:
+        return [joined]
+    return [*wrap(comment, WIDTH, initial_indent="# ", subsequent_indent="# "), text]

@@ -210,7 +210,11 @@ def _add_training(draft: Draft, budget: Budget, where: Place, why: str, rate: st
     draft.add("train.batch_tokens", budget.batch_tokens, "tokens of a step, over all devices")
     draft.add("train.lr", budget.lr, rate)
     draft.add("train.eval_every", max(1, budget.steps // 10), "steps between losses of held-out text")
-    draft.add("precision.compute", where.compute, "number format of products; master weights stay fp32")
+    draft.add(
+        "precision.compute",
+        where.cluster.device.default_format,
+        "number format of products; master weights stay fp32",
+    )
     draft.add("checkpoint.every", "auto", "steps between saves, by what one costs; resume: --resume auto")
 
 

@@ -33,15 +33,10 @@ class Place:
         return self.cluster.device.kind == "cpu"
 
     @property
-    def compute(self) -> str:
-        """The number format that the devices are fast in: bf16, or fp32 on processors."""
-        return "fp32" if self.is_cpu else "bf16"
-
-    @property
     def flops(self) -> float:
         """Peak FLOP/s of all devices in that format; fp32's where they lack bf16."""
         peak = self.cluster.device.peak
-        each = peak.get(self.compute, peak.get("fp32", max(peak.values())))
+        each = peak.get(self.cluster.device.default_format, peak.get("fp32", max(peak.values())))
         return each if self.is_cpu and self.cluster.sharing > 1 else each * self.devices
 
     @property

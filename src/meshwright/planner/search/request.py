@@ -234,17 +234,19 @@ class PlanRequest:
     def _tables(self, cluster: Cluster) -> tuple[dict[str, Any], str]:
         """The tables of the run that `model` stands for, and the run file, if it is one.
 
-        A run computes in its own format; where only a model is named, in bf16, or in fp32 on CPUs. Raises
-        `UserError`.
+        What gives no format computes in bf16, or in fp32 on CPUs. Raises `UserError`.
         """
         if isinstance(self.model, RunSpec):
             return self.model.to_json(), ""
         name, path = str(self.model), Path(self.model)
-        precision = {"compute": "fp32" if cluster.device.kind == "cpu" else "bf16"}
+        precision = {"compute": cluster.device.default_format}
         if name in PRESETS:
             return {"model": {"preset": name}, "precision": precision}, ""
         if path.suffix == ".toml" or (path / "run.json").is_file():
-            return read_tree(path), name
+            tree = read_tree(path)
+            if isinstance(given := tree.get("precision", {}), dict):
+                tree["precision"] = {**precision, **given}
+            return tree, name
         if path.name == "config.json" or (path / "config.json").is_file():
             return {"model": {"hf": name}, "precision": precision}, ""
         hint = did_you_mean(name, PRESETS) or f"; the presets are {', '.join(PRESETS)}"
