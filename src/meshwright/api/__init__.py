@@ -22,27 +22,31 @@ Run files for what somebody has: `run_files`.
 
 from __future__ import annotations
 
-from meshwright.api.chaos_runs import chaos
-from meshwright.api.distillation import distil
-from meshwright.api.evaluation import evaluate
-from meshwright.api.generation import generate
-from meshwright.api.models import (
-    checkpoint_list,
-    checkpoint_verify,
-    data_verify,
-    export,
-    import_hf,
-    load_hf,
-    load_run,
-    tokenize,
-)
-from meshwright.api.planning import dryrun, explain, goodput, plan, profile, simulate, validate
-from meshwright.api.quantisation import compare_quantisation, quantise
-from meshwright.api.run_files.new_run_file import init
-from meshwright.api.runs import train
-from meshwright.api.sweeps import sweep
-from meshwright.api.verify_runs import verify
-from meshwright.api.weights import average, merge
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api.chaos_runs import chaos
+    from meshwright.api.distillation import distil
+    from meshwright.api.evaluation import evaluate
+    from meshwright.api.generation import generate
+    from meshwright.api.models import (
+        checkpoint_list,
+        checkpoint_verify,
+        data_verify,
+        export,
+        import_hf,
+        load_hf,
+        load_run,
+        tokenize,
+    )
+    from meshwright.api.planning import dryrun, explain, goodput, plan, profile, simulate, validate
+    from meshwright.api.quantisation import compare_quantisation, quantise
+    from meshwright.api.run_files.new_run_file import init
+    from meshwright.api.runs import train
+    from meshwright.api.sweeps import sweep
+    from meshwright.api.verify_runs import verify
+    from meshwright.api.weights import average, merge
 
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_verify",
@@ -50,3 +54,34 @@ __all__ = [
     "load_hf", "load_run", "merge", "plan", "profile", "quantise", "simulate", "sweep", "tokenize", "train",
     "validate", "verify",
 ]  # fmt: skip
+
+_MODULES = {
+    "chaos_runs": ("chaos",),
+    "distillation": ("distil",),
+    "evaluation": ("evaluate",),
+    "generation": ("generate",),
+    "models": (
+        "checkpoint_list", "checkpoint_verify", "data_verify", "export", "import_hf", "load_hf", "load_run",
+        "tokenize",
+    ),
+    "planning": ("dryrun", "explain", "goodput", "plan", "profile", "simulate", "validate"),
+    "quantisation": ("compare_quantisation", "quantise"),
+    "run_files.new_run_file": ("init",),
+    "runs": ("train",),
+    "sweeps": ("sweep",),
+    "verify_runs": ("verify",),
+    "weights": ("average", "merge"),
+}  # fmt: skip
+"""The functions of each module, which is imported when one of them is first used: a verb needs few."""
+
+if not TYPE_CHECKING:  # else every name would be one of the package's
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+                return globals()[name]
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
