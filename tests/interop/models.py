@@ -67,6 +67,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": "sliding_attention,full_attention", "rope_scaling.kind": "yarn",
         "rope_scaling.factor": 4.0, "rope_scaling.original_max_seq_len": 128,
     },
+    "deepseek_v2": {
+        "family": "deepseek_v2", "head_dim": 128, "kv_heads": 4, "norm_eps": 1e-6, "mla.kv_rank": 512,
+        "mla.rope_dim": 64, "mla.v_dim": 64, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128,
+        "moe.shared_ffn": 128, "moe.renormalise": False, "train.steps": 140,
+    },
 }  # fmt: skip
 """Keys of `[model]` by the name of a case: README's presets, a tied model, and a family of each attention."""
 
