@@ -227,8 +227,8 @@ def with_weight_after_the_loss(mesh: Mesh, spec: RunSpec, steps: int) -> dict[st
     apply = _LinearCrossEntropy.apply
 
     def weighted(*arguments: Any) -> Tensor:
-        *others, scale, soft_targets = arguments
-        loss: Tensor = apply(*others, 1.0, soft_targets)
+        *others, scale, soft_targets, softcap = arguments
+        loss: Tensor = apply(*others, 1.0, soft_targets, softcap)
         return loss * scale
 
     with patch.object(_LinearCrossEntropy, "apply", weighted):
