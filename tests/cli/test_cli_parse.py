@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from meshwright.cli.main import find, main
-from meshwright.cli.overview import SUMMARIES
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
@@ -186,31 +183,6 @@ def test_a_mistake_in_the_spec_stops_every_verb_before_it_starts(
     text = mistake(*name.split(), *words)
     for part in parts:
         assert part in text
-
-
-@pytest.mark.parametrize(
-    "words", [[], ["--help"], ["spec"], *([*name.split(), "--help"] for name in SUMMARIES)]
-)
-def test_help_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 100
-    assert "meshwright" in out
-
-
-def test_help_names_every_verb_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    from meshwright.spec.schema import known_keys
-
-    main(["--help"])
-    program = capsys.readouterr().out
-    for name, summary in SUMMARIES.items():
-        assert find(*name.split()).summary == summary
-        assert name in program and summary.split()[0] in program
-    main(["train", "--help"])
-    lines = re.sub(r"\|\n +", "|", capsys.readouterr().out).splitlines()  # long lists of values go on
-    for key in known_keys().values():
-        head = f"  {key.name.split('.', 1)[1]} "
-        assert any(line.startswith(head) and key.text in line for line in lines), key.name
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from meshwright import __version__
 from meshwright.cli import output, overview
 from meshwright.cli.ending import NO_READER
-from meshwright.cli.overview import MODULES, SUMMARIES
+from meshwright.cli.overview import HELP, MODULES, SUMMARIES
 from meshwright.rank.child import leave, set_up_output
 from meshwright.rank.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
@@ -21,8 +21,6 @@ from meshwright.spec.errors import Stopped, did_you_mean
 
 if TYPE_CHECKING:
     from meshwright.cli.parser import Verb
-
-_HELP = ("-h", "--help")
 
 
 def run() -> None:
@@ -73,23 +71,23 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def main(words: Sequence[str]) -> int:
     """Run the command line `words` and return the exit code. Raises `UserError`."""
-    if not words or words[0] in _HELP:
+    if not words or words[0] in HELP:
         print(overview.program(__version__))
         return 0
     if words[0] == "--version":
         print(f"meshwright {__version__}")
         return 0
     group = [name for name in SUMMARIES if name.startswith(f"{words[0]} ")]
-    if group and (len(words) == 1 or words[1] in _HELP):
+    if group and (len(words) == 1 or words[1] in HELP):
         print(overview.group(words[0]))
         return 0
     length = 2 if group else 1
     verb, rest = find(*words[:length]), words[length:]
     flags = rest[: rest.index("--")] if "--" in rest else rest
-    if any(word in _HELP for word in flags):
+    if any(word in HELP or word.startswith("--help=") for word in flags):
         from meshwright.cli import help as helps
 
-        print(helps.verb(verb))
+        print(helps.verb(verb, helps.wanted(flags)))
         return 0
     from meshwright.cli.parser import filled, parse
 

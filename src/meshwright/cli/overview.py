@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
+HELP = ("-h", "--help")
 
 SUMMARIES = {
     "init": "write a run file for what there is (text, a model, a run), what is wanted, and where",
@@ -59,8 +60,8 @@ def program(version: str) -> str:
             "usage: meshwright VERB [RUN.toml | RUN_FOLDER] [--TABLE.KEY VALUE ...] [FLAGS]",
             *section("verbs", [*SUMMARIES.items()]),
             "",
-            "  meshwright VERB --help     the flags of a verb, and every key of a run",
-            "  meshwright spec schema     the JSON schema of a run file, for editors",
+            "  meshwright VERB --help     its flags, and the keys of a run that are used most",
+            "  meshwright VERB --help NAME ...  a flag, a key or a table of keys in full; all: everything",
             "  meshwright --version",
             "",
             "Every verb works without a run file, from presets and flags alone:",
