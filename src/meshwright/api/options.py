@@ -147,15 +147,21 @@ def folder_name(text: str) -> Path:
     return user_path(text, "--out")
 
 
-def choice(*names: str) -> Callable[[str], str]:
-    """Return a reader of one of `names`."""
+@dataclass(frozen=True)
+class Choice:
+    """A reader of one of `names`."""
 
-    def read(text: str) -> str:
-        if text not in names:
-            raise ValueError(f"it should be one of {', '.join(names)}{did_you_mean(text, names)}")
+    names: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        if text not in self.names:
+            raise ValueError(f"it should be one of {', '.join(self.names)}{did_you_mean(text, self.names)}")
         return text
 
-    return read
+
+def choice(*names: str) -> Choice:
+    """Return a reader of one of `names`."""
+    return Choice(names)
 
 
 Weights = Annotated[

@@ -39,6 +39,7 @@ SUMMARIES = {
     "spec schema": "print the JSON schema of a run file, for editors",
     "spec check": "validate a run file, and print what would run",
     "spec presets": "list the named models",
+    "completion": "print the script that completes commands in bash, zsh or fish",
 }
 """Each verb in a few words, in the order of the list."""
 
