@@ -18,6 +18,7 @@ from meshwright.spec.errors import CollectiveError, NumericalError, StorageError
 VERIFIED = {
     "equal": True,
     "worst_relative": 3e-16,
+    "tolerance": 1e-10,
     "worst_name": "gradient: head.weight",
     "first": None,
     "compared": 9,
@@ -33,12 +34,15 @@ def test_verify_exits_with_1_when_unequal(
 ) -> None:
     stand_in(monkeypatch, "verify", VERIFIED)
     assert main(["verify", "--layout.dp", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "equal: 9 tensors" in shown
-    assert "head.weight" in shown
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "equal: dp 2 equals one device in float64 over 3 steps"
+    assert shown[1].split() == "precision compared relative difference tolerance name".split()
+    assert shown[2].split() == "float64 9 3.0e-16 1.0e-10 gradient: head.weight".split() and len(shown) == 3
     stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})
     assert main(["verify"]) == 1
-    assert "UNEQUAL" in (shown := capsys.readouterr().out) and shown.endswith("step 1: the norm\n")
+    text = capsys.readouterr().out
+    assert text.startswith("UNEQUAL: dp 2 does not equal one device in float64\n")
+    assert text.endswith("step 1: the norm\n")
     first = {
         "step": 1,
         "kind": "grad norm",
@@ -55,7 +59,33 @@ def test_verify_exits_with_1_when_unequal(
     assert last_json(capsys)["equal"] is False
     stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "worst_relative": None})
     assert main(["verify"]) == 1
-    assert "difference is infinite, of gradient: head.weight" in " ".join(capsys.readouterr().out.split())
+    assert "float64 9 infinite 1.0e-10 gradient: head.weight" in " ".join(capsys.readouterr().out.split())
+
+
+def test_verdict_and_narrowing_come_before_figures_and_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {**VERIFIED, "precision": "fp32", "tolerance": 1e-6, "narrowed": "compared on a copy"}
+    both = {**VERIFIED, "narrowed": "compared on a copy", "own": own}
+    stand_in(monkeypatch, "verify", both)
+    assert main(["verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "equal: dp 2 equals one device in float64 over 3 steps, and then in fp32", "compared on a copy"
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[2:]] == ["precision", "float64", "fp32"]
+    assert main(["verify", "--verbose"]) == 0
+    verbose = capsys.readouterr().out.splitlines()
+    assert verbose[: len(lines)] == lines
+    rows = [["kind", "compared", "worst", "name"], ["gradient", "9", "3e-16", "head.weight"]]
+    assert [line.split() for line in verbose[len(lines) :]] == [
+        [], ["float64,", "by", "kind:"], *rows, [], ["fp32,", "by", "kind:"], *rows
+    ]  # fmt: skip
+    stand_in(monkeypatch, "verify", {**both, "equal": False, "first": {"sentence": "step 1: the norm"}})
+    assert main(["verify"]) == 1
+    assert capsys.readouterr().out.startswith("UNEQUAL: dp 2 equals one device in float64, but not in fp32\n")
+    with pytest.raises(UserError, match="--verbose: is of one layout"):
+        main(["verify", "--sweep", "2", "--verbose"])
 
 
 def test_train_verifies_its_layout_first(

@@ -61,6 +61,7 @@ def _axes(text: str) -> Overrides:
         choice("both", "exact", "run"),
     ),
     Flag("locate", "list all differences of the first step that has one, in the order of the step"),
+    Flag("verbose", "also print a row for each kind of value: how many, the largest difference, and whose"),
     Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
     Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
     JSON,
@@ -68,7 +69,8 @@ def _axes(text: str) -> Overrides:
 def verify(call: Call) -> int:
     """Compare the layout with one device; the exit code is 1 if they differ."""
     place, flags = worker(), dict(call.flags)
-    ranks, budget, locate = flags.pop("sweep"), flags.pop("budget"), flags.pop("locate")
+    ranks, budget = flags.pop("sweep"), flags.pop("budget")
+    shown = {name: flags.pop(name) for name in ("locate", "verbose")}
     if ranks is not None:
         return _sweep(call)
     if budget is not None:
@@ -91,7 +93,7 @@ def verify(call: Call) -> int:
             result = api.verify(spec, onto=onto, **flags)
     if place is not None and place.rank > 0:
         return 0
-    show.result(call, result, partial(show_verify, locate=locate))
+    show.result(call, result, partial(show_verify, **shown))
     return 0 if result["equal"] else 1
 
 
@@ -116,8 +118,9 @@ def _sweep(call: Call) -> int:
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
-    if flags["locate"]:
-        raise UserError("--locate: is of one layout; give it to the command that repeats a failure")
+    for name in ("locate", "verbose"):
+        if flags[name]:
+            raise UserError(f"--{name}: is of one layout; give it to the command that repeats a failure")
     with nothing_compared():
         result = api.sweep(
             spec_of(call),
@@ -178,23 +181,51 @@ def nothing_compared() -> Iterator[None]:
         raise RanksFailed(sentence, CollectiveError.code, traceback.format_exc()) from error
 
 
-def show_verify(result: Mapping[str, Any], locate: bool = False) -> None:
-    """Print a comparison: a table of its kinds, the verdict, and what differs first, or all with `locate`."""
-    own = result.get("own")
-    for part in (result, own) if own else (result,):
-        show.table(part.get("rows", []))
-        if narrowed := part.get("narrowed"):
+def show_verify(result: Mapping[str, Any], locate: bool = False, verbose: bool = False) -> None:
+    """Print a comparison: the verdict, its figures, and what differs first.
+
+    With `verbose` it has a table of the kinds of values, with `locate` one of all differences.
+    """
+    parts = [result, result["own"]] if "own" in result else [result]
+    show.line(_verdict(result))
+    for narrowed in dict.fromkeys(part.get("narrowed") for part in parts):
+        if narrowed:
             show.line(narrowed)
-        equal = result["equal"] or (part is result and own is not None)  # the second part follows equality
-        verdict = "equal" if equal else "UNEQUAL"
-        precision = part.get("precision", "float64")
-        beside = "" if precision == "float64" else f" beside its tolerance of {part['tolerance']:.1e}"
-        worst = "infinite" if part["worst_relative"] is None else f"{part['worst_relative']:.1e}"
-        show.line(
-            f"{verdict}: {part['compared']} tensors and numbers compared with one device in {precision}; the "
-            f"largest relative difference{beside} is {worst}, of {part['worst_name']}"
-        )
+    show.table([_figures(part) for part in parts])
+    for part in parts if verbose else ():
+        print(f"\n{_precision(part)}, by kind:")
+        show.table(part["rows"])
     if first := result["first"]:
         if locate:
             show.table(result["differences"])
         show.line(first["sentence"])
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    """Return a comparison's verdict in a sentence."""
+    layout, precision = result["layout"], _precision(result)
+    if result["equal"]:
+        steps = show.count(result["steps"], "step")
+        own = f", and then in {_precision(result['own'])}" if "own" in result else ""
+        return f"equal: {layout} equals one device in {precision} over {steps}{own}"
+    if "own" in result:  # the second part follows equality
+        return (
+            f"UNEQUAL: {layout} equals one device in {precision}, but not in {_precision(result['own'])}"
+        )
+    return f"UNEQUAL: {layout} does not equal one device in {precision}"
+
+
+def _figures(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of one part: what was compared, and the value that is nearest its tolerance, or beyond."""
+    worst = "infinite" if part["worst_relative"] is None else f"{part['worst_relative']:.1e}"
+    return {
+        "precision": _precision(part),
+        "compared": part["compared"],
+        "relative difference": worst,
+        "tolerance": f"{part['tolerance']:.1e}",
+        "name": part["worst_name"],
+    }
+
+
+def _precision(part: Mapping[str, Any]) -> str:
+    return str(part.get("precision", "float64"))
