@@ -36,8 +36,11 @@ def test_verify_exits_with_1_when_unequal(
     assert main(["verify", "--layout.dp", "2"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "equal: dp 2 equals one device in float64 over 3 steps"
-    assert shown[1].split() == "precision compared relative difference tolerance name".split()
-    assert shown[2].split() == "float64 9 3.0e-16 1.0e-10 gradient: head.weight".split() and len(shown) == 3
+    assert shown[1].split() == ["precision", "compared", "relative", "difference", "tolerance", "name"]
+    assert (
+        shown[2].split() == ["float64", "9", "3.0e-16", "1.0e-10", "gradient:", "head.weight"]
+        and len(shown) == 3
+    )
     stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})
     assert main(["verify"]) == 1
     text = capsys.readouterr().out

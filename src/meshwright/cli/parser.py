@@ -14,6 +14,7 @@ from meshwright.cli.overview import SUMMARIES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
+from meshwright.spec.foreign_run_files import check_run_file
 from meshwright.spec.load import Overrides
 from meshwright.spec.schema import known_keys, optional_tables
 
@@ -163,6 +164,8 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
         else:
             value = _flag_value(verb, name, text if equals else None, queue)
             given[name] = [*given.get(name, ()), value] if listed else value
+    if verb.keys and places:
+        check_run_file(Path(places[0]))  # a flag may only be missing since this is no run file
     for flag in verb.flags:
         if flag.required and flag.name not in given:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")

@@ -209,14 +209,12 @@ def _verdict(result: Mapping[str, Any]) -> str:
         own = f", and then in {_precision(result['own'])}" if "own" in result else ""
         return f"equal: {layout} equals one device in {precision} over {steps}{own}"
     if "own" in result:  # the second part follows equality
-        return (
-            f"UNEQUAL: {layout} equals one device in {precision}, but not in {_precision(result['own'])}"
-        )
+        return f"UNEQUAL: {layout} equals one device in {precision}, but not in {_precision(result['own'])}"
     return f"UNEQUAL: {layout} does not equal one device in {precision}"
 
 
 def _figures(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of one part: what was compared, and the value that is nearest its tolerance, or beyond."""
+    """Return the row of one part: how much was compared, and the largest difference."""
     worst = "infinite" if part["worst_relative"] is None else f"{part['worst_relative']:.1e}"
     return {
         "precision": _precision(part),
