@@ -24,7 +24,8 @@ def _program(name: str, *marks: str) -> Program:
 PROGRAMS = (
     _program(
         "axolotl", "base_model", "sequence_len", "micro_batch_size", "datasets", "sample_packing",
-        "num_epochs", "dataset_prepared_path", "val_set_size", "adapter", "chat_template", "special_tokens", "load_in_4bit",
+        "num_epochs", "dataset_prepared_path", "val_set_size", "adapter", "chat_template",
+        "special_tokens", "load_in_4bit",
     ),
     _program(
         "LLaMA-Factory", "stage", "do_train", "finetuning_type", "dataset", "template", "cutoff_len",
