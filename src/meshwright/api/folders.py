@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -24,19 +25,40 @@ def make_folder(out: Path) -> None:
 def folder_of(out: Path | None, spec: RunSpec | None = None) -> Iterator[Path]:
     """Yield `out`, or else a new folder, which goes again if nothing has come into it.
 
+    Where a command that fails before a run has begun made `out`, the folder goes, too: a record of a run, or
+    a checkpoint, begins one.
     Ranks of a torchrun must agree on a folder, and share no clock: the `spec` of their run names it.
     """
     if out is None and spec is not None and worker() is not None:
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
     if out is not None:
-        yield Path(out)
+        out = Path(out)
+        alone = worker() is None and (spec is None or spec.outer.island is None)  # nobody else writes there
+        there = out.exists() or not alone
+        try:
+            yield out
+        except BaseException:
+            if not there and not _holds_a_run(out):
+                shutil.rmtree(out, ignore_errors=True)
+            raise
         return
     folder = default_out()
     try:
         yield folder
+    except BaseException:
+        if not _holds_a_run(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         with suppress(OSError):  # it holds a run
             folder.rmdir()
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Return True for a folder in which a run, or one of its islands, has begun, saved anything or hung."""
+    return any(
+        next(folder.rglob(name), None) is not None for name in ("run.json", "step-*", "chaos.*", "stacks-*")
+    )
 
 
 def default_out() -> Path:

@@ -10,6 +10,7 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.hf.json_object import read_json_object
+from meshwright.spec.hf.safetensors_header import check_whole_files
 from meshwright.spec.hf.special_tokens import TOKENIZER
 from meshwright.spec.load import load
 from meshwright.spec.weights import (
@@ -26,13 +27,15 @@ from meshwright.units import short
 def check_weights(spec: RunSpec) -> None:
     """Raise `UserError` for weights that are not there, and for a model that contradicts them.
 
-    The weights themselves are not opened.
+    Of files of weights only the headers are read.
     """
     source = weight_source(spec.model.weights)
     if source is None:
         return
     if not source.is_foreign:  # to read those takes torch, so the first rank checks them
         check_fits(spec.model, _model_of(source), source)
+    if source.is_hf:
+        check_whole_files(source.folder, "model.weights")
     if spec.data.tokenizer == "bpe" and any(map(_is_text, spec.data.mixture or [spec.data.corpus])):
         own = own_tokenizer(spec.model.weights) or "the tokenizer.json that they were trained with"
         raise UserError(

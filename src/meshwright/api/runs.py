@@ -13,7 +13,13 @@ from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, preload, run_on_ranks, write_call
-from meshwright.api.start_checks import check_folder, check_other_models, check_packages
+from meshwright.api.start_checks import (
+    check_folder,
+    check_inputs,
+    check_other_models,
+    check_packages,
+    check_writable_folder,
+)
 from meshwright.api.train_rank import train_worker
 from meshwright.islands.island_log import island_folder
 from meshwright.rank.env import worker
@@ -71,11 +77,14 @@ def train(
     if nodes is not None:
         if out is None:
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
+        check_inputs(spec)
         return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     with folder_of(out, spec) as folder:
         if worker() is not None:
             return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
         ranks_match(spec, spec.world_size if nproc is None else nproc)
+        check_writable_folder(folder)
+        check_inputs(spec)
         check_other_models(spec)
         check_room(spec)
         if resume is not None:

@@ -1,7 +1,8 @@
-"""Checks before a run starts, without any rank: its folder, memory, packages, weights and teacher."""
+"""Checks before a run starts, without any rank: its data, folder, memory, packages, weights and teacher."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
@@ -12,9 +13,44 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
     from meshwright.rank.auto_layout import check_room
 
+    check_inputs(spec)
     check_other_models(spec)
     check_room(spec)
     check_here(spec, out, resume)
+
+
+def check_inputs(spec: RunSpec) -> None:
+    """Raise the `UserError` of corpora and a tokenizer that are not there, or cannot be read.
+
+    Of files of this host the first document is read; a hub, and what a URL names, are not asked.
+    """
+    from meshwright.data.manifest import shards_of
+    from meshwright.data.readers import HUB, SYNTHETIC, FileSource
+    from meshwright.data.sources import open_source
+    from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer
+    from meshwright.storage.remote import is_url
+
+    data, vocab_size = spec.data, spec.model.vocab_size
+    for name in data.mixture or [data.corpus]:
+        if name in (SYNTHETIC, "stdlib") or name.startswith(HUB) or is_url(name) or shards_of(name):
+            continue
+        source = open_source(name, data.text_key)
+        if isinstance(source, FileSource):
+            source.check_first()
+    check_tokenizer(data.tokenizer, vocab_size)
+    if bpe_size(data.tokenizer, vocab_size) is None and not is_url(data.tokenizer):
+        build_tokenizer(data.tokenizer, vocab_size, [], 0.0)
+
+
+def check_writable_folder(out: Path | None) -> None:
+    """Raise `UserError` if the folder of `--out` cannot be made, or nothing can be written into it."""
+    if out is None:
+        return
+    there = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise UserError(f"--out: {there} is a file, not a folder; give another --out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out: {out} cannot be written, as {there} may not be; give another --out")
 
 
 def check_here(spec: RunSpec, out: Path, resume: str | None) -> None:

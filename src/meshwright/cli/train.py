@@ -11,7 +11,7 @@ from typing import Any
 from meshwright import api
 from meshwright.api.folders import folder_of
 from meshwright.api.initial_weights import initial_weights_told
-from meshwright.api.start_checks import check_start
+from meshwright.api.start_checks import check_inputs, check_start, check_writable_folder
 from meshwright.cli import output as show
 from meshwright.cli.ending import Ending, errors_as_json
 from meshwright.cli.parser import JSON, Call, Flag, verb
@@ -172,7 +172,8 @@ def _planned(call: Call) -> RunSpec:
     from meshwright.rank.auto_layout import planned
 
     cluster = call.flags["cluster"]
-    spec, why = planned(*asked(call), cluster)
+    check_writable_folder(call.flags["out"])
+    spec, why = planned(*asked(call), cluster, check_inputs)
     if cluster is not None and why is None:
         raise UserError("--cluster: only plans a layout, but this run sets its own; remove --cluster")
     if why is not None and not call.flags["quiet"]:

@@ -166,6 +166,17 @@ class FileSource(TextSource):
                 texts = self._parts(file)
             yield from _bounded(file, texts) if is_packed else texts
 
+    def check_first(self) -> None:
+        """Raise the `UserError` of the first document, unless reading it takes long.
+
+        That is so of parquet and arrow files, and of large files that may be one document.
+        """
+        if not self._files:
+            return
+        first = self._files[0]
+        if first.suffix not in COMPRESSES and (first.suffix in NAMED_ROWS or first.size() <= _AT_ONCE):
+            next(self.documents(), None)
+
     def _has_rows(self, file: StoredFile) -> bool:
         """Return True for a file whose rows are documents, False for one that is text."""
         if file.suffix not in NAMED_ROWS or (self._named and file.suffix not in SOURCES):

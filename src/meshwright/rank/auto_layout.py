@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.hardware import find as hardware
@@ -77,16 +78,18 @@ def planned(
     nproc: str | int | None = None,
     source: str = "",
     on: str | None = None,
+    check: Callable[[RunSpec], None] = lambda spec: None,
 ) -> tuple[RunSpec, str | None]:
     """The spec of a run, and in one line why it has its layout; None where the run sizes an axis itself.
 
     `nproc` is a number of ranks, or None or 'auto' for all devices of this machine or any power of two of
     them. `on` is a hardware file, or a cluster's name, to plan for; by default this machine, by its GPUs or
-    its cores. Raises `UserError`.
+    its cores. `check` may refuse the run before anything is planned. Raises `UserError`.
     """
     if sets_layout(tree, overrides):
         return resolve(tree, overrides, nproc, source), None
     alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
+    check(alone)
     cluster = hardware.cluster(on) if on else present()
     if nproc is None or nproc == "auto":
         devices = count_devices()
