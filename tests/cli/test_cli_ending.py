@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from stand_ins import be_rank, last_json, stand_in
 
 from meshwright import api
-from meshwright.cli.main import main
+from meshwright.cli.main import find, main
+from meshwright.cli.parser import parse
 from meshwright.rank.failure import RanksFailed
 from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE, Stopped, StorageError
@@ -78,6 +80,43 @@ def test_a_run_that_finishes_says_so_beside_its_result(
         told = {"status": "finished", "exit_code": 0, "reason": "", "out": str(run)}
         result = {"final_loss": 1.5, "steps": 7, "step": 7, "checkpoint": 6}
         assert last_json(capsys) == told | result
+
+
+@pytest.mark.parametrize("corpus", ["stdlib", "synthetic", "it.txt"])
+def test_a_run_that_finishes_names_its_files_and_the_next_commands(
+    corpus: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, "train", {"final_loss": 1.5, "parameters_sha256": "0" * 64})
+    out = run.rename(run.with_name(f"{run.name} mine"))
+    (out / "report.html").touch()
+    words = ["train", "--layout.dp", "1", "--out", str(out), "--data.corpus", corpus]
+    assert main(words) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == [
+        f"report      {out}/report.html",
+        f"checkpoint  {out}/checkpoints/step-00000006",
+    ]
+    commands = [line[12:] for line in shown[2:]]
+    assert [shlex.split(command)[:3] for command in commands] == [
+        ["meshwright", verb, str(out)] for verb in ("generate", "export")[corpus == "synthetic" :]
+    ]
+    for command in commands:
+        name, *rest = shlex.split(command)[1:]
+        parse(find(name), rest)
+    assert main([*words, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_without_files_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, "train", {"final_loss": 1.5})
+    moe = ["--model.preset", "moe-tiny", "--model.family", "llama", "--layout.dp", "1"]
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert main(["train", *moe, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "report" not in shown.splitlines()[-2] and "meshwright export" not in shown
+    assert shown.splitlines()[-1] == f'next        meshwright generate {tmp_path} --prompt "def "'
 
 
 def test_a_mistake_and_a_damaged_record_have_an_object_too(

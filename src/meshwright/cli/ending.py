@@ -1,17 +1,19 @@
-"""How a run ended, in the object that `train --json` and `chaos --json` print on the last line of stdout."""
+"""How a run ended: the object that `train --json` and `chaos --json` print last, and what people are told."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.exchange.hf_config import export_remark
 from meshwright.rank.failure import RanksFailed, exit_code
 from meshwright.runs.record import RUN, read_run
-from meshwright.spec import UserError
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
 
 NO_READER = 141
@@ -66,6 +68,30 @@ def errors_as_json(shown: bool) -> Iterator[Ending]:
             with suppress(OSError):  # without a reader the exit code must still tell of the run
                 print(json.dumps(run.described(status, exit_code(error), _reason(error))), flush=True)
         raise
+
+
+def shown_at_end(ending: Ending, spec: RunSpec) -> Iterator[str]:
+    """Yield lines with what a finished run has left, and the commands that use its model, to be pasted."""
+    if ending.out is None:
+        return
+    for name, file in (("report", ending.out / "report.html"), ("figures", ending.out / "result.json")):
+        if file.is_file():
+            yield f"{name:<10}  {file}"
+    step = ending.described("finished", 0)["checkpoint"]
+    if step is None or ending.checkpoints is None:
+        return
+    from meshwright.checkpoint.directory import step_name
+
+    yield f"{'checkpoint':<10}  {ending.checkpoints / step_name(step)}"
+    run = shlex.quote(str(ending.out))
+    commands = [f"meshwright export {run} {shlex.quote(f'{ending.out}-hf')}"]
+    if spec.data.corpus != "synthetic":  # whose tokens are no text
+        prompt = "def " if spec.data.corpus == "stdlib" else "The "
+        commands.insert(0, f'meshwright generate {run} --prompt "{prompt}"')
+    if export_remark(spec.model):
+        commands.pop()
+    for place, command in enumerate(commands):
+        yield f"{'' if place else 'next':<10}  {command}"
 
 
 def _reason(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from meshwright.api.folders import folder_of
 from meshwright.api.initial_weights import initial_weights_told
 from meshwright.api.start_checks import check_inputs, check_start, check_writable_folder
 from meshwright.cli import output as show
-from meshwright.cli.ending import Ending, errors_as_json
+from meshwright.cli.ending import Ending, errors_as_json, shown_at_end
 from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import FROM, NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
@@ -94,7 +94,7 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
                 return 1
         result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
         if place is None or place.rank == 0:
-            _show_finished(call, result, ending)
+            _show_finished(call, result, ending, spec)
     return 0
 
 
@@ -108,9 +108,12 @@ def _tell_weights(spec: RunSpec, run: Path | None, out: Path, resume: str | None
         show.line(told)
 
 
-def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending) -> None:
-    """Print the result of a run, with --json together with how it ended."""
-    show.result(call, {**ending.described("finished", 0), **result} if call.json else result)
+def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending, spec: RunSpec) -> None:
+    """Print where a run's files are and what may follow; with --json its result, and how it ended."""
+    if call.json:
+        show.result(call, {**ending.described("finished", 0), **result})
+    elif not call.flags["quiet"]:
+        print(*shown_at_end(ending, spec), sep="\n")
 
 
 def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
@@ -164,7 +167,7 @@ def _train_with_others(call: Call, ending: Ending) -> None:
         nodes=(least, most),
         address=call.flags["address"],
     )
-    _show_finished(call, result, ending)
+    _show_finished(call, result, ending, spec)
 
 
 def _planned(call: Call) -> RunSpec:

@@ -30,7 +30,8 @@ def check_whole_files(folder: Path, key: str) -> None:
         wanted = _bytes_wanted(path)
         if wanted is not None and (there := path.stat().st_size) < wanted:
             raise UserError(
-                f"{key}: {path} is cut short: it has {there:,} of at least {wanted:,} bytes; copy the file again"
+                f"{key}: {path} is cut short: it has {there:,} of at least {wanted:,} bytes; copy the file "
+                f"again"
             )
 
 
