@@ -70,3 +70,25 @@ def test_what_simulate_prints_is_readable(words: list[str], capsys: pytest.Captu
         None, [(w[2:], v) for w, v in zip(words[::2], words[1::2], strict=True) if "." in w]
     ).layout.pp
     assert shown == (["rank", *map(str, range(ranks))] if ranks <= 16 else [])
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
+def test_a_bubble_is_explained(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of stages that are made equal nothing is due to them, of links without cost nothing to those."""
+
+    def causes(*words: str) -> dict[str, float]:
+        assert (
+            main([*PIPELINE, "--layout.schedule", schedule, "--model.preset", "small", *words, "--json"]) == 0
+        )
+        result = last_json(capsys)
+        found = result["bubble_by_cause"]
+        assert sum(found.values()) == pytest.approx(result["bubble"], abs=1e-12)
+        return dict(found)
+
+    both = causes()
+    assert min(both.values()) > 0.01
+    assert causes("--latency", "0", "--bandwidth", "1e30")["links"] == pytest.approx(0, abs=1e-9)
+    assert causes("--forward", "3")["stages"] == pytest.approx(0, abs=1e-9)
+    assert main([*PIPELINE, "--layout.schedule", schedule, "--model.preset", "small"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"bubble is {100 * both['schedule']:.2f}% the schedule itself, " in text

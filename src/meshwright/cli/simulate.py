@@ -79,6 +79,7 @@ def _show(result: Mapping[str, Any]) -> None:
         f"{result['bandwidth'] / 1e9:g} GB/s",
         "step": seconds(result["step_seconds"]),
         "bubble": f"{percent(result['bubble'], 2)} of all ranks' time" + apart * (len(bubbles) > 1),
+        "bubble_is": _causes(result["bubble_by_cause"]),
         "bubble_by_formula": "none holds for these durations and microbatches"
         if ideal is None
         else f"{percent(ideal, 2)} if ranks were equal and links free",
@@ -90,6 +91,17 @@ def _show(result: Mapping[str, Any]) -> None:
     if result["ranks"] <= MOST_RANKS:
         print()
         show.table(_rows(result))
+
+
+def _causes(parts: Mapping[str, float]) -> str:
+    """Return in words what a bubble is made of; parts of less than 0.01% of all time are left out."""
+    words = {
+        "schedule": "the schedule itself",
+        "stages": "stages that differ (of whole blocks, one with the head)",
+        "links": "messages",
+    }
+    said = [f"{percent(share, 2)} {words[name]}" for name, share in parts.items() if abs(share) >= 1e-4]
+    return ", ".join(said) or "nothing"
 
 
 def _rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:

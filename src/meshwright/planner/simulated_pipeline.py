@@ -96,6 +96,24 @@ class PipelineStep:
         lost = idle(made.name, made.ranks, made.virtual, made.microbatches, forward, input, weight)
         return None if lost is None else lost / (lost + made.microbatches * (forward + input + weight))
 
+    @property
+    def bubble_by_cause(self) -> dict[str, float]:
+        """The bubble in three parts, which add up to it.
+
+        They are that of the `schedule`, with equal stages and links that cost nothing, and what `stages` that
+        differ, and then `links`, add to it, or take away.
+        """
+        schedule, stages = self.simulation.schedule, len(self.costs)
+        mean = StageCost(
+            *(
+                sum(getattr(cost, name) for cost in self.costs) / stages
+                for name in ("forward", "input", "weight")
+            )
+        )
+        equal = simulate(schedule, [mean] * stages).bubble
+        free = simulate(schedule, [replace(cost, output=0.0) for cost in self.costs]).bubble
+        return {"schedule": equal, "stages": free - equal, "links": self.simulation.bubble - free}
+
     def to_json(self) -> dict[str, Any]:
         """The figures, without the times of single actions; lists are by rank."""
         timed, made = self.simulation, self.simulation.schedule
@@ -111,6 +129,7 @@ class PipelineStep:
             "step_seconds": timed.makespan,
             "bubble": timed.bubble,
             "bubbles": list(timed.bubbles),
+            "bubble_by_cause": self.bubble_by_cause,
             "bubble_without_sync": timed.bubble_without_sync,
             "closed_form_bubble": self.closed_form_bubble,
             "peak_activations": [held / made.virtual for held in timed.peak],
