@@ -1,4 +1,4 @@
-"""What costs nothing is told before a machine is measured, a plan made or a rank started."""
+"""Checks that cost nothing come before a machine is measured, a plan made or a rank started."""
 
 from __future__ import annotations
 

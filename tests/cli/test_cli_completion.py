@@ -39,7 +39,7 @@ CASES = [
     ("meshwright train --out my", ["my-folder"]),
     ("meshwright completion z", ["zsh"]),
 ]
-"""What is typed, and all that it may become."""
+"""Typed words, and all that the last one may become."""
 
 
 @pytest.fixture(scope="module")

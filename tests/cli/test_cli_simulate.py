@@ -74,7 +74,7 @@ def test_what_simulate_prints_is_readable(words: list[str], capsys: pytest.Captu
 
 @pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
 def test_a_bubble_is_explained(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of stages that are made equal nothing is due to them, of links without cost nothing to those."""
+    """Stages that are made equal add nothing to it, nor do links without cost."""
 
     def causes(*words: str) -> dict[str, float]:
         assert (

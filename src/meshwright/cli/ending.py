@@ -80,7 +80,7 @@ def shown_at_end(ending: Ending, spec: RunSpec) -> Iterator[str]:
     step = ending.described("finished", 0)["checkpoint"]
     if step is None or ending.checkpoints is None:
         return
-    from meshwright.checkpoint.directory import step_name
+    from meshwright.checkpoint.disk import step_name
 
     yield f"{'checkpoint':<10}  {ending.checkpoints / step_name(step)}"
     run = shlex.quote(str(ending.out))

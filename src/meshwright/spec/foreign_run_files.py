@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,10 +153,10 @@ def _parsed(text: str, suffix: str) -> tuple[str, dict[str, Any]]:
     return ("YAML" if tree or suffix in (".yaml", ".yml") else ""), tree
 
 
-def _mapping(parse: Any, text: str, *errors: type[Exception]) -> dict[str, Any]:
+def _mapping(parse: Callable[[str], Any], text: str, error: type[Exception] = ValueError) -> dict[str, Any]:
     try:
         tree = parse(text)
-    except (ValueError, RecursionError, *errors):
+    except (error, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}
 
