@@ -19,6 +19,7 @@ from meshwright.api.folders import folder_of
 from meshwright.api.options import Option, folder_name, whole
 from meshwright.api.ranks import Result
 from meshwright.api.runs import train, train_on_ranks
+from meshwright.api.start_checks import check_inputs, check_writable_folder
 from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
 from meshwright.rank.scratch import PREFIX
@@ -72,6 +73,8 @@ def chaos(
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     _check(spec)
+    check_writable_folder(out)
+    check_inputs(spec)
     planned, due = _faults(spec, ranks, mtbf, faults, seed, kinds, replay)
     with folder_of(out) as folder:
         return _chaos_in(folder, spec, ranks, planned, due, mtbf, None if replay else seed)

@@ -77,6 +77,7 @@ def train(
     if nodes is not None:
         if out is None:
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
+        check_writable_folder(Path(out))
         check_inputs(spec)
         return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     with folder_of(out, spec) as folder:
