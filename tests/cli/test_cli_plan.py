@@ -102,7 +102,7 @@ def test_keys_are_fixed_as_practitioners_write_them(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("verb", ["plan", "explain"])
 def test_the_stacks_are_listed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, "--help"]) == 0
+    assert main([verb, "--help", "stack"]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert all([name, stack.describes] in listed for name, stack in STACKS.items())
     with pytest.raises(

@@ -68,7 +68,7 @@ def model_fields(config: Config) -> dict[str, Any]:
             text = f"its {own} says that it takes more than text, which is not read"
             raise config.wrong("model_type", f"{text}; give a model of text alone")
         listed = f"none of the {len(FAMILIES)} families that are read has this name"
-        hint = did_you_mean(str(name), FAMILIES) or "; `meshwright train --help` lists them under family"
+        hint = did_you_mean(str(name), FAMILIES) or "; `meshwright train --help family` lists them"
         raise config.wrong("model_type", f"{listed}{hint}")
     family = FAMILIES[name]
     read = _gpt2 if family.learned_positions else _llama_like
