@@ -113,7 +113,8 @@ def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending, spec: 
     if call.json:
         show.result(call, {**ending.described("finished", 0), **result})
     elif not call.flags["quiet"]:
-        print(*shown_at_end(ending, spec), sep="\n")
+        for line in shown_at_end(ending, spec):
+            print(line)
 
 
 def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
