@@ -12,7 +12,7 @@ What checks and predicts: `verify` compares with one device, `dryrun` runs one r
 `planner` finds layouts, for clusters of `hardware` that `profile` measures, with failures by
 `reliability`.
 Small: `storage` opens files wherever they are kept, `cpp_library` compiles C++, `atomic` replaces files,
-`host` knows the processors, `units` formats.
+`host` knows the processors, `units` formats, `version` says the commit.
 """
 
 __version__ = "0.7.0"

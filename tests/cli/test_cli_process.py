@@ -67,14 +67,15 @@ def test_nothing_heavy_is_imported_for_help_spec_and_mistakes() -> None:
     assert reported == [f"heavy: {words} []" for words in ("import", *map(" ".join, LIGHT))]
 
 
-def test_the_list_of_verbs_imports_next_to_nothing() -> None:
+@pytest.mark.parametrize(("flag", "more"), [("--help", ""), ("--version", " meshwright.version")])
+def test_the_list_of_verbs_and_the_version_import_next_to_nothing(flag: str, more: str) -> None:
     program = (
-        "import sys; from meshwright.cli.entry import run; sys.argv[1:] = ['--help']; run()\n"
+        f"import sys; from meshwright.cli.entry import run; sys.argv[1:] = ['{flag}']; run()\n"
         "print(*(name for name in sys.modules if name.startswith(('meshwright', 'pydantic'))))"
     )
     found = python("-c", program).stdout.splitlines()
     assert found[0].startswith("meshwright 0.")
-    assert found[-1] == "meshwright meshwright.cli meshwright.cli.overview meshwright.cli.entry"
+    assert found[-1] == f"meshwright meshwright.cli meshwright.cli.overview meshwright.cli.entry{more}"
 
 
 def test_the_list_of_verbs_is_shown_at_once() -> None:
@@ -123,12 +124,12 @@ def test_control_characters_of_a_mistake_are_escaped() -> None:
 
 
 def test_version_and_the_console_script() -> None:
-    from meshwright import __version__
+    from meshwright.version import full_version
 
-    assert python("-m", "meshwright", "--version").stdout == f"meshwright {__version__}\n"
+    assert python("-m", "meshwright", "--version").stdout == f"meshwright {full_version()}\n"
     script = Path(sys.executable).with_name("meshwright")
     shown = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
-    assert (shown.returncode, shown.stdout) == (0, f"meshwright {__version__}\n")
+    assert (shown.returncode, shown.stdout) == (0, f"meshwright {full_version()}\n")
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:

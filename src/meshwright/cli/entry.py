@@ -1,4 +1,4 @@
-"""The console script: it lists the verbs before anything that takes time is imported."""
+"""The console script: it lists the verbs, or says its version, before what takes time is imported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from meshwright.cli.overview import program
 
 
 def run() -> None:
-    """Print the list of verbs if nothing else is asked for, or run the verb; see `main.run`."""
-    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+    """Print the list of verbs, or the version, if nothing else is asked for; or run the verb by `main.run`."""
+    asked = sys.argv[1:]
+    if asked in ([], ["-h"], ["--help"], ["--version"]):
         with suppress(OSError):  # `main` prints it once more, and tells what is wrong
-            print(program(__version__), flush=True)
+            print(_version() if asked == ["--version"] else program(__version__), flush=True)
             return
     from meshwright.cli import main
 
     main.run()
+
+
+def _version() -> str:
+    from meshwright.version import full_version
+
+    return f"meshwright {full_version()}"

@@ -18,6 +18,7 @@ from meshwright.rank.child import leave, set_up_output
 from meshwright.rank.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
+from meshwright.version import full_version
 
 if TYPE_CHECKING:
     from meshwright.cli.parser import Verb
@@ -75,7 +76,7 @@ def main(words: Sequence[str]) -> int:
         print(overview.program(__version__))
         return 0
     if words[0] == "--version":
-        print(f"meshwright {__version__}")
+        print(f"meshwright {full_version()}")
         return 0
     group = [name for name in SUMMARIES if name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in HELP):
