@@ -68,7 +68,7 @@ def test_nothing_heavy_is_imported_for_help_spec_and_mistakes() -> None:
 
 
 @pytest.mark.parametrize(("flag", "more"), [("--help", ""), ("--version", " meshwright.version")])
-def test_the_list_of_verbs_and_the_version_import_next_to_nothing(flag: str, more: str) -> None:
+def test_the_list_of_verbs_imports_next_to_nothing(flag: str, more: str) -> None:
     program = (
         f"import sys; from meshwright.cli.entry import run; sys.argv[1:] = ['{flag}']; run()\n"
         "print(*(name for name in sys.modules if name.startswith(('meshwright', 'pydantic'))))"

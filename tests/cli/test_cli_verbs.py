@@ -213,8 +213,8 @@ def test_spec_presets_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
     from meshwright.spec.presets import PRESETS
 
     assert main(["spec", "presets"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown if line[0] != " "] == ["preset", *PRESETS]
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    assert [line.split()[0] for line in table.splitlines()] == ["preset", *PRESETS]
     assert main(["spec", "schema"]) == 0
     assert json.loads(capsys.readouterr().out)["properties"].keys() == RunSpec.model_fields.keys()
 

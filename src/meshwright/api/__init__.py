@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         load_run,
         tokenize,
     )
-    from meshwright.api.planning import dryrun, explain, goodput, plan, profile, simulate, validate
+    from meshwright.api.planning import dryrun, explain, goodput, plan, presets, profile, simulate, validate
     from meshwright.api.quantisation import compare_quantisation, quantise
     from meshwright.api.run_files.new_run_file import init
     from meshwright.api.runs import train
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_verify",
     "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf", "init",
-    "load_hf", "load_run", "merge", "plan", "profile", "quantise", "simulate", "sweep", "tokenize", "train",
-    "validate", "verify",
+    "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "simulate", "sweep", "tokenize",
+    "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
@@ -64,7 +64,7 @@ _MODULES = {
         "checkpoint_list", "checkpoint_verify", "data_verify", "export", "import_hf", "load_hf", "load_run",
         "tokenize",
     ),
-    "planning": ("dryrun", "explain", "goodput", "plan", "profile", "simulate", "validate"),
+    "planning": ("dryrun", "explain", "goodput", "plan", "presets", "profile", "simulate", "validate"),
     "quantisation": ("compare_quantisation", "quantise"),
     "run_files.new_run_file": ("init",),
     "runs": ("train",),

@@ -19,6 +19,7 @@ from meshwright.planner.cost.software import STACKS, stack_named
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
+from meshwright.planner.preset_figures import SEQ_LEN, SEQUENCES, preset_figures
 from meshwright.planner.search.request import PlanRequest
 from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Machine
@@ -144,6 +145,37 @@ def plan(
     question = (gpus, seq_len, batch_tokens, top, objective, stack, price, tokens, max_memory, overrides)
     request = PlanRequest(model, cluster, *question, within, max_stages, islands, max_exposed)
     return best_plans(request, progress, finished)
+
+
+def presets(*, cluster: str | Cluster | None = None) -> Result:
+    """The named models, with their sizes and what training takes of one device of `cluster`, by
+    default of this machine.
+
+    Returns `device` (its name), `cluster` (None for a GPU that the catalogue lacks), `measured` (true if
+    `meshwright profile` measured it), `format`, `seq_len`, `batch_tokens`, `never_measured` (clauses about
+    what the predictions rest on), and for each of the `presets` its sizes, `state_bytes`, and `step_bytes`
+    and `tokens_per_second` as the planner predicts them, None where no step fits. Nothing is measured.
+    Raises `UserError`.
+    """
+    from meshwright.rank.auto_layout import this_machine
+
+    if cluster is None:
+        name, known = this_machine()
+    else:
+        known = hardware_of(cluster) if isinstance(cluster, str) else cluster
+        name = known.device.name
+    rows = preset_figures(known)
+    plan = next((row.plan for row in rows if row.plan is not None), None)
+    return {
+        "device": name,
+        "cluster": known and known.name,
+        "measured": known is not None and known.measured is not None,
+        "format": plan and plan.spec.precision.compute,
+        "seq_len": SEQ_LEN,
+        "batch_tokens": SEQUENCES * SEQ_LEN,
+        "never_measured": [] if plan is None else plan.never_measured,
+        "presets": [row.to_json() for row in rows],
+    }
 
 
 def explain(

@@ -10,7 +10,7 @@ from meshwright.cli.overview import program
 
 
 def run() -> None:
-    """Print the list of verbs, or the version, if nothing else is asked for; or run the verb by `main.run`."""
+    """Print the list of verbs or the version if that is all that is asked for; otherwise see `main.run`."""
     asked = sys.argv[1:]
     if asked in ([], ["-h"], ["--help"], ["--version"]):
         with suppress(OSError):  # `main` prints it once more, and tells what is wrong

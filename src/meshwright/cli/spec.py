@@ -1,16 +1,16 @@
-"""The verbs spec show, spec schema, spec check and spec presets; they import no torch."""
+"""The verbs spec show, spec schema, spec check and spec presets; they import no torch, but to name a GPU."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from meshwright import api
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.exchange.hf_config import export_remark
-from meshwright.spec import ModelSpec
-from meshwright.spec.presets import PRESETS
 from meshwright.spec.schema import schema
 from meshwright.spec.toml import to_toml
 from meshwright.units import short
@@ -60,14 +60,55 @@ def check(call: Call) -> None:
     show.result(call, facts, lambda _: show.line(sentence))
 
 
-@verb("spec presets", JSON)
+@verb(
+    "spec presets",
+    # Not `api.presets`, whose module the other verbs on specs need not wait for.
+    Flag("cluster", "a cluster by name, or a hardware file; default this machine", "NAME", str),
+    JSON,
+)
 def presets(call: Call) -> None:
-    """Print the named models."""
-    sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
-    rows: list[dict[str, Any]] = []
-    for name in PRESETS:
-        model = ModelSpec(preset=name)  # type: ignore[call-arg]
-        row = {"preset": name, "parameters": model.parameters, "active": model.active_parameters}
-        rows.append(row | {size: getattr(model, size) for size in sizes})
-    shown = [row | {name: short(row[name]) for name in ("parameters", "active")} for row in rows]
-    show.result(call, {"presets": rows}, lambda _: show.table(shown))
+    """Print the named models, and what training takes of one device."""
+    show.result(call, api.presets(**call.flags), _show_presets)
+
+
+def _show_presets(found: Mapping[str, Any]) -> None:
+    show.table([_preset_row(preset) for preset in found["presets"]])
+    batch = (
+        f"{show.count(found['batch_tokens'] // found['seq_len'], 'sequence')} of {found['seq_len']:,} tokens"
+    )
+    print()
+    show.line(
+        "states: GB of weights, gradients and AdamW's moments, computed in bf16 with sums in fp32. step: GB "
+        f"of the fastest step of {batch} on one device. tok/s: its tokens a second. -: no step fits."
+    )
+    show.line(_machine(found))
+
+
+def _preset_row(preset: Mapping[str, Any]) -> dict[str, Any]:
+    row = {"preset": preset["preset"], "parameters": short(preset["parameters"])}
+    row |= {"active": short(preset["active"])}
+    row |= {name: preset[name] for name in ("layers", "hidden", "max_seq_len")}
+    speed = preset["tokens_per_second"]
+    return row | {
+        "states GB": _gigabytes(preset["state_bytes"]),
+        "step GB": _gigabytes(preset["step_bytes"]),
+        "tok/s": None if speed is None else f"{speed:,.3g}" if speed < 1000 else f"{round(speed, -2):,.0f}",
+    }
+
+
+def _gigabytes(size: float | None) -> str | None:
+    return None if size is None else f"{size / 1e9:,.3g}" if size < 1e12 else f"{size / 1e9:,.0f}"
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    """Return in words what the predictions are for, what they rest on, and how to have better ones."""
+    device, format = found["device"], found["format"]
+    better = "`meshwright profile --out here.json`, then `meshwright spec presets --cluster here.json`"
+    if found["cluster"] is None:
+        return f"Nothing is predicted, as the GPU {device} is not in the catalogue; measure it: {better}."
+    if format is None:
+        return f"The step of no preset fits {device}."
+    if found["measured"]:
+        return f"Predicted for {device} in {format}, from measurements of meshwright profile."
+    clauses = "; ".join(found["never_measured"]) or "its rates are those of published runs"
+    return f"Predicted for {device} in {format}, and not measured: {clauses}. From measurements: {better}."

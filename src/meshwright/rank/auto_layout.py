@@ -20,18 +20,26 @@ from meshwright.spec.other_models import other_models
 from meshwright.units import gigabytes, short
 
 
-def present() -> Cluster:
-    """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
+def this_machine() -> tuple[str, Cluster | None]:
+    """The name of this machine's first GPU, or else of its processor, and what is known of it unmeasured: the
+    catalogue's cluster of such GPUs, None for others, or a host with so many cores."""
     from meshwright.hardware.catalogue import cluster_of_gpu, host
     from meshwright.host import cores
     from meshwright.profile import machine
 
     if not machine.gpus():
-        return host(machine.processor(), cores(), machine.host_memory())
+        name = machine.processor()
+        return name, host(name, cores(), machine.host_memory())
     import torch
 
     name = torch.cuda.get_device_name(0)
-    cluster = cluster_of_gpu(name)
+    return name, cluster_of_gpu(name)
+
+
+def present() -> Cluster:
+    """This machine, by what its GPUs are called, or as a host with so many cores; not measured. Raises
+    `UserError`."""
+    name, cluster = this_machine()
     if cluster is None:
         raise UserError(
             f"layout: no axis is sized, and the GPU '{name}' is not in the catalogue to plan for it; give "
