@@ -79,7 +79,7 @@ def _show_presets(found: Mapping[str, Any]) -> None:
     print()
     show.line(
         "states: GB of weights, gradients and AdamW's moments, computed in bf16 with sums in fp32. step: GB "
-        f"of the fastest step of {batch} on one device. tok/s: its tokens a second. -: no step fits."
+        f"of the fastest step of {batch} on one device. tok/s: its tokens a second. A dash: no step fits."
     )
     show.line(_machine(found))
 
