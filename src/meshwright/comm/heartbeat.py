@@ -66,6 +66,11 @@ class Heartbeat:
         """Steps that the rank has completed."""
         return self._step
 
+    @property
+    def waited_ns(self) -> int:
+        """Time spent waiting since the rank began."""
+        return self._waited
+
     def phase(self, name: str, step: int | None = None) -> None:
         """Enter a phase; `step` is the number of completed steps, where that has changed."""
         self._phase = PHASES.index(name)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import __version__, atomic
+from meshwright.commit import commit
 from meshwright.spec import UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text, strict_json
 
@@ -312,6 +313,7 @@ class RunRecord:
         described = {
             **{key: value for key, value in info.items() if key != "step"},
             "version": __version__,
+            "commit": commit(),
             "started": earlier.get("started", starts[-1]["time"]),
             "starts": starts,
         }

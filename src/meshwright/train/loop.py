@@ -23,6 +23,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.flat_param import Stored
+from meshwright.rank.machine import machine
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
@@ -141,6 +142,7 @@ class TrainingRun:
                 "world_size": self.spec.layout.world_size,
                 "matmul_flops_per_second": self.metrics.peak_flops,
                 "device": self.mesh.device.type,
+                "machine": machine(self.mesh.device) if self.control.rank == 0 else None,
                 "torch": torch.__version__,
             }
         )
@@ -262,6 +264,7 @@ class TrainingRun:
         Ranks agree on failures and stops in that sum, and meet on the host only after a failure.
         """
         begun = time.perf_counter()
+        self.metrics.begin_step()
         self.heartbeat.phase("data", self.done)
         batch, failure = self.batch, None
         following: Batch | None = None

@@ -5,9 +5,9 @@ They are written to metrics.jsonl by `runs/record.py`.
 
 from __future__ import annotations
 
-import resource
+import socket
 import statistics
-import sys
+import time
 from collections import deque
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import MoeSpec
 from meshwright.spec.training_flops import flops_per_token
 from meshwright.train.matmul_peak import matmul_flops_per_second
+from meshwright.train.memory_use import peak_memory_bytes
 from meshwright.train.step import StepResult, Trainer
 
 Row = dict[str, Any]
@@ -25,6 +26,8 @@ MOST_LOADS = 4096
 """Loads of single experts that one row of metrics holds at most."""
 RECENT_STEPS = 20
 """Steps of which the run's speed is the median."""
+MOST_RANKS = 1024
+"""Ranks of which the result has a row; further ones count in the maxima alone."""
 
 
 class Metrics:
@@ -38,7 +41,11 @@ class Metrics:
         apart = trainer.run_spec.own_step_group is not None
         self.spec = trainer.spec if apart else trainer.run_spec
         self.peak_flops = 0.0
+        self._begun = time.perf_counter()
         self._speeds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        """(seconds, seconds of these that the rank waited) of steps."""
+        self._waited_ns = 0
 
     def measure_peak(self) -> None:
         """Measure what a matrix product reaches, summed over all ranks, which call this together."""
@@ -46,11 +53,16 @@ class Metrics:
         (measured,) = self.mesh.control.sum([rate])
         self.peak_flops = max(self.peak_flops, measured)
 
+    def begin_step(self) -> None:
+        """Take note of what the rank has waited until now, so that `row` knows the waits of a step."""
+        self._waited_ns = self.mesh.heartbeat.waited_ns
+
     def row(self, step: int, result: StepResult, seconds: float) -> Row | None:
         """Take note of a step's duration, and return its row of metrics if it is to be logged."""
         train = self.spec.train
         speed = train.batch_of_step(step) / seconds
         self._speeds.append(speed)
+        self._steps.append((seconds, (self.mesh.heartbeat.waited_ns - self._waited_ns) / 1e9))
         if step % train.log_every and step != train.last_step:
             return None
         moe = self.spec.model.moe if self.mesh.rank == 0 else None
@@ -65,6 +77,7 @@ class Metrics:
             "mfu": self._mfu(speed),
             "memory_bytes": peak_memory_bytes(self.mesh.device),
             "seconds": seconds,
+            "elapsed_seconds": round(time.perf_counter() - self._begun, 3),
             **(balance_row(moe, self.trainer.layers_balance()) if moe else {}),
             **({} if result.applied else {"skipped": True}),
         }
@@ -78,16 +91,50 @@ class Metrics:
         averages = [flat for part in self.trainer.parts for _, _, flat in part.averages()]
         own["optimiser"] += sum(flat.untyped_storage().nbytes() for flat in averages)
         control = self.mesh.control
-        every = control.gather([own, peak_memory_bytes(self.mesh.device)])
+        every = control.gather([own, self._rank_row(own)])
         fullest = max((held for held, _ in every), key=lambda held: sum(held.values()), default=own)
-        memory, peak = control.broadcast([fullest, max((peak for _, peak in every), default=0)])
+        rows = [row for _, row in every]
+        peak = max((row["peak_memory_bytes"] for row in rows), default=0)
+        memory, peak = control.broadcast([fullest, peak])
         return {
             "tokens_per_second": speed,
             "mfu": self._mfu(speed) if speed else None,
             "matmul_flops_per_second": self.peak_flops,
             "peak_memory_bytes": peak,
             "memory": memory,
+            **({"ranks": rows[:MOST_RANKS]} if rows else {}),
         }
+
+    def _rank_row(self, states: dict[str, int]) -> Row:
+        """Return what the result tells of this rank: where it is, its recent steps, and its memory.
+
+        Waits are those for collectives, which only ranks on CPUs wait for: with CUDA the device does.
+        """
+        mesh, cuda = self.mesh, self.mesh.device.type == "cuda"
+        seconds, waits = zip(*self._steps, strict=True) if self._steps else ((), ())
+        return {
+            "rank": mesh.control.rank,
+            "place": self._place(),
+            "host": socket.gethostname(),
+            "device": torch.cuda.get_device_name(mesh.device) if cuda else "cpu",
+            "step_seconds": statistics.median(seconds) if seconds else None,
+            "waiting": sum(waits) / sum(seconds) if seconds and not cuda else None,
+            "peak_memory_bytes": peak_memory_bytes(mesh.device),
+            "memory_before_bytes": self.trainer.memory_before,
+            "states_bytes": sum(states.values()),
+        }
+
+    def _place(self) -> dict[str, int]:
+        """Return this rank's number along each axis of more than one rank."""
+        mesh, layout = self.mesh, self.mesh.layout
+        numbers = {
+            "pp": mesh.pipeline.rank,
+            "replicate": mesh.replicate.rank,
+            "dp": mesh.shard.rank // layout.cp,
+            "cp": mesh.context.rank,
+            "tp": mesh.tensor.rank,
+        }
+        return {axis: number for axis, number in numbers.items() if getattr(layout, axis) > 1}
 
     def _mfu(self, tokens_per_second: float) -> float:
         """The share of `peak_flops` that the model takes, and the parts of a step beside it."""
@@ -119,11 +166,3 @@ def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:
             str(number): [round(load, 4) for load in layer.load] for number, layer in layers.items()
         }
     return row
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this rank has held: allocated on CUDA, resident on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -35,6 +35,7 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.stale_gradients import DueGradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
+from meshwright.train.memory_use import memory_bytes
 from meshwright.train.parts import Sources, parts_of
 
 P = TypeVar("P", bound=StepPart)
@@ -114,6 +115,8 @@ class Trainer:
         sources: Sources | None = None,
     ) -> None:
         """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
+        self.memory_before = memory_bytes(mesh.device)
+        """What this process held before the model was built: Python, its libraries, the corpus."""
         self.run_spec, self.run_mesh = spec, mesh
         if spec.step_groups > 1:
             spec, mesh = spec.of_step_group(), mesh.step_group or mesh

@@ -1,0 +1,25 @@
+"""The machine of a run, as its record tells it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+
+from meshwright.host import cores
+from meshwright.profile.machine import processor
+from meshwright.rank.env import worker
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return this rank's host, its processor, the cores that it may use and its GPU, and the run's hosts."""
+    place = worker()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "host": socket.gethostname(),
+        "hosts": -(-place.world_size // place.local_world_size) if place else 1,
+        "processor": processor(),
+        "cores": cores(),
+        "gpu": gpu,
+    }
