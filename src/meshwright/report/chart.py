@@ -30,7 +30,11 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: x ascending, y None where it is unknown or not finite. `css` is line, faint or dots."""
+    """One curve: x ascending, y None where it is unknown or not finite.
+
+    `css` is line, faint or dots, `stroke` is empty or dash, dotted or dashdot; `run` is which of the page's
+    runs the curve is of, by which its steps have tokens and a time (`curves.axes`).
+    """
 
     name: str
     x: Sequence[float]
@@ -39,6 +43,8 @@ class Series:
     css: str = "line"
     lost: Collection[float] = ()
     """Those of `x` whose y was measured and is lost: the curve has a gap there."""
+    run: int = 0
+    stroke: str = ""
 
     def thinned(self) -> Series:
         """Return the curve thinned to at most `2 * BUCKETS + 2` points beside those of gaps."""
@@ -202,19 +208,25 @@ class Chart:
     def _view(
         self, name: str, x: Scale, y: Scale, curves: Sequence[Series], gaps: Sequence[float]
     ) -> dict[str, Any]:
-        """Return one way to draw the curves (linear or log): (class, path) of its lines, and the y labels."""
+        """Return one way to draw the curves (linear or log): its lines, and the y labels."""
         marks = y.ticks(7 if self.wide else 5)
-        paths = [("grid", f"M0 {down(y.at(mark))}H{WIDTH}") for mark in marks]
+        paths: list[_Path] = [("grid", f"M0 {down(y.at(mark))}H{WIDTH}", None) for mark in marks]
         if gaps:
             places = sorted({round(x.at(step) * WIDTH / 2) * 2 for step in gaps})
-            paths.append(("bad", "".join(f"M{place} 0V{HEIGHT}" for place in places)))
+            marked = "".join(f"M{place} 0V{HEIGHT}" for place in places)
+            paths.append(("bad", marked, self.series[0].run))
         paths += [path for curve in curves for path in _paths(curve, x, y)]
         return {"name": name, "paths": paths, "labels": y.labelled(marks, upward=True)}
 
 
-def _paths(curve: Series, x: Scale, y: Scale) -> list[tuple[str, str]]:
-    """Return (class, path) of a curve, and of dots on points that are drawn so or stand alone."""
-    drawn = [(f"c{curve.colour} {curve.css}", path(curve.x, curve.y, x, y))]
+_Path = tuple[str, str, int | None]
+"""Class and path of a line, and the run whose steps it lies over; None where it lies over none."""
+
+
+def _paths(curve: Series, x: Scale, y: Scale) -> list[_Path]:
+    """Return the line of a curve, and dots on points that are drawn so or stand alone."""
+    css = f"c{curve.colour} {curve.css} {curve.stroke}".rstrip()
+    drawn: list[_Path] = [(css, path(curve.x, curve.y, x, y), curve.run)]
     dotted = curve.css == "dots" and len(curve.x) <= MOST_DOTS
     around = [None, *curve.y, None]
     points = "".join(
@@ -222,7 +234,7 @@ def _paths(curve: Series, x: Scale, y: Scale) -> list[tuple[str, str]]:
         for i, (step, value) in enumerate(zip(curve.x, curve.y, strict=True))
         if dotted or (around[i] is None and around[i + 2] is None)
     )
-    return [*drawn, (f"c{curve.colour} points", points)] if points else drawn
+    return [*drawn, (f"c{curve.colour} points", points, curve.run)] if points else drawn
 
 
 def _steps_scale(steps: Sequence[float]) -> Scale:
@@ -253,7 +265,7 @@ def path(xs: Sequence[float], ys: Values, x: Scale, y: Scale) -> str:
 
 
 def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> dict[str, Any]:
-    """Return the data that `page.js` reads out under the pointer, as plain values for JSON."""
+    """Return the data that `chart.js` reads out under the pointer, as plain values for JSON."""
     return {
         "x": [x.low, x.high],
         "scales": {name: asdict(scale) for name, scale in scales.items()},
@@ -261,6 +273,7 @@ def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> dict[
             {
                 "name": curve.name,
                 "colour": curve.colour,
+                "run": curve.run,
                 "x": list(curve.x),
                 "y": [float(f"{v:.6g}") if is_number(v) else None for v in curve.y],
             }

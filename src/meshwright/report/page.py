@@ -38,7 +38,7 @@ def _environment() -> Environment:
     def asset(name: str) -> Markup:
         return Markup(loader.get_source(environment, name)[0])
 
-    environment.globals |= {"asset": asset, "sha256": _sha256}
+    environment.globals |= {"asset": asset, "sha256": _sha256, "across": False}
     environment.filters |= {
         "fixed": fmt.fixed,
         "number": fmt.count,

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.report import format as fmt
+from meshwright.report import run_facts as facts
 from meshwright.report.chart import Chart, Series, moving_mean
-from meshwright.report.curves import chart, rows_with, series, with_gaps
+from meshwright.report.curves import axes, chart, rows_with, series, with_gaps
 from meshwright.report.island_page import island_fields
 from meshwright.report.page import render
 from meshwright.runs.record import (
     RecordedRun,
     Row,
+    now,
     read_run,
     write_atomically,
 )
 
+REPORT = "report.html"
+"""The page's name in a run's folder."""
 # A longer history shows its newest part: a page is for reading, events.jsonl for searching.
 MOST_EVENTS = 200
 # From this many steps on the loss is drawn as a mean over the raw curve.
@@ -49,31 +52,38 @@ _EXPERT_CURVES = {
 """Title -> the curves by key; a chart whose values are all 0 is left out."""
 
 
-def write_report(out: Path) -> Path:
-    """Write `report.html` into the run's folder `out` from its record, and return its path.
+def write_report(out: Path, path: Path | None = None) -> Path:
+    """Write the page of the run in folder `out` to `path`, by default its `report.html`; return the path.
 
-    Works for an interrupted run, too. Raises `UserError` if `out` is not the folder of a run.
+    Works for a run that goes on, or was interrupted, too. Raises `UserError` if `out` is not the folder of a
+    run.
     """
+    path = out / REPORT if path is None else path
+    write_atomically(path, report_html(out))
+    return path
+
+
+def report_html(out: Path) -> str:
+    """Return the page of the run in folder `out`, from its record."""
     run = read_run(out)
     info, result = run.info, run.result or {}
     layout = (info.get("spec") or {}).get("layout")
-    axes = {axis: layout.get(axis, 1) for axis in _AXES} if isinstance(layout, dict) else {}
-    about = [
-        f"Meshwright {info['version']}" if "version" in info else "",
-        f"{fmt.short(info['parameters'])} parameters" if "parameters" in info else "",
-        f"on {info['device']}" if "device" in info else "",
-        f"started {str(info['started'])[:16].replace('T', ' ')} UTC" if "started" in info else "",
-    ]
-    routed = rows_with(run, "load_max")
+    of_axes = {axis: layout.get(axis, 1) for axis in _AXES} if isinstance(layout, dict) else {}
     of_islands = island_fields(out, result)
     peak = (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
-    html = render(
+    ranks = facts.rank_rows(result)
+    routed = rows_with(run, "load_max")
+    return render(
         "run.html",
         title=run.out.resolve().name,
         run=run,
-        about=[part for part in about if part],
-        result=_result_so_far(run),
+        written=now()[:19].replace("T", " "),
+        about=facts.about(run),
+        machine=facts.machine(run),
+        commands=facts.next_commands(run),
+        result=facts.result_so_far(run),
         curves=of_islands.pop("curves") or _curves(run),
+        axes=of_islands.pop("axes") or [axes(run)],
         **of_islands,
         experts=[
             chart(routed, title, names, from_zero=True)
@@ -81,45 +91,39 @@ def write_report(out: Path) -> Path:
             if any(row.get(key) for row in routed for key in names)
         ],
         loads=next((row for row in reversed(routed) if isinstance(row.get("expert_load"), dict)), None),
-        memory=_memory(result, peak),
+        memory=facts.memory(result, peak, info.get("device")),
         peak=peak,
-        layout=layout if axes else result.get("layout", info.get("layout")),
-        axes=axes,
+        layout=layout if of_axes else result.get("layout", info.get("layout")),
+        layout_axes=of_axes,
         axis_names=_AXES,
-        world=math.prod(axes.values()),
+        world=math.prod(of_axes.values()),
         ways=_ways(layout) if isinstance(layout, dict) else [],
+        ranks=ranks[: facts.MOST_RANKS],
+        all_ranks=len(ranks),
+        most_rank_memory=max((row.get("peak_memory_bytes") or 0 for row in ranks), default=0),
         sample=result.get("sample"),
-        events=[
-            (
-                str(event.get("time", ""))[:19].replace("T", " "),
-                event.get("kind", ""),
-                fmt.fields_text({k: v for k, v in event.items() if k not in ("time", "kind")}, " · "),
-            )
-            for event in run.events[-MOST_EVENTS:]
-        ],
+        changed=facts.changed_keys(run),
+        record=_downloaded(run),
+        events=_events(run),
         fingerprints={title: result[key] for key, title in _FINGERPRINTS.items() if result.get(key)},
     )
-    path = out / "report.html"
-    write_atomically(path, html)
-    return path
 
 
-def _result_so_far(run: RecordedRun) -> dict[str, Any]:
-    """Return the result; for a run without one, the figures that follow from its rows."""
-    if run.result is not None:
-        return run.result
-    train, evaluations = rows_with(run, "loss"), rows_with(run, "val_loss")
-    result: dict[str, Any] = {"steps": train[-1]["step"] if train else 0}
-    for key in ("tokens_per_second", "mfu"):
-        values = [row[key] for row in train if fmt.is_number(row.get(key))]
-        result[key] = statistics.median(values) if values else None
-    if train:
-        result["final_loss"] = train[-1]["loss"]
-        memory = [row["memory_bytes"] for row in train if fmt.is_number(row.get("memory_bytes"))]
-        result["peak_memory_bytes"] = max(memory, default=None)
-    if evaluations:
-        result |= {key: evaluations[-1].get(key) for key in ("val_loss", "val_bits_per_byte")}
-    return result
+def _events(run: RecordedRun) -> list[tuple[str, Any, str]]:
+    """Return (time, kind, fields in words) of the newest events."""
+    return [
+        (
+            str(event.get("time", ""))[:19].replace("T", " "),
+            event.get("kind", ""),
+            fmt.fields_text({k: v for k, v in event.items() if k not in ("time", "kind")}, " · "),
+        )
+        for event in run.events[-MOST_EVENTS:]
+    ]
+
+
+def _downloaded(run: RecordedRun) -> dict[str, Any]:
+    """Return what the page gives as JSON: run.json, the result and the newest events."""
+    return {"run": run.info, "result": run.result, "events": run.events[-MOST_EVENTS:]}
 
 
 def _curves(run: RecordedRun) -> list[Chart]:
@@ -162,20 +166,6 @@ def _by_source(evaluations: Sequence[Row]) -> list[Chart]:
 def _bits(source: Any) -> float | None:
     bits = source.get("bits_per_byte") if isinstance(source, dict) else None
     return bits if fmt.is_number(bits) else None
-
-
-def _memory(result: dict[str, Any], peak: Any) -> dict[str, float]:
-    """Return bytes by component; the rest of the peak, which no component explains, is the last one."""
-    parts = {
-        name: size
-        for name, size in (result.get("memory") or {}).items()
-        if name != "peak" and fmt.is_number(size) and size > 0
-    }
-    rest = peak - sum(parts.values()) if fmt.is_number(peak) else 0
-    if parts and rest > 0.005 * sum(parts.values()):
-        named = any("activation" in name for name in parts)
-        parts["not attributed" if named else "activations and other"] = rest
-    return parts
 
 
 def _ways(layout: dict[str, Any]) -> list[str]:

@@ -20,9 +20,13 @@ def to_toml(spec: RunSpec) -> str:
 def changes_to_toml(spec: RunSpec) -> str:
     """The fields of `spec` that are not those of its preset and the program, with the preset."""
     named = {"preset": spec.model.preset} if spec.model.preset else {}
-    usual = RunSpec.model_validate({"model": named}).to_json()
-    changed = _changes(spec.to_json(), usual)
+    changed = _changes(spec.to_json(), usual(spec.model.preset))
     return _toml({**changed, "model": {**named, **changed.get("model", {})}})
+
+
+def usual(preset: str | None) -> dict[str, Any]:
+    """The fields of a run file that has a preset's name alone, or nothing, as JSON."""
+    return RunSpec.model_validate({"model": {"preset": preset} if preset else {}}).to_json()
 
 
 def _changes(tree: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
