@@ -16,7 +16,7 @@ Checks: `verify_runs` compares one layout with one device, `sweeps` many.
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
-Predictions: `planning`.
+Predictions: `planning`. Pages of runs: `reports`.
 Run files for what somebody has: `run_files`.
 """
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from meshwright.api.planning import dryrun, explain, goodput, plan, presets, profile, simulate, validate
     from meshwright.api.quantisation import compare_quantisation, quantise
+    from meshwright.api.reports import report
     from meshwright.api.run_files.new_run_file import init
     from meshwright.api.runs import train
     from meshwright.api.sweeps import sweep
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_verify",
     "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf", "init",
-    "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "simulate", "sweep", "tokenize",
-    "train", "validate", "verify",
+    "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "report", "simulate", "sweep",
+    "tokenize", "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
@@ -66,6 +67,7 @@ _MODULES = {
     ),
     "planning": ("dryrun", "explain", "goodput", "plan", "presets", "profile", "simulate", "validate"),
     "quantisation": ("compare_quantisation", "quantise"),
+    "reports": ("report",),
     "run_files.new_run_file": ("init",),
     "runs": ("train",),
     "sweeps": ("sweep",),

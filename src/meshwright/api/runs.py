@@ -36,7 +36,7 @@ MODULES = (
     "meshwright.weights.initial_weights",
     "meshwright.infer.sample",
     "meshwright.infer.soft_target_source",
-    "meshwright.report.run_page",
+    "meshwright.report.live_report",
 )
 """Modules that ranks need."""
 

@@ -104,6 +104,7 @@ def _begin(
 
 def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers:
     """Return what rank 0 writes and shows of a run in the folder `out`."""
+    from meshwright.report.live_report import LiveReport
     from meshwright.report.progress import Progress
     from meshwright.report.trackers import make_trackers
     from meshwright.runs.record import RunRecord
@@ -113,7 +114,7 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
     folder = out.resolve()
     name = folder.name if spec.own_step_group is None else f"{folder.parent.name}/{folder.name}"
     trackers = make_trackers(spec.train.trackers, out, name, spec.to_json())
-    return Observers([RunRecord(out, lease), *shown, *trackers])
+    return Observers([RunRecord(out, lease), *shown, *trackers, LiveReport(out, lease)])
 
 
 def _keep_tokenizer(run: TrainingRun) -> None:

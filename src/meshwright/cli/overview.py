@@ -28,6 +28,7 @@ SUMMARIES = {
     "export": "write a run's model as an HF folder, or as a GGUF file for llama.cpp",
     "import": "make a run's folder of a trained model: HF, torch DCP, Megatron, DeepSpeed, litgpt, PEFT",
     "quantise": "write a model with 8 or 4 bits a weight, or --compare what that costs",
+    "report": "make the page of a run again, or compare runs: curves, figures, keys that differ",
     "average": "make a run whose weights are the mean of a run's checkpoints",
     "merge": "make a run whose weights are those of several models, merged",
     "distil": (

@@ -35,7 +35,8 @@ def write_chaos_page(path: Path, report: Mapping[str, Any], oracles: Mapping[str
     chart = None
     if rows:
         limit, words = report["step_seconds"], "a step without faults"
-        chart = scatter("Seconds until a new step is done", groups, "step", "seconds", limit, words)
+        title = "Seconds until a new step is done"
+        chart = scatter(title, groups, "step of the fault", "seconds until a new step", limit, words)
     title = path.parent.resolve().name
     values = {"report": report, "oracles": oracles, "columns": COLUMNS, "chart": chart}
     write_atomically(path, render("chaos.html", title=title, **values))

@@ -36,7 +36,7 @@ def _environment() -> Environment:
     )
 
     def asset(name: str) -> Markup:
-        return Markup(loader.get_source(environment, name)[0])
+        return Markup(_bare(loader.get_source(environment, name)[0]))
 
     environment.globals |= {"asset": asset, "sha256": _sha256, "across": False}
     environment.filters |= {
@@ -53,6 +53,12 @@ def _environment() -> Environment:
     environment.tests["finite"] = fmt.is_number
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment
+
+
+def _bare(source: str) -> str:
+    """Return a style or a script without indentation, empty lines and lines of comments."""
+    lines = (line.strip() for line in source.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith(("// ", "/* ")))
 
 
 def _sha256(script: str) -> str:

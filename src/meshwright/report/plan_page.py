@@ -121,6 +121,7 @@ def write_explanation(
         plot=_plot(explained, candidates[1:], pareto),
         far=sum(not _near(explained, each.estimate) for each in explained.neighbours),
         most=MOST,
+        record=explained.to_json(),
     )
     write_atomically(path, html)
 
@@ -162,4 +163,4 @@ def _plot(explained: Explanation, others: Sequence[Candidate], pareto: Pareto) -
     ]
     limit = explained.capacity
     words = f"a rank may fill {gigabytes(limit)}"
-    return scatter("Time against memory", groups, "step, s,", "fullest rank, GB", limit / 1e9, words)
+    return scatter("Time against memory", groups, "time of a step, s", "memory of the fullest rank, GB", limit / 1e9, words)

@@ -12,12 +12,13 @@
   const finals = data.final.map((times) => times.map((t) => (t / data.makespan) * TICKS));
 
   const LEFT = 56, RIGHT = 64, PAD = 2;
-  const rowHeight = Math.max(14, Math.min(30, Math.floor(560 / ranks)));
   const within = document.querySelector("[data-within]") !== null;
+  const rowHeight = Math.max(16, Math.min(within ? 36 : 52, Math.floor(560 / ranks)));
   const rows = $("rows"), frame = $("frame"), axis = $("axis"), tip = $("tip");
-  let width = 0, from = 0, to = TICKS, hovered = -1, colours = null, asked = false;
+  let width = 0, from = 0, to = TICKS, hovered = -1, selected = -1, colours = null, asked = false;
 
-  // Colours: a kind has one, which later chunks of a rank mix with that of the ink.
+  // Colours: a kind has one of Okabe and Ito's (2008), which people tell apart with any colour vision. Later
+  // chunks of a rank are darker, and hatched.
   const numbers = (css) => {
     const probe = document.createElement("canvas").getContext("2d");
     probe.fillStyle = css;
@@ -28,14 +29,48 @@
   const readColours = () => {
     const style = getComputedStyle(document.documentElement);
     const of = (name) => numbers(style.getPropertyValue("--" + name).trim());
-    const ink = of("ink"), kinds = ["c0", "c5", "c2", "c1"].map(of);
-    colours = { ink: css(ink), soft: css(of("soft")), grid: css(of("grid")), card: css(of("card")), final: css(of("c3")) };
+    const ink = of("ink"), kinds = ["k-forward", "k-input", "k-weight", "k-backward"].map(of);
+    colours = { ink: css(ink), soft: css(of("soft")), grid: css(of("grid")), card: css(of("card")), final: css(of("k-final")) };
     colours.idle = of("grid");
     colours.rgb = [];
     for (let chunk = 0; chunk < data.virtual; chunk++) {
-      for (const kind of kinds) colours.rgb.push(mix(kind, ink, data.virtual > 1 ? (0.4 * chunk) / (data.virtual - 1) : 0));
+      for (const kind of kinds) colours.rgb.push(mix(kind, [0, 0, 0], data.virtual > 1 ? (0.3 * chunk) / (data.virtual - 1) : 0));
     }
     colours.css = colours.rgb.map(css);
+    // White or black, whichever stands out more from a colour (relative luminance of WCAG 2).
+    const linear = (v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+    const luminance = (rgb) => 0.2126 * linear(rgb[0]) + 0.7152 * linear(rgb[1]) + 0.0722 * linear(rgb[2]);
+    colours.text = colours.rgb.map((rgb) => (luminance(rgb) > 0.179 ? "#000" : "#fff"));
+  };
+  // Diagonal lines over a box, in which its number stays readable.
+  const hatch = (context, left, y, right, height) => {
+    context.save();
+    context.beginPath();
+    context.rect(left, y, right - left, height);
+    context.clip();
+    context.strokeStyle = "rgb(255 255 255 / 55%)";
+    context.lineWidth = 1.4;
+    context.beginPath();
+    for (let at = left - height; at < right; at += 6) { context.moveTo(at, y + height); context.lineTo(at + height, y); }
+    context.stroke();
+    context.restore();
+  };
+  // The number of a microbatch: across, smaller, or upright where the box is narrow; a pointer reads out the rest.
+  const label = (context, words, left, right, y, height, code) => {
+    const across = context.measureText(words).width, room = right - left, small = 9;
+    const upright = across + 5 > room;
+    if (upright && (room < small || across * 0.9 + 4 > height)) return;
+    context.save();
+    context.translate((left + right) / 2, y + height / 2 + 0.5);
+    if (upright) { context.rotate(-Math.PI / 2); context.font = small + "px system-ui, sans-serif"; }
+    if (codes[code] >= KINDS) {
+      context.fillStyle = colours.css[codes[code]];
+      const w = (upright ? across * 0.9 : across) + 3;
+      context.fillRect(-w / 2, -6, w, 12);
+    }
+    context.fillStyle = colours.text[codes[code]];
+    context.fillText(words, 0, 0);
+    context.restore();
   };
 
   const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
@@ -89,14 +124,11 @@
       const gap = right - left > 5 ? 1 : 0;
       context.fillStyle = colours.css[codes[i]];
       context.fillRect(left, y, Math.max(0.5, right - left - gap), height);
-      const label = String(microbatches[i]);
-      if (right - left > 7 * label.length + 4 && height > 10) {
-        context.fillStyle = colours.card;
-        context.fillText(label, (left + right - gap) / 2, y + height / 2 + 0.5);
-      }
-      if (microbatches[i] === hovered) {
+      if (codes[i] >= KINDS && right - left > 4) hatch(context, left, y, right - gap, height);
+      if (height > 10) label(context, String(microbatches[i]), left, right - gap, y, height, i);
+      if (microbatches[i] === hovered || i === selected) {
         context.strokeStyle = colours.ink;
-        context.lineWidth = 2;
+        context.lineWidth = i === selected ? 3 : 2;
         context.strokeRect(left + 1, y + 1, Math.max(1, right - left - gap - 2), height - 2);
       }
     }
@@ -199,14 +231,15 @@
         // Of more than two chunks the first and the last: the others are between.
         if (!used.has(KINDS * chunk + kind) || (chunk > 0 && chunk < data.virtual - 1)) continue;
         const which = data.virtual > 1 ? ", chunk " + chunk : "";
-        items.push([colours.css[KINDS * chunk + kind], words + " (" + letter + ")" + which]);
+        items.push([colours.css[KINDS * chunk + kind], words + " (" + letter + ")" + which, chunk > 0]);
       }
     });
-    if (finals.some(([a, b]) => b > a)) items.push([colours.final, "final step"]);
-    items.push([css(colours.idle), "idle"]);
-    $("legend").replaceChildren(...items.map(([colour, words]) => {
+    if (finals.some(([a, b]) => b > a)) items.push([colours.final, "final step", false]);
+    items.push([css(colours.idle), "idle", false]);
+    $("legend").replaceChildren(...items.map(([colour, words, hatched]) => {
       const item = document.createElement("span"), box = document.createElement("i");
-      box.style.background = colour;
+      box.style.backgroundColor = colour;
+      box.classList.toggle("hatched", hatched);
       item.append(box, words);
       return item;
     }));
@@ -233,16 +266,44 @@
     const inside = px >= LEFT && px < width - RIGHT && rank >= 0 && rank < ranks;
     tip.classList.toggle("shown", inside);
     if (!inside) return hover(-1);
-    const [bold, plain, microbatch] = told(rank, ticksAt(px));
+    return hover(tell(rank, ticksAt(px), event.clientX + 14, event.clientY + 18));
+  };
+  // Show what a rank does at a time beside a place of the window; the microbatch, or -1.
+  const tell = (rank, ticks, left, top) => {
+    const [bold, plain, microbatch] = told(rank, ticks);
     const strong = document.createElement("b"), line = document.createElement("span");
     strong.textContent = bold;
     line.textContent = plain;
     tip.replaceChildren(strong, line);
     const card = tip.parentElement.getBoundingClientRect(), room = card.width - tip.offsetWidth - 8;
-    tip.style.transform = "translate(" + Math.max(8, Math.min(event.clientX - card.left + 14, room)) + "px, "
-      + (event.clientY - card.top + 18) + "px)";
-    return hover(microbatch);
+    tip.style.transform = "translate(" + Math.max(8, Math.min(left - card.left, room)) + "px, " + (top - card.top) + "px)";
+    return microbatch;
   };
+  // Choose an action by keyboard: the next or the one before on its rank, or the one at its time on another rank.
+  const rankOf = (action) => first.findIndex((at) => at > action) - 1;
+  const choose = (action) => {
+    selected = action;
+    const rank = rankOf(action), middle = (start[action] + end[action]) / 2;
+    if (start[action] < from || end[action] > to) show(middle - (to - from) / 2, middle + (to - from) / 2);
+    const top = rank * rowHeight;
+    if (top < frame.scrollTop) frame.scrollTop = top;
+    if (top + rowHeight > frame.scrollTop + frame.clientHeight) frame.scrollTop = top + rowHeight - frame.clientHeight;
+    const box = rows.getBoundingClientRect();
+    tip.classList.add("shown");
+    hovered = tell(rank, middle, box.left + x(middle), box.top + top + rowHeight + 4);
+    ask();
+  };
+  const along = (by) => {
+    if (selected < 0) return choose(first[0]);
+    const rank = rankOf(selected);
+    return choose(Math.max(first[rank], Math.min(first[rank + 1] - 1, selected + by)));
+  };
+  const across = (by) => {
+    if (selected < 0) return choose(first[0]);
+    const rank = Math.max(0, Math.min(ranks - 1, rankOf(selected) + by));
+    return choose(Math.min(first[rank + 1] - 1, firstAfter(rank, start[selected])));
+  };
+  const unchoose = () => { selected = -1; tip.classList.remove("shown"); hover(-1); ask(); };
   const hover = (microbatch) => { if (microbatch !== hovered) { hovered = microbatch; ask(); } };
 
   let held = null;
@@ -283,6 +344,11 @@
     "-": () => zoom(1 / 0.7),
     0: fit,
     Home: fit,
+    n: () => along(1),
+    p: () => along(-1),
+    j: () => across(1),
+    k: () => across(-1),
+    Escape: unchoose,
   };
   document.addEventListener("keydown", (event) => {
     const act = KEYS[event.key], upright = event.key === "ArrowUp" || event.key === "ArrowDown";
@@ -292,6 +358,19 @@
     event.preventDefault();
     act();
   });
+  rows.addEventListener("blur", unchoose);
+  // Each action as a row of a table, in seconds.
+  const listed = () => {
+    const lines = ["rank,kind,stage,microbatch,start_s,end_s"], seconds = (ticks) => ((ticks / TICKS) * data.makespan).toPrecision(9);
+    for (let rank = 0; rank < ranks; rank++) {
+      for (let i = first[rank]; i < first[rank + 1]; i++) {
+        const stage = data.stages[rank][Math.floor(codes[i] / KINDS)];
+        lines.push([rank, data.kinds[codes[i] % KINDS][0], stage, microbatches[i], seconds(start[i]), seconds(end[i])].join(","));
+      }
+    }
+    return lines.join("\n") + "\n";
+  };
+  $("csv").addEventListener("click", () => window.meshwrightSave("timeline.csv", "text/csv", listed()));
   $("in").addEventListener("click", () => zoom(0.5));
   $("out").addEventListener("click", () => zoom(2));
   $("fit").addEventListener("click", fit);
