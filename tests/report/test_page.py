@@ -15,7 +15,7 @@ def test_every_value_of_a_plot_is_escaped() -> None:
     groups = [Points(EVIL, EVIL, [(1.0, 2.0, EVIL)]), Points(EVIL, "c1", [(2.0, 3.0, EVIL)], joined=True)]
     html = scatter(EVIL, groups, EVIL, EVIL, 4.0, EVIL)
     assert "<script" not in html and "alert(1)" in html
-    assert '"c1 points"' in html and html.count("&lt;script&gt;") == 10
+    assert '"c1 points"' in html and html.count("&lt;script&gt;") == 13
     assert not {"\x00", "\x1b", "\x9b", "\ud800"} & set(html)
 
 

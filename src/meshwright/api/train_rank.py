@@ -114,7 +114,7 @@ def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers
     folder = out.resolve()
     name = folder.name if spec.own_step_group is None else f"{folder.parent.name}/{folder.name}"
     trackers = make_trackers(spec.train.trackers, out, name, spec.to_json())
-    return Observers([RunRecord(out, lease), *shown, *trackers, LiveReport(out, lease)])
+    return Observers([RunRecord(out, lease), *shown, LiveReport(out, lease), *trackers])
 
 
 def _keep_tokenizer(run: TrainingRun) -> None:

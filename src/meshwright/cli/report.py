@@ -25,7 +25,13 @@ def _show(result: Mapping[str, Any]) -> None:
     runs = result["runs"]
     names = [run["run"] for run in runs]
     if len(runs) == 1:
-        show.pairs({title: write(runs[0][key]) for key, (title, write) in FIGURES.items() if runs[0][key] is not None})
+        show.pairs(
+            {
+                title: write(runs[0][key])
+                for key, (title, write) in FIGURES.items()
+                if runs[0][key] is not None
+            }
+        )
         return
     rows = [(title, [write(run[key]) for run in runs]) for key, (title, write) in FIGURES.items()]
     rows += [(key, [value_text(value) for value in values]) for key, values in result["keys"].items()]

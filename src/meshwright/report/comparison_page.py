@@ -34,7 +34,9 @@ _CHARTS: dict[str, tuple[str, dict[str, bool]]] = {
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Read the records of the runs in `folders`. Raises `UserError`, also for too many, or one given twice."""
     if len(folders) > MOST_RUNS:
-        raise UserError(f"RUN: {len(folders)} runs are given; a page compares at most {MOST_RUNS}, give fewer")
+        raise UserError(
+            f"RUN: {len(folders)} runs are given; a page compares at most {MOST_RUNS}, give fewer"
+        )
     places = [folder.resolve() for folder in folders]
     twice = [folder for place, folder in enumerate(folders) if places[place] in places[:place]]
     if twice:
@@ -61,7 +63,13 @@ def write_comparison(path: Path, runs: Sequence[RecordedRun]) -> Path:
         strokes=[_stroke(place) for place in range(len(names))],
         abouts=[[*facts.about(run), facts.machine(run)] for run in runs],
         figures=[
-            (title, [_figure(show, row[key], found["runs"][0][key], place) for place, row in enumerate(found["runs"])])
+            (
+                title,
+                [
+                    _figure(show, row[key], found["runs"][0][key], place)
+                    for place, row in enumerate(found["runs"])
+                ],
+            )
             for key, (title, show) in facts.FIGURES.items()
             if any(row[key] is not None for row in found["runs"])
         ],
@@ -98,7 +106,9 @@ def _figure(show: Any, value: Any, first: Any, place: int) -> tuple[str, str]:
 def _chart(runs: Sequence[RecordedRun], names: Sequence[str], key: str) -> Chart:
     """Return the chart of a key with a curve of each run that has it."""
     title, options = _CHARTS[key]
-    curves = [_curve(run, name, key, place) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
+    curves = [
+        _curve(run, name, key, place) for place, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
     return Chart(key.replace("_", "-"), title, [curve for curve in curves if curve is not None], **options)
 
 

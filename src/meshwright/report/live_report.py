@@ -20,7 +20,7 @@ _MOMENTS = ("checkpoint", "stopped")
 
 
 class LiveReport:
-    """An observer that writes a run's page at its start, and after evaluations, checkpoints and a stop.
+    """An observer that writes a run's page after its first row, evaluations, checkpoints and a stop.
 
     A page that took t seconds is followed by no other for t / SHARE, but at a stop. `lease` is that of the
     folder `out`: once another run has it nothing is written.
@@ -29,12 +29,14 @@ class LiveReport:
     def __init__(self, out: Path, lease: Lease | None = None) -> None:
         self.out, self.lease = out, lease
         self._next = 0.0
+        self._begun = False
 
     def on_start(self, info: dict[str, Any]) -> None:
-        self._write()
+        """A start has nothing to show yet, and an old file that is damaged must not stop it."""
 
     def on_step(self, row: dict[str, Any]) -> None:
-        """Steps alone are no reason."""
+        if not self._begun:
+            self._write()
 
     def on_eval(self, row: dict[str, Any]) -> None:
         self._write()
@@ -50,6 +52,7 @@ class LiveReport:
         """Nothing is open."""
 
     def _write(self, now: bool = False) -> None:
+        self._begun = True
         begun = time.monotonic()
         if begun < self._next and not now:
             return

@@ -163,4 +163,11 @@ def _plot(explained: Explanation, others: Sequence[Candidate], pareto: Pareto) -
     ]
     limit = explained.capacity
     words = f"a rank may fill {gigabytes(limit)}"
-    return scatter("Time against memory", groups, "time of a step, s", "memory of the fullest rank, GB", limit / 1e9, words)
+    return scatter(
+        "Time against memory",
+        groups,
+        "time of a step, s",
+        "memory of the fullest rank, GB",
+        limit / 1e9,
+        words,
+    )

@@ -109,10 +109,11 @@
   // Files of what the page holds, made here: nothing is fetched.
   window.meshwrightSave = (name, type, content) => {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([content], { type }));
+    const place = URL.createObjectURL(new Blob([content], { type }));
+    link.setAttribute("href", place);
     link.download = name;
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    setTimeout(() => URL.revokeObjectURL(place), 10000);
   };
   document.querySelectorAll("button[data-save]").forEach((button) => {
     button.hidden = false;

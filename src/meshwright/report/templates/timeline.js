@@ -124,7 +124,7 @@
       const gap = right - left > 5 ? 1 : 0;
       context.fillStyle = colours.css[codes[i]];
       context.fillRect(left, y, Math.max(0.5, right - left - gap), height);
-      if (codes[i] >= KINDS && right - left > 4) hatch(context, left, y, right - gap, height);
+      if (codes[i] >= KINDS && right - left > 7) hatch(context, left, y, right - gap, height);
       if (height > 10) label(context, String(microbatches[i]), left, right - gap, y, height, i);
       if (microbatches[i] === hovered || i === selected) {
         context.strokeStyle = colours.ink;
