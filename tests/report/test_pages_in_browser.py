@@ -1,4 +1,4 @@
-"""Every page in a browser, light and dark, wide and at 400 px: no errors, no overflow, legible, by keyboard."""
+"""Every page in a browser, light, dark and at 400 px: no errors, no overflow, legible, told by keyboard."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
 
 
 def chaos_report() -> dict[str, Any]:
-    """What `chaos` tells of a run with two faults of three seconds each."""
+    """The object that `chaos` gives of a run with two faults of three seconds each."""
     faults = [
         {
-            "at": 4.0 * place, "kind": "kill", "rank": 1, "step": 9 * place, "phase": "forward", "noticed": 0.5,
-            "resumed": 2.5, "back": 3.0, "lost": 2, "message": "rank 1 was ended by SIGKILL",
+            "at": 4.0 * place, "kind": "kill", "rank": 1, "step": 9 * place, "phase": "forward",
+            "noticed": 0.5, "resumed": 2.5, "back": 3.0, "lost": 2, "message": "rank 1 was ended by SIGKILL",
             "unnoticed": False, "misnamed": place == 2,
         }
         for place in (1, 2)
@@ -109,8 +109,8 @@ def test_the_axis_of_all_curves_is_switched(pages: dict[str, Path], browser: Bro
     choose = """(() => {
       document.querySelector(".axis input[value=%s]").click();
       const figure = document.querySelector("figure[data-chart=loss]");
-      const lines = [...figure.querySelectorAll(".view.linear path.line")].map((path) => path.getAttribute("d"));
-      const ends = lines.map((line) => Number(line.split("L").pop().split(" ")[0]));
+      const lines = [...figure.querySelectorAll(".view.linear path.line")];
+      const ends = lines.map((line) => Number(line.getAttribute("d").split("L").pop().split(" ")[0]));
       return [figure.querySelector(".axis-name").textContent, ...ends];
     })()"""
     assert browser.run(choose % "tokens") == ["tokens", pytest.approx(1000 * 40 / 60, abs=1), 1000]
@@ -127,8 +127,9 @@ def test_charts_and_bars_are_told_by_keyboard(pages: dict[str, Path], browser: B
     browser.open(pages["report"])
     browser.run("document.querySelector('figure[data-chart=loss] .frame').focus()")
     browser.press("ArrowRight")
-    told = "[...document.querySelectorAll('.tip')].filter((tip) => getComputedStyle(tip).visibility === 'visible')"
-    words = f"{told}.map((tip) => tip.innerText.replaceAll('\\n', '|'))"
+    told = "[...document.querySelectorAll('.tip')]"
+    seen = "(tip) => getComputedStyle(tip).visibility === 'visible'"
+    words = f"{told}.filter({seen}).map((tip) => tip.innerText.replaceAll('\\n', '|'))"
     assert browser.run(words) == ["step 1|training 9|validation 3.1307 (step 10)"]
     browser.press("Escape")
     assert browser.run(words) == []

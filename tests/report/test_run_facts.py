@@ -1,4 +1,4 @@
-"""What a record says of its run: where it ran, what differs, its ranks and memory, and what to do with it."""
+"""Facts of a run's record: where it ran, what differs, its ranks and memory, and what to do with it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ _CHARTS: dict[str, tuple[str, dict[str, bool]]] = {
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Read the records of the runs in `folders`. Raises `UserError`, also for too many, or one given twice."""
+    """Read the records of the runs in `folders`.
+
+    Raises `UserError`, also where they are too many, or one is given twice.
+    """
     if len(folders) > MOST_RUNS:
         raise UserError(
             f"RUN: {len(folders)} runs are given; a page compares at most {MOST_RUNS}, give fewer"
@@ -45,10 +48,10 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def compared(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """Return the `runs`, each with its folder and final figures, and the `keys` in which their specs differ."""
+    """Return the `runs`, each with folder and final figures, and the `keys` in which their specs differ."""
     return {
         "runs": [{"run": str(run.out), **facts.figures(run)} for run in runs],
-        "keys": {key: values for key, values in facts.keys_apart(runs)},
+        "keys": dict(facts.keys_apart(runs)),
     }
 
 

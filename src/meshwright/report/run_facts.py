@@ -1,4 +1,4 @@
-"""What the record of a run says of it beside its curves, for its page and for comparisons."""
+"""Facts of a run's record beside its curves, for its page and for comparisons."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 `step` is the step, with the `parts` that it may have, and `loop` the run around it, which `open_run`
 opens. `state` is what a checkpoint holds, `saves` when one is written. `validation` measures the
-likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is relative to, `memory_use` what a process holds, and
-`callbacks` are told. `digest` hashes parameters and samples, `island_world` is the world that a run's
-ranks form, `signals` and `garbage_collection` are what happens between steps, and the folder
-`guard` watches the numbers.
+likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is relative to,
+`memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and samples,
+`island_world` is the world that a run's ranks form, `signals` and `garbage_collection` are what happens
+between steps, and the folder `guard` watches the numbers.
 """

@@ -116,7 +116,7 @@ class Trainer:
     ) -> None:
         """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
         self.memory_before = memory_bytes(mesh.device)
-        """What this process held before the model was built: Python, its libraries, the corpus."""
+        """Bytes that this process held before the model was built: Python, its libraries, the corpus."""
         self.run_spec, self.run_mesh = spec, mesh
         if spec.step_groups > 1:
             spec, mesh = spec.of_step_group(), mesh.step_group or mesh
