@@ -165,11 +165,12 @@ def next_commands(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _prompt(result: Mapping[str, Any] | None) -> str:
-    """Return the first line of the sample's prompt, or a few words."""
+    """Return the first line of the sample's prompt, or a few words where a shell would make it hard to read."""
     sample = (result or {}).get("sample")
     text = sample.get("prompt") if isinstance(sample, dict) else None
     lines = text.strip().splitlines() if isinstance(text, str) else []
-    return lines[0][:40] if lines and lines[0].isprintable() else "Once upon a time"
+    plain = bool(lines) and lines[0].isprintable() and not set(lines[0]) & set("\"'`\\$!")
+    return lines[0][:40].strip() if plain else "Once upon a time"
 
 
 def keys_apart(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
