@@ -71,6 +71,21 @@ def test_a_run_leaves_its_record(run: Path) -> None:
     assert sample["prompt"].startswith("document ")
 
 
+def test_a_run_tells_its_machine_its_commit_and_each_rank(run: Path) -> None:
+    info, result = (json.loads((run / name).read_text()) for name in ("run.json", "result.json"))
+    assert info["machine"]["hosts"] == 1 and info["machine"]["cores"] >= 1 and "commit" in info
+    assert [row["place"] for row in result["ranks"]] == [{"dp": 0}, {"dp": 1}]
+    for row in result["ranks"]:
+        assert 0 < row["states_bytes"] < row["memory_before_bytes"] <= row["peak_memory_bytes"]
+        assert row["step_seconds"] > 0 and 0 <= row["waiting"] <= 1
+    assert result["peak_memory_bytes"] == max(row["peak_memory_bytes"] for row in result["ranks"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    times = [row["elapsed_seconds"] for row in rows if "loss" in row]
+    assert times == sorted(times) and times[0] > 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Python, libraries, corpus" in page and "<h2>Ranks</h2>" in page
+
+
 def test_a_run_is_not_overwritten(run: Path, folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with pytest.raises(UserError, match="already holds a run"):

@@ -223,9 +223,9 @@ def test_what_a_run_says_stays_text(tmp_path: Path) -> None:
     benign = Page(make_run(tmp_path / "benign", steps=1, evals=0))
     assert page.tags.count("script") == benign.tags.count("script") - 3  # three charts have no data
     assert "img" not in page.tags and not [key for key, _ in page.attributes if key.startswith("on")]
-    # Prompt once, text without the prompt once, spec four times and three times beside the defaults, event
+    # Prompt once, text without the prompt once, spec four times and four times beside the defaults, event
     # three, device, memory, fingerprint.
-    assert page.text.count("document.title='pwned'") == 15
+    assert page.text.count("document.title='pwned'") == 16
     assert "\x00" not in html and "\x1b" not in html
 
 

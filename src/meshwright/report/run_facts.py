@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.report import format as fmt
 from meshwright.report.curves import rows_with
 from meshwright.runs.record import RecordedRun, Row
-from meshwright.spec.differences import differences
+from meshwright.spec.differences import differences, flat
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.toml import usual
 
@@ -101,15 +101,8 @@ def changed_keys(run: RecordedRun) -> list[tuple[str, Any, Any]]:
     model = spec.get("model")
     preset = model.get("preset") if isinstance(model, dict) else None
     pairs = differences(usual(preset if preset in PRESETS else None), spec)
-    return [(key, own, default) for key, (default, own) in pairs.items() if _has(spec, key)]
-
-
-def _has(tree: Any, key: str) -> bool:
-    """True if a tree has a dotted key: an older version may not have known it."""
-    first, _, rest = key.partition(".")
-    if not isinstance(tree, dict):
-        return False
-    return key in tree or (first in tree and _has(tree[first], rest))
+    given = flat(spec)  # an older version may not have known a key
+    return [(key, own, default) for key, (default, own) in pairs.items() if key in given]
 
 
 def memory(result: dict[str, Any], peak: Any, device: Any) -> dict[str, float]:
@@ -175,14 +168,7 @@ def _prompt(result: Mapping[str, Any] | None) -> str:
 
 def keys_apart(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
     """Return (key, the value of each run) of the keys that are not the same in the specs of all runs."""
-    specs = [run.info.get("spec") if isinstance(run.info.get("spec"), dict) else {} for run in runs]
-    keys = sorted({key for spec in specs[1:] for key in differences(specs[0] or {}, spec or {})})
-    return [(key, [_value(spec, key) for spec in specs]) for key in keys]
-
-
-def _value(tree: Any, key: str) -> Any:
-    """Return the value of a dotted key of a tree; None where it has none."""
-    if not isinstance(tree, dict):
-        return None
-    first, _, rest = key.partition(".")
-    return tree[key] if key in tree else _value(tree.get(first), rest)
+    specs = [run.info.get("spec") for run in runs]
+    trees = [flat(spec) if isinstance(spec, dict) else {} for spec in specs]
+    keys = sorted({key for tree in trees for key in differences(trees[0], tree)})
+    return [(key, [tree.get(key) for tree in trees]) for key in keys]

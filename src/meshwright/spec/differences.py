@@ -14,7 +14,7 @@ def differences(first: Tree, second: Tree) -> dict[str, tuple[Any, Any]]:
 
     A tree without a table is like one in which that is empty.
     """
-    one, other = _flat(first), _flat(second)
+    one, other = flat(first), flat(second)
     pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and (a, b) not in (({}, None), (None, {}))}
 
@@ -24,10 +24,10 @@ def as_in_file(value: Any) -> str:
     return repr(value or "none") if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def _flat(table: Tree, prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, those of tables within the table too."""
-    flat: dict[str, Any] = {}
+def flat(table: Tree, prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted key, those of tables within the table too."""
+    found: dict[str, Any] = {}
     for key, value in table.items():
         filled = isinstance(value, Mapping) and value
-        flat |= _flat(value, f"{prefix}{key}.") if filled else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if filled else {prefix + key: value}
+    return found
