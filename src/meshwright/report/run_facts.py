@@ -69,7 +69,7 @@ def about(run: RecordedRun) -> list[str]:
 
 
 def _commit(text: Any) -> str:
-    return f"commit {str(text).removesuffix('+')}" + " and changes" * str(text).endswith("+")
+    return f"commit {str(text).removesuffix('-dirty')}" + " and changes" * str(text).endswith("-dirty")
 
 
 def machine(run: RecordedRun) -> str:
@@ -158,7 +158,7 @@ def next_commands(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _prompt(result: Mapping[str, Any] | None) -> str:
-    """Return the first line of the sample's prompt, or a few words where a shell would make it hard to read."""
+    """Return the first line of the sample's prompt, or a few words where a shell makes it hard to read."""
     sample = (result or {}).get("sample")
     text = sample.get("prompt") if isinstance(sample, dict) else None
     lines = text.strip().splitlines() if isinstance(text, str) else []

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import __version__, atomic
-from meshwright.commit import commit
 from meshwright.spec import UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text, strict_json
+from meshwright.version import commit
 
 if TYPE_CHECKING:  # reading a record needs no torch
     from meshwright.checkpoint import Lease
