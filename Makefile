@@ -90,8 +90,10 @@ gpu-bench:
 	PYTHONPATH=src $(PYTHON) bench/blocks_mfu.py --device cuda --out $(RESULTS)/blocks_mfu-$(TODAY).json
 	PYTHONPATH=src $(PYTHON) bench/throughput.py --device cuda
 
+## docs: these pages as a site in site/, strictly: each link leads somewhere, on the site and in the repository
 docs: .venv/docs.done
 	.venv/bin/mkdocs build --strict
+	$(PY) tools/check_links.py site
 
 clean:
 	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

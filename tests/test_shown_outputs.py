@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = runpy.run_path(str(ROOT / "tools" / "shown_outputs.py"))
 README, TOUR = (
-    TOOL["shown"]((ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "docs/index.md")
+    TOOL["shown"]((ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "docs/tour.md")
 )
 
 pytestmark = pytest.mark.timeout(900)  # the tour trains three times, beside other tests
