@@ -117,6 +117,36 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
         assert len(readme.read_text(encoding="utf-8").splitlines()) <= 130
 
 
+def test_the_jobs_of_the_readme_have_a_command_each_which_the_home_shows() -> None:
+    rows = [line.strip("| ").split(" | ") for line in prose(READMES[0]).splitlines() if " | `meshwright " in line]
+    assert 8 <= len(rows) <= 12
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for _have, want, command in rows:
+        assert _LINK.search(want), f"{want} links to no page"
+        assert parsed(shlex.split(command.strip("`"))[1:])
+        assert f"\n{command.strip('`')}\n" in home
+
+
+def test_the_repository_has_one_address() -> None:
+    address = re.findall(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    for readme in READMES:
+        assert re.findall(r"^git clone (\S+)\.git$", readme.read_text(encoding="utf-8"), re.MULTILINE) == address
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    _, _, nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")
+    pages = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_page_begins_with_a_sentence() -> None:
+    """What a page is for stands before its commands and tables."""
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r"\A---\n.*?^---\n\n", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
+        title, *rest = [part for part in text.split("\n\n") if not part.startswith("*[")]
+        assert title.startswith("# ") and re.match(r"[A-Z`]", rest[0]) and not rest[0].startswith("```"), page.name
+
+
 def test_the_speeds_of_the_readme_are_measured() -> None:
     """Each row is the first table of its section in docs/peers.md: ours, and the peer of the least ratio."""
     page = (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")

@@ -30,7 +30,10 @@ class Page(HTMLParser):
         """Take the anchors and references of one element."""
         values = {name: value for name, value in attrs if value is not None}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
-        self.references |= {values[name].split()[0] for name in REFERENCES if values.get(name, "").strip()}
+        for name in REFERENCES:
+            # A srcset has several addresses, each with the size that it is for.
+            listed = values.get(name, "").split(",") if name == "srcset" else [values.get(name, "")]
+            self.references |= {each.split()[0] for each in listed if each.strip()}
 
 
 def dead_links(site: Path) -> list[str]:
