@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKED = runpy.run_path(str(ROOT / "tools" / "repository_links.py"))["linked"]
+LINKED = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))["linked"]
 DEAD_LINKS = runpy.run_path(str(ROOT / "tools" / "check_links.py"))["dead_links"]
 ADDRESS = "https://example.org/project"
 

@@ -1,7 +1,8 @@
-"""Links of the site's pages to files outside `docs/`, such as tests: a hook of mkdocs.
+"""Hooks of mkdocs for the documentation's site, which mkdocs calls for every page.
 
-On GitHub and in a clone these links are relative paths. On the site the hook makes them links to the repository,
-whose address is `repo_url` in mkdocs.yml. A link to a path that the tree does not have ends the build.
+Links to files outside `docs/`, such as tests, are relative paths on GitHub and in a clone. On the site they are
+links to the repository, whose address is `repo_url` in mkdocs.yml. A link to a path that the tree does not have
+ends the build.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 BRANCH = "main"
 _FENCE = re.compile(r"^(?P<indent> *)```.*?^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_FLAG = re.compile(r"(?<=>)(--[\w.-]+)(?=<)")
 _TARGET = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Return a page's Markdown with links to the repository (mkdocs calls this for every page)."""
+    """Return a page's Markdown with links to the repository."""
     from mkdocs.exceptions import PluginError
 
     root, source = Path(config.config_file_path).parent, Path(page.file.abs_src_path)
@@ -27,8 +29,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         raise PluginError(str(error)) from error
 
 
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Return a page's HTML in which no line of a command ends between the hyphens of a flag."""
+    return _FLAG.sub(r'<span class="flag">\1</span>', html)
+
+
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
-    """Return a page's HTML with its language, which the names of Spanish pages tell (mkdocs calls this)."""
+    """Return a page's HTML with its language, which the names of Spanish pages tell."""
     spanish = page.file.src_uri.endswith(".es.md")
     return output.replace('<html lang="en"', '<html lang="es"', 1) if spanish else output
 
