@@ -118,7 +118,8 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
 
 
 def test_the_jobs_of_the_readme_have_a_command_each_which_the_home_shows() -> None:
-    rows = [line.strip("| ").split(" | ") for line in prose(READMES[0]).splitlines() if " | `meshwright " in line]
+    lines = [line for line in prose(READMES[0]).splitlines() if " | `meshwright " in line]
+    rows = [line.strip("| ").split(" | ") for line in lines]
     assert 8 <= len(rows) <= 12
     home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for _have, want, command in rows:
@@ -128,9 +129,11 @@ def test_the_jobs_of_the_readme_have_a_command_each_which_the_home_shows() -> No
 
 
 def test_the_repository_has_one_address() -> None:
-    address = re.findall(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    address = re.findall(r"^repo_url: (\S+)$", site, re.MULTILINE)
     for readme in READMES:
-        assert re.findall(r"^git clone (\S+)\.git$", readme.read_text(encoding="utf-8"), re.MULTILINE) == address
+        cloned = re.findall(r"^git clone (\S+)\.git$", readme.read_text(encoding="utf-8"), re.MULTILINE)
+        assert cloned == address
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -140,11 +143,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_every_page_begins_with_a_sentence() -> None:
-    """What a page is for stands before its commands and tables."""
+    """A page says what it is for before its commands and tables."""
     for page in (ROOT / "docs").glob("*.md"):
         text = re.sub(r"\A---\n.*?^---\n\n", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
         title, *rest = [part for part in text.split("\n\n") if not part.startswith("*[")]
-        assert title.startswith("# ") and re.match(r"[A-Z`]", rest[0]) and not rest[0].startswith("```"), page.name
+        assert title.startswith("# "), page.name
+        assert re.match(r"[A-Z`]", rest[0]) and not rest[0].startswith("```"), page.name
 
 
 def test_the_speeds_of_the_readme_are_measured() -> None:

@@ -1,4 +1,4 @@
-"""The tools of the documentation's site: links to the repository, and the check of links of the built site."""
+"""The tools of the documentation's site: links to the repository, and the check of a built site's links."""
 
 from __future__ import annotations
 
@@ -80,5 +80,6 @@ def test_pictures_are_small_and_have_the_size_that_the_pages_say() -> None:
         for dark, light, width, height in shown:
             for name in (dark, light):
                 data = (ROOT / "docs" / name).read_bytes()
-                assert struct.unpack(">II", data[16:24]) == (int(width), int(height)), name  # in a PNG's header
+                size = struct.unpack(">II", data[16:24])  # in a PNG's header
+                assert size == (int(width), int(height)), name
                 assert len(data) < 64_000, name

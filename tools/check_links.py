@@ -1,7 +1,7 @@
-"""Check of a built site: each internal link, picture, style and script leads to a file, each fragment to an anchor.
+"""Check of a built site: links, pictures, styles and scripts lead to its files, and fragments to anchors.
 
-Run as `python tools/check_links.py SITE`, the folder that `mkdocs build` made; prints a line for each dead link
-and exits with 1 if there is one. Links to other hosts are not followed.
+Run as `python tools/check_links.py SITE`, the folder that `mkdocs build` made; prints a line for each dead
+link and exits with 1 if there is one. Links to other hosts are not followed.
 """
 
 from __future__ import annotations

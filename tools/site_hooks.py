@@ -1,8 +1,8 @@
 """Hooks of mkdocs for the documentation's site, which mkdocs calls for every page.
 
-Links to files outside `docs/`, such as tests, are relative paths on GitHub and in a clone. On the site they are
-links to the repository, whose address is `repo_url` in mkdocs.yml. A link to a path that the tree does not have
-ends the build.
+Links to files outside `docs/`, such as tests, are relative paths on GitHub and in a clone. On the site they
+are links to the repository, whose address is `repo_url` in mkdocs.yml. A link to a path that the tree
+lacks ends the build.
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ def linked(markdown: str, source: Path, docs: Path, root: Path, address: str) ->
         if path.is_relative_to(docs.resolve()):
             return match[0]
         if not path.is_relative_to(root.resolve()) or not path.exists():
-            raise LookupError(f"{source.name}: the link {target} leads to a path that is not in the repository")
+            raise LookupError(f"{source.name}: the link {target} leads to a path that the repository lacks")
         kind = "tree" if path.is_dir() else "blob"
-        return f"{address.rstrip('/')}/{kind}/{BRANCH}/{path.relative_to(root.resolve()).as_posix()}{fragment}"
+        name = path.relative_to(root.resolve()).as_posix()
+        return f"{address.rstrip('/')}/{kind}/{BRANCH}/{name}{fragment}"
 
-    return "".join(
-        _TARGET.sub(replaced, part) if is_prose else part for is_prose, part in _parts(markdown)
-    )
+    return "".join(_TARGET.sub(replaced, part) if is_prose else part for is_prose, part in _parts(markdown))
 
 
 def _parts(markdown: str) -> Iterable[tuple[bool, str]]:

@@ -1,8 +1,8 @@
 """Pictures of the site's home: the pages that runs, plans and timelines make, in light and dark.
 
 Run as `python tools/site_pictures.py RUN` from the repository's root, with the folder of a run of
-examples/first.toml. It makes a plan and a timeline, and writes what headless Chromium shows of each page's top to
-docs/pictures/NAME.png and NAME-dark.png. It needs `chromium` and the package `pillow`.
+examples/first.toml. It makes a plan and a timeline, and writes what headless Chromium shows of each page's
+top to docs/pictures/NAME.png and NAME-dark.png. It needs `chromium` and the package `pillow`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PICTURES = Path("docs/pictures")
 # What the pages are made of, without `--out`; the plan's command is that of docs/index.md.
 COMMANDS = {
     "plan": "plan llama3-8b --cluster h100-sxm --gpus 8 --seq-len 8192 --batch-tokens 1M",
-    "timeline": "simulate --model.preset llama3-70b --layout.pp 8 --layout.schedule zb-v --layout.micro_batch 1 "
-    "--data.seq_len 8192 --train.batch_tokens 131072",
+    "timeline": "simulate --model.preset llama3-70b --layout.pp 8 --layout.schedule zb-v "
+    "--layout.micro_batch 1 --data.seq_len 8192 --train.batch_tokens 131072",
 }
 WIDTH, HEIGHT = 1000, 640
 COLOURS = 64
