@@ -41,8 +41,8 @@ WANTS = {
 
 def init(
     have: Annotated[Sequence[str], Option(
-        "what there is: text (a file, a folder, a URL, stdlib), chats, a model (an HF folder, org/name of "
-        "the hub, another program's checkpoint) or a run; may be given twice, a text and a model",
+        "text, chats, a model or a run: a path, a URL, stdlib, or org/name of the hub; given twice, a text "
+        "and a model",
         "PATH|NAME", str, repeated=True)] = (),
     want: Annotated[str | None, Option(
         "what is wanted; default train for a text, continue for a text with a model, serve for a model",
