@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from command_lines import parsed
 from meshwright import api
-from meshwright.cli.main import find, main
+from meshwright.cli.main import main
 from meshwright.cli.overview import SUMMARIES
-from meshwright.cli.parser import Call, Verb, parse
+from meshwright.cli.parser import Call
 from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.rank.env import resized, resolve
 from meshwright.rank.failure import KINDS
@@ -28,7 +29,11 @@ from meshwright.spec.schema import Key, known_keys
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README.es.md")
 SPANISH = (*ROOT.glob("*.es.md"), *sorted((ROOT / "docs").glob("*.es.md")))
-DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
+)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -65,15 +70,6 @@ def commands(document: Path) -> list[list[str]]:
     plain = [words[1:] for words in split if words and words[0] == "meshwright"]
     launched = [words[words.index("meshwright") + 1 :] for words in split if words and words[0] == "torchrun"]
     return plain + launched
-
-
-def parsed(words: list[str]) -> tuple[Verb, Call]:
-    """The verb of a command line, and its words sorted."""
-    for name in map(str.split, SUMMARIES):
-        if words[: len(name)] == name:
-            verb = find(*name)
-            return verb, parse(verb, words[len(name) :])
-    raise AssertionError(f"no verb in: meshwright {shlex.join(words)}")
 
 
 def tree_of(call: Call) -> dict[str, Any]:

@@ -339,6 +339,15 @@ def test_this_program_runs_a_published_layout_without_full_recomputation() -> No
     assert published("meshwright").spec.recompute.policy != "full"
 
 
+def test_a_run_file_may_have_a_warm_up_and_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[train]\nbatch_tokens = 65536\ntokens = 6553600\nwarmup_steps = 50\n[model]\npreset = 'base'\n"
+    )
+    best = api.plan(file, "h100", gpus=1, top=1).best
+    assert (best.spec.train.total_steps, best.spec.train.warmup_steps) == (100, 50)
+
+
 @pytest.mark.parametrize("tokens", [3e8, 4e9])
 def test_days_count_the_slower_start_of_a_growing_batch(tokens: float) -> None:
     flags = [("layout.pp", "4"), ("layout.micro_batch", "1"), ("train.batch_warmup", "32768:1e8,65536:1e9")]

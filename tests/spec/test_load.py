@@ -127,6 +127,20 @@ def test_a_flag_wins_over_the_file_and_keeps_its_neighbours(tmp_path: Path) -> N
     assert spec.model.hidden == PRESETS["small"]["hidden"]
 
 
+def test_a_flag_for_a_model_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 300}
+    config = {"model_type": "llama", **shape, "num_attention_heads": 4}
+    folder, file = tmp_path / "hf", tmp_path / "run.toml"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    file.write_text("[model]\npreset = 'small'\nlayers = 5\n")
+    model = load(file, [("model.hf", str(folder))]).model
+    assert (model.preset, model.layers, model.hidden) == (None, 5, 32)
+    file.write_text(f"[model]\nhf = '{folder}'\n")
+    model = load(file, [("model.preset", "small")]).model
+    assert (model.hf, model.hidden) == (None, PRESETS["small"]["hidden"])
+
+
 def test_the_last_of_two_flags_wins() -> None:
     assert from_tree({}, [("train.lr", "1.0"), ("train.lr", "2.0")]).train.lr == 2.0
 

@@ -104,15 +104,22 @@ def _validated(
 
 
 def _take_another_model(tree: dict[str, Any], flags: dict[str, str]) -> None:
-    """Remove from a run's record what a flag for another preset, HF folder or weights gives anew.
+    """Remove from a file or a run's record what a flag for a preset, HF folder or weights gives anew.
 
-    A record has every field of its model, which would win; and its tokenizer is not that of other weights.
+    A flag for a preset or an HF folder replaces the file's other one of the two. A record has every field of
+    its model, which would win; and its tokenizer is not that of other weights.
     """
     model, data = tree.get("model"), tree.get("data")
-    if not isinstance(model, dict) or not ModelSpec.model_fields.keys() <= model.keys():
+    if not isinstance(model, dict):
         return
     given = {key for key in ("preset", "hf", "weights") if not _is_none(flags.get(f"model.{key}", "none"))}
-    if given & {"preset", "hf"}:
+    named = given & {"preset", "hf"}
+    if not ModelSpec.model_fields.keys() <= model.keys():
+        for one, other in (("preset", "hf"), ("hf", "preset")):
+            if named == {one}:
+                model.pop(other, None)
+        return
+    if named:
         tree["model"] = {}
     if given & {"hf", "weights"} and isinstance(data, dict):
         data.pop("tokenizer", None)

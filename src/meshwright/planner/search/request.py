@@ -192,8 +192,9 @@ class PlanRequest:
             tree.pop(table, None)
         train = tree.get("train", {})
         others = [(key, text) for key, text in self.overrides if key.partition(".")[0] not in tables]
-        alone = [(key, text) for key, text in others if key != "train.batch_warmup"]
-        largest = {**train, "batch_tokens": MAX_BATCH, "batch_warmup": []}
+        warmups = {"train.batch_warmup", "train.warmup_steps"}  # too long for steps of the largest batch
+        alone = [(key, text) for key, text in others if key not in warmups]
+        largest = {**train, "batch_tokens": MAX_BATCH, "batch_warmup": [], "warmup_steps": None}
         first = from_tree({**tree, "train": largest}, alone, source)
         seq_len = self.seq_len
         self._check_agreement(None if source or isinstance(self.model, RunSpec) else str(self.model))
