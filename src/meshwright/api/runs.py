@@ -15,8 +15,8 @@ from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, preload, run_on_ranks, write_call
 from meshwright.api.start_checks import (
     check_folder,
+    check_host,
     check_inputs,
-    check_other_models,
     check_packages,
     check_writable_folder,
 )
@@ -70,8 +70,6 @@ def train(
     `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
-    from meshwright.rank.auto_layout import check_room
-
     resume = str(resume) if resume is not None else None
     check_packages(spec)
     if nodes is not None:
@@ -84,10 +82,7 @@ def train(
         if worker() is not None:
             return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
         ranks_match(spec, spec.world_size if nproc is None else nproc)
-        check_writable_folder(folder)
-        check_inputs(spec)
-        check_other_models(spec)
-        check_room(spec)
+        check_host(spec, folder)
         if resume is not None:
             check_resumed_weights(spec, folder)
         if spec.outer.island is not None:

@@ -11,12 +11,18 @@ from meshwright.spec import RunSpec, UserError
 
 def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
+    check_host(spec, out)
+    check_here(spec, out, resume)
+
+
+def check_host(spec: RunSpec, out: Path) -> None:
+    """Raise the `UserError` of a run that this host can't start: by its folder, data, teacher or memory."""
     from meshwright.rank.auto_layout import check_room
 
+    check_writable_folder(out)
     check_inputs(spec)
     check_other_models(spec)
     check_room(spec)
-    check_here(spec, out, resume)
 
 
 def check_inputs(spec: RunSpec) -> None:
