@@ -37,12 +37,15 @@ def check_inputs(spec: RunSpec) -> None:
     from meshwright.storage.remote import is_url
 
     data, vocab_size = spec.data, spec.model.vocab_size
-    for name in data.mixture or [data.corpus]:
-        if name in (SYNTHETIC, "stdlib") or name.startswith(HUB) or is_url(name) or shards_of(name):
+    texts = [name for name in data.mixture or [data.corpus] if name != SYNTHETIC and not shards_of(name)]
+    for name in texts:
+        if name == "stdlib" or name.startswith(HUB) or is_url(name):
             continue
         source = open_source(name, data.text_key)
         if isinstance(source, FileSource):
             source.check_first()
+    if not texts:  # token ids need no tokenizer
+        return
     check_tokenizer(data.tokenizer, vocab_size)
     if bpe_size(data.tokenizer, vocab_size) is None and not is_url(data.tokenizer):
         build_tokenizer(data.tokenizer, vocab_size, [], 0.0)

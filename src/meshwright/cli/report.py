@@ -9,6 +9,7 @@ from typing import Any
 from meshwright import api
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, verb
+from meshwright.report.comparison_page import names_of
 from meshwright.report.format import value_text
 from meshwright.report.run_facts import FIGURES
 
@@ -23,7 +24,7 @@ def report(call: Call) -> None:
 def _show(result: Mapping[str, Any]) -> None:
     """Print the figures and the keys that differ, a column for each run."""
     runs = result["runs"]
-    names = [run["run"] for run in runs]
+    names = names_of([Path(run["run"]) for run in runs])
     if len(runs) == 1:
         show.pairs(
             {

@@ -57,7 +57,7 @@ def compared(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 def write_comparison(path: Path, runs: Sequence[RecordedRun]) -> Path:
     """Write the page of several runs to `path`, and return it. Raises `UserError` if it cannot be written."""
-    names = _names([run.out for run in runs])
+    names = names_of([run.out for run in runs])
     found = compared(runs)
     html = render(
         "comparison.html",
@@ -85,7 +85,7 @@ def write_comparison(path: Path, runs: Sequence[RecordedRun]) -> Path:
     return path
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def names_of(folders: Sequence[Path]) -> list[str]:
     """Return the names of folders; where two are alike, the parts of their paths in which they differ."""
     places = [folder.resolve() for folder in folders]
     names = [place.name for place in places]
