@@ -24,7 +24,6 @@ from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.rank.failure import RanksFailed
 from meshwright.runs.record import read_run
 from meshwright.spec import UserError
-from ranks import Ranks
 from supervised import (
     STEPS,
     Fault,
@@ -36,7 +35,6 @@ from supervised import (
     spec_of,
     train,
 )
-from training_runs import start as start_on_ranks
 
 
 def check_stopped(event: dict[str, Any], fault: Fault, out: Path, sent: float) -> None:
@@ -78,12 +76,12 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_the_run_ends_as_if_nothi
     ],
 )
 def test_a_rank_that_dies_while_exchanges_are_under_way_costs_nothing(
-    ranks: Ranks, corpus: Path, tmp_path: Path, outer: dict[str, object]
+    corpus: Path, tmp_path: Path, outer: dict[str, object]
 ) -> None:
     """Snapshots have other tensors in each step."""
     keys: dict[str, object] = {"layout__dp": 1, "layout__replicate": 2, "recovery__snapshot_every": 1}
     spec = spec_of(corpus, **keys, **outer)
-    whole, _ = start_on_ranks(ranks, spec, tmp_path / "whole")
+    whole, _ = train(spec, tmp_path / "whole", [])
     result, thread = train(spec, tmp_path / "killed", [Fault(1, "forward", 6), Fault(0, "backward", 17)])
     assert len(thread.sent) == 2
     check_as_if_unfaulted(tmp_path / "killed", result, whole)
