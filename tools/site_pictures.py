@@ -1,7 +1,7 @@
 """Pictures of the site's home: the pages that runs, plans and timelines make, in light and dark.
 
-Run as `python tools/site_pictures.py RUN` from the repository's root, with the folder of a run of
-examples/first.toml. It makes a plan and a timeline, and writes what headless Chromium shows of each page's
+Run as `python tools/site_pictures.py RUN` from the repository's root, with the folder of a run such
+as the tour's. It makes a plan and a timeline, and writes what headless Chromium shows of each page's
 top to docs/pictures/NAME.png and NAME-dark.png. It needs `chromium` and the package `pillow`.
 """
 
