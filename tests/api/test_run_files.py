@@ -24,6 +24,7 @@ from meshwright.cli.main import main
 from meshwright.cli.parser import parse
 from meshwright.hardware.catalogue import host
 from meshwright.spec import ModelSpec, UserError, load
+from meshwright.spec.load import from_tree
 
 TEXT = "A run file says what is trained, on what, and where. " * 400
 SMALL = {
@@ -83,7 +84,7 @@ def test_a_run_alone_goes_on_with_its_own_text(run: Path) -> None:
 def test_the_file_is_valid_and_says_why(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--have", "my-text", "--train.lr", "1e-3"]) == 0
     shown = capsys.readouterr().out
-    assert "my-text: 21.2kB of text" in shown and "wrote run.toml" in shown
+    assert "my-text: 21.2 KB of text" in shown and "wrote run.toml" in shown
     written = Path("run.toml").read_text()
     assert "A new model of the shape tiny" in written and "passes over the text" in written
     assert load(Path("run.toml")).train.lr == 1e-3
@@ -141,8 +142,62 @@ def test_a_draft_has_lists_comments_and_keys_as_a_run_file_has() -> None:
     assert max(map(len, draft.toml().splitlines())) <= 100
 
 
+def test_given_keys_are_what_all_else_follows_from(text: Path) -> None:
+    flags = {"data.seq_len": "512", "train.tokens": "20000000000", "train.batch_tokens": "65536"}
+    api.init(["my-text"], preset="base", out=Path("a.toml"), overrides=[*flags.items()])
+    spec = load(Path("a.toml"))
+    assert (spec.data.seq_len, spec.train.tokens, spec.train.batch_tokens) == (512, 20_000_000_000, 65536)
+    assert spec.train.lr == pytest.approx(1.3e-3, rel=0.02)  # 0.3118 x (6 x 8.8e7 x 2e10) ^ -0.125
+    api.init(["my-text"], out=Path("b.toml"), overrides=[("train.steps", "30")])
+    assert load(Path("b.toml")).train.total_steps == 30
+    api.init(["my-text"], preset="llama3-8b", out=Path("c.toml"))
+    assert load(Path("c.toml")).train.lr == 3e-4
+    with pytest.raises(UserError, match=r"--data.corpus: stdlib is given together with --have my-text"):
+        api.init(["my-text"], out=Path("d.toml"), overrides=[("data.corpus", "stdlib")])
+
+
+def test_bytes_that_are_no_text_do_not_count(text: Path) -> None:
+    before = holding("my-text").tokens
+    (text / "picture.jpg").write_bytes(bytes(1_000_000))
+    assert holding("my-text").tokens == before
+    (text / "b.txt").write_text(TEXT)
+    assert holding("my-text").tokens == 2 * (before or 0)
+
+
+def test_one_document_is_told_and_not_validated_on(text: Path) -> None:
+    made = api.init(["my-text"], out=Path("one.toml"))
+    assert "in one document" in made["found"][0] and load(Path("one.toml")).train.eval_every == 0
+    assert "none is held out" in Path("one.toml").read_text()
+    (text / "b.txt").write_text(TEXT)
+    made = api.init(["my-text"], out=Path("two.toml"))
+    assert "in one document" not in made["found"][0] and load(Path("two.toml")).train.eval_every > 0
+
+
+def test_a_text_of_two_letters_is_a_text(text: Path) -> None:
+    Path("tiny.txt").write_text("hi")
+    api.init(["tiny.txt"], out=Path("tiny.toml"))
+    assert load(Path("tiny.toml")).train.total_steps > 0
+
+
+def test_names_with_quotation_marks_can_be_pasted(text: Path) -> None:
+    made = api.init(["my-text"], out=Path("it's.toml"))
+    assert all(_accepted(command) for command, _ in made["commands"])
+
+
 def _rows(name: str, rows: list[Any]) -> str:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def _file(name: str, content: str) -> str:
+    Path(name).write_text(content)
+    return name
+
+
+def _unsaved(name: str) -> str:
+    """A run's folder that has a record and no checkpoint."""
+    Path(name).mkdir()
+    (Path(name) / "run.json").write_text(json.dumps({"spec": from_tree({}).to_json()}))
     return name
 
 
@@ -163,6 +218,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
         (lambda: ["my-text"], (None, "here", None, "tinny"), "--preset: 'tinny' is not known; did you mean"),
         (lambda: [_rows("rows.jsonl", [{"content": "x"}])], (), "has no key 'text'"),
         (lambda: [_rows("rows.jsonl", [{"text": ""}])], (), "--have: rows.jsonl holds no text"),
+        (lambda: [_file("ax.yml", "base_model: x")], (), "--have: ax.yml is a file of settings, not of text"),
+        (lambda: [""], (), "--have: '' names nothing"),
+        (lambda: ["my-text", _file("b.txt", "b")], (), "b.txt is text, and my-text is text, too"),
+        (lambda: [_unsaved("a-run")], (), "--have: a-run is a run without any checkpoint"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence_and_writes_nothing(
@@ -193,9 +252,15 @@ def test_what_there_is_is_told_by_its_files(text: Path) -> None:
 
 
 def test_a_terminal_is_asked(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["my-text", "train", "h100-sxm 8"])
+    (text.parent / "my text").mkdir()
+    (text.parent / "my text" / "a.txt").write_text(TEXT)
+    answers = iter(["my", "'my text'", "learn", "train", "h100-sxm zero", "h100 8x", "h100-sxm 8"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(answers))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert main(["init", "asked.toml"]) == 0
-    assert load(Path("asked.toml")).layout.world_size == 8
+    spec = load(Path("asked.toml"))
+    assert spec.layout.world_size == 8 and spec.data.corpus == "my text"
+    assert not list(answers)  # a wrong answer is told, and asked for again
+    with pytest.raises(UserError, match="is there already"):  # before any question
+        main(["init", "asked.toml"])

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stand_ins import stand_in
 
 from meshwright import api
+from meshwright.cli import evaluate
 from meshwright.cli import output as show
 from meshwright.cli.main import main
 from meshwright.hardware.cluster import Collective, Matmul, ProfiledTimes
@@ -142,3 +144,12 @@ def test_a_name_that_is_too_long_is_one_sentence(verb: str) -> None:
             with pytest.raises(UserError) as refusal:
                 main(words)
             assert len(str(refusal.value)) < 400
+
+
+def test_an_evaluation_of_nothing_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = {"checkpoints": [{"step": 5, "domains": {}, "tasks": {}}]}
+    stand_in(monkeypatch, "evaluate_run", found, evaluate)
+    assert main(["evaluate", str(tmp_path)]) == 0
+    assert "no text was evaluated: the run holds none out" in capsys.readouterr().out

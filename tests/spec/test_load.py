@@ -66,7 +66,7 @@ WRONG = [
     ({"layout": {"zero": 5}}, ["layout.zero", "5", "0, 1, 2 or 3"]),
     ({"data": {"mixture": {"stdlib": -1}}}, ["data.mixture.stdlib", "-1", "greater than 0"]),
     ({"data": {"corpus": 7}}, ["data.corpus", "7", "text"]),
-    ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps", "'none'"]),
+    ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps", "give one of them"]),
     ({"layout": {"schedule": "1f1"}}, ["layout.schedule", '"1f1"', "'gpipe'", "did you mean '1f1b'"]),
     ({"layout": {"stages": "evn"}}, ['run.toml: layout.stages: "evn"', "'even', 'balanced'", "[3, 5]"]),
     ({"layout": {"stages": [1, -1]}}, ["run.toml: layout.stages: [1, -1]", "'even', 'balanced'"]),
@@ -247,3 +247,10 @@ def test_toml_and_json_load_back_to_an_equal_spec(tree: dict) -> None:
     again = RunSpec.model_validate(json.loads(json.dumps(spec.to_json())))
     assert again == spec
     assert again.digest() == spec.digest()
+
+
+def test_a_flag_for_steps_takes_the_place_of_a_files_tokens_and_the_other_way() -> None:
+    for mine, other in (("steps", "tokens"), ("tokens", "steps")):
+        train = from_tree({"train": {other: 100_000}}, [(f"train.{mine}", "20000")]).train
+        assert getattr(train, mine) == 20_000 and getattr(train, other) is None
+    assert from_tree({"train": {"tokens": 100_000}}, [("train.steps", "none")]).train.tokens == 100_000

@@ -55,6 +55,11 @@ def _tables(found: Mapping[str, Any]) -> None:
         if metric != "examples" and "_stderr" not in metric
     ]  # fmt: skip
     show.table(tasks)
+    if not tasks and not any(row["domains"] for row in rows):
+        show.line(
+            "no text was evaluated: the run holds none out, since data.val_fraction is 0 or its text is one "
+            "document; give one as --data NAME=FILE"
+        )
 
 
 def _bits(domains: Mapping[str, Any]) -> dict[str, Any]:

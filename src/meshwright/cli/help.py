@@ -153,7 +153,7 @@ def _named(entry: Verb, names: Iterable[str]) -> list[str]:
     for name in names:
         flags = [flag for flag in entry.flags if flag.name == name.removeprefix("--")]
         keys = [key for key in taken if f"{key.name}.".startswith(f"{name}.")]
-        keys = keys or [key for key in taken if key.name.endswith(f".{name}")]
+        keys = keys or [key for key in taken if f".{name}." in f"{key.name}."]
         if not flags and not keys:
             raise _unknown(entry, name, taken)
         for flag in flags:

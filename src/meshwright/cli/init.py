@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright import api
-from meshwright.api.run_files.new_run_file import WANTS
+from meshwright.api.run_files.holdings import holdings
+from meshwright.api.run_files.new_run_file import WANTS, check_new_file
+from meshwright.api.run_files.places import HERE, place
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, verb
 from meshwright.spec import UserError
 
+T = TypeVar("T")
 _QUESTIONS = {
     "have": (
         "What do you have? Text (a file, a folder, a URL, or stdlib), a model (a folder, or org/name of the "
-        "hub) or a run; two with a space between them"
+        "hub) or a run; two with a space between them, names with spaces in quotation marks"
     ),
     "want": f"What do you want? {', '.join(WANTS)}; return for what suits",
     "on": "Where does it run? here, or the name of a cluster and a number of GPUs, as: h100-sxm 8",
@@ -32,40 +36,61 @@ _QUESTIONS = {
 )
 def init(call: Call) -> None:
     """Write a run file; a terminal is asked for what no flag says."""
-    flags = dict(call.flags)
+    flags, out = dict(call.flags), call.path() or Path("run.toml")
     if not flags["have"] and not call.json and sys.stdin.isatty() and sys.stdout.isatty():
+        check_new_file(out)
         flags |= _asked(flags)
-    out = call.path() or Path("run.toml")
     found = api.init(**{**flags, "have": flags["have"] or ()}, out=out, overrides=call.overrides)
     show.result(call, found, _show)
 
 
 def _asked(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answers to the questions whose flags are not given. Raises `UserError`."""
-    answers: dict[str, Any] = {"have": _answer("have").split()}
+    """Return the answers to the questions whose flags are not given. Raises `UserError` where input ends."""
+    answers: dict[str, Any] = {"have": _answer("have", _names)}
     if flags["want"] is None:
-        answers["want"] = _answer("want") or None
-        if answers["want"] not in (None, *WANTS):
-            raise UserError(f"--want: {answers['want']!r} is not one of {', '.join(WANTS)}")
-    if flags["on"] == "here" and flags["gpus"] is None and answers.get("want") != "serve":
-        name, _, number = _answer("on").partition(" ")
-        answers["on"] = name or "here"
-        if number.strip():
-            if not number.strip().isdecimal():
-                raise UserError(
-                    f"--gpus: {number.strip()!r} is not a number of GPUs; give one, as: h100-sxm 8"
-                )
-            answers["gpus"] = int(number)
+        answers["want"] = _answer("want", _want)
+    if flags["on"] == HERE and flags["gpus"] is None and answers.get("want") != "serve":
+        answers |= _answer("on", _place)
     return answers
 
 
-def _answer(name: str) -> str:
-    """Ask a question and return the answer without spaces around it; '' at the end of the input."""
+def _answer(name: str, read: Callable[[str], T]) -> T:
+    """Ask a question until `read` takes the answer, and return what it makes of it."""
     show.line(_QUESTIONS[name])
+    while True:
+        try:
+            return read(input("> ").strip())
+        except UserError as error:
+            show.line(str(error))
+        except EOFError:
+            raise UserError(f"--{name}: is not answered, as the input has ended; give it as a flag") from None
+
+
+def _names(answer: str) -> Sequence[str]:
     try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
+        names = shlex.split(answer)
+    except ValueError:
+        raise UserError(f"--have: {answer} has a quotation mark without its pair") from None
+    if not names:
+        raise UserError("--have: nothing is given; give a text, a model or a run")
+    holdings(names)
+    return names
+
+
+def _want(answer: str) -> str | None:
+    if answer and answer not in WANTS:
+        raise UserError(f"--want: {answer!r} is not one of {', '.join(WANTS)}")
+    return answer or None
+
+
+def _place(answer: str) -> dict[str, Any]:
+    name, _, number = answer.partition(" ")
+    number = number.strip()
+    if number and not (number.isdecimal() and int(number)):
+        raise UserError(f"--gpus: {number!r} is not a number of GPUs; give one, as: h100-sxm 8")
+    on, gpus = name or HERE, int(number) if number else None
+    place(on, gpus)
+    return {"on": on, "gpus": gpus}
 
 
 def _show(result: Mapping[str, Any]) -> None:

@@ -140,8 +140,15 @@ class FileSource(TextSource):
         return fingerprint_of(self._files)
 
     def size(self) -> int:
-        """Return the bytes of all files, packed ones as they are kept."""
-        return sum(file.size() for file in self._files)
+        """Return the bytes of the files that are read, packed ones as they are kept."""
+        return sum(file.size() for file in self._files if not self._is_binary(file))
+
+    def _is_binary(self, file: StoredFile) -> bool:
+        """Return True for a file that is left out since it begins with what no text has."""
+        if file.stored is not file or file.suffix in (*ALWAYS_ROWS, *NAMED_ROWS, *COMPRESSES):
+            return False
+        with readable(f"data.corpus: {file}", READABLE):
+            return b"\0" in file.head(_HEAD)
 
     def documents(self) -> Iterator[str]:
         """Yield each document's text, file by file."""

@@ -89,6 +89,7 @@ def _validated(
         if policy != "selective" and isinstance(merged.get("recompute"), dict):
             merged["recompute"].pop("save", None)  # a key of the file's policy, which the flag replaces
         _take_another_model(merged, dict(overrides))
+        _take_another_length(merged, dict(overrides))
         for key, text in overrides:
             _overlay(merged, key, text)
         _take_model_of_weights(merged)
@@ -123,6 +124,14 @@ def _take_another_model(tree: dict[str, Any], flags: dict[str, str]) -> None:
         tree["model"] = {}
     if given & {"hf", "weights"} and isinstance(data, dict):
         data.pop("tokenizer", None)
+
+
+def _take_another_length(tree: dict[str, Any], flags: dict[str, str]) -> None:
+    """Remove the steps of a file or a run's record where a flag gives tokens instead, and the other way."""
+    train = tree.get("train")
+    for given, other in (("steps", "tokens"), ("tokens", "steps")):
+        if isinstance(train, dict) and not _is_none(flags.get(f"train.{given}", "none")):
+            train.pop(other, None)
 
 
 def _take_model_of_weights(tree: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ class TrainSpec(FrozenModel):
         if self.steps is not None and self.tokens is not None:
             raise UserError(
                 f"train.tokens: {self.tokens} is given together with train.steps = {self.steps}; give one of "
-                f"them, and 'none' for one that a run file or an earlier run has"
+                f"them"
             )
         return self
 

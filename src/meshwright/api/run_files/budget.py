@@ -17,8 +17,10 @@ UTILISATION = 0.4
 """Share of the peak that training attains, as most published runs do."""
 LEAST_STEPS = 200
 """Steps of a run on little text, below which a model learns next to nothing."""
-MOST_LR = 2e-3
-"""Largest learning rate: the law that it comes from was fitted to larger models."""
+MOST_LR = ((3e8, 2e-3), (2e9, 1e-3), (2e10, 3e-4))
+"""(Parameters up to which, largest learning rate); beyond the last one 1.5e-4. The law knows the compute
+alone, which a short run of a large model makes small; 3e-4 and 1.5e-4 are those of Llama 3's 8B and 70B
+(Grattafiori et al. 2024)."""
 SIZES = (
     "tiny", "small", "smollm2-135m", "smollm2-360m", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "qwen3-32b",
     "llama3-70b", "llama3-405b",
@@ -26,6 +28,19 @@ SIZES = (
 """Presets to choose from, by size."""
 CONTINUED_LR = ((5e8, 1e-4), (2e9, 5e-5), (2e10, 2e-5))
 """(Parameters up to which, learning rate) of trained weights that go on; beyond the last one 1e-5."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Sizes of a training that the user gives; None for those that are chosen."""
+
+    tokens: int | None = None
+    steps: int | None = None
+    batch_tokens: int | None = None
+
+    def length(self, batch_tokens: int) -> int | None:
+        """Return the tokens in all that are asked for, in steps of `batch_tokens`."""
+        return self.tokens if self.steps is None else self.steps * batch_tokens
 
 
 @dataclass(frozen=True)
@@ -57,25 +72,31 @@ def preset_for(text_tokens: int | None, place: Place) -> str:
     return fits
 
 
-def from_nothing(parameters: int, text_tokens: int | None, seq_len: int, devices: int) -> Budget:
+def from_nothing(
+    parameters: int, text_tokens: int | None, seq_len: int, devices: int, given: Given
+) -> Budget:
     """Return the budget of a model of so many parameters that is trained from random weights.
 
     Batch and learning rate are the laws of Bi et al. 2024 (DeepSeek LLM, equation 1).
     """
     wanted = TOKENS_PER_PARAMETER * parameters
-    tokens = wanted if text_tokens is None else min(wanted, PASSES * text_tokens)
+    usual = wanted if text_tokens is None else min(wanted, PASSES * text_tokens)
+    tokens = max(1, given.tokens or usual)
     compute = 6.0 * parameters * tokens
-    batch = _whole_batch(0.2920 * compute**0.3271, seq_len, devices)
-    tokens = max(tokens, LEAST_STEPS * batch)
-    return Budget(tokens, batch, _two_digits(min(MOST_LR, 0.3118 * compute**-0.125)))
+    batch = given.batch_tokens or _whole_batch(0.2920 * compute**0.3271, seq_len, devices)
+    most = next((lr for size, lr in MOST_LR if parameters <= size), 1.5e-4)
+    lr = _two_digits(min(most, 0.3118 * compute**-0.125))
+    return Budget(given.length(batch) or max(tokens, LEAST_STEPS * batch), batch, lr)
 
 
-def continued(parameters: int, text_tokens: int | None, seq_len: int, devices: int, passes: int) -> Budget:
+def continued(
+    parameters: int, text_tokens: int | None, seq_len: int, devices: int, passes: int, given: Given
+) -> Budget:
     """Return the budget of trained weights that go on for so many passes over a text."""
-    tokens = 100_000_000 if text_tokens is None else max(1, passes * text_tokens)
-    batch = _whole_batch(min(2.0**19, tokens / LEAST_STEPS), seq_len, devices)
+    tokens = given.tokens or (100_000_000 if text_tokens is None else max(1, passes * text_tokens))
+    batch = given.batch_tokens or _whole_batch(min(2.0**19, tokens / LEAST_STEPS), seq_len, devices)
     lr = next((lr for most, lr in CONTINUED_LR if parameters <= most), 1e-5)
-    return Budget(max(tokens, 10 * batch), batch, lr)
+    return Budget(given.length(batch) or max(tokens, 10 * batch), batch, lr)
 
 
 def _whole_batch(wanted: float, seq_len: int, devices: int) -> int:

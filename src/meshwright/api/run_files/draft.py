@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from meshwright.spec import RunSpec
-from meshwright.spec.load import Overrides, from_tree
+from meshwright.spec.load import from_tree
 from meshwright.spec.toml import toml_value
 
 WIDTH = 100
@@ -16,20 +16,23 @@ WIDTH = 100
 
 @dataclass
 class Draft:
-    """Keys of a run file, dotted, each with its text and a comment."""
+    """Keys of a run file, dotted, each with its text and a comment.
+
+    Those in `given` are the user's, and stay as they are.
+    """
 
     head: list[str] = field(default_factory=list)
     """Sentences at the top of the file."""
-    keys: dict[str, tuple[str, str]] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
+    keys: dict[str, tuple[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = {key: (text, "") for key, text in self.given.items()}
 
     def add(self, key: str, value: Any, comment: str = "") -> None:
-        """Set a key, in place of what it was."""
-        self.keys[key] = (_flag_text(value), comment)
-
-    def override(self, overrides: Overrides) -> None:
-        """Set the keys that the user gave as flags."""
-        for key, text in overrides:
-            self.keys[key] = (text, "")
+        """Set a key, in place of what it was, unless the user has given it."""
+        if key not in self.given:
+            self.keys[key] = (_flag_text(value), comment)
 
     def add_table(
         self, table: str, values: Mapping[str, Any], usual: Mapping[str, Any], comment: str

@@ -16,17 +16,21 @@ from meshwright.exchange.hub import is_hub_id
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
+from meshwright.spec.load import load
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.weights import is_foreign
 from meshwright.storage.remote import is_url
 from meshwright.storage.stored_file import LocalFile
-from meshwright.units import short
+from meshwright.units import gigabytes, short
 
 KEY = "--have"
 BYTES_PER_TOKEN = 4.0
 """Bytes of English text or of code that a token of a trained tokenizer stands for, about."""
 CHAT_KEYS = ("messages", "conversations")
 """Keys of a row that is a chat."""
+_NOUNS = {"text": "text", "chats": "a file of chats", "model": "a model", "run": "a run"}
+_NO_TEXT = (".toml", ".yaml", ".yml")
+"""Suffixes of files that say how to train, and are no text to train on, where they are named."""
 _ROWS = (".jsonl", ".jsonlines", ".ndjson", ".json")
 
 
@@ -42,6 +46,8 @@ class Holding:
     source: str
     told: str
     tokens: int | None = None
+    is_one_document: bool = False
+    """True for a text of which no document can be held out."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ def holdings(names: Sequence[str], text_key: str = "text") -> Holdings:
         place = "model" if each.kind in ("model", "run") else "text"
         if place in found:
             raise UserError(
-                f"{KEY}: {name} is {each.kind}, and {found[place].source} is {found[place].kind}, too; give "
+                f"{KEY}: {name} is {_NOUNS[each.kind]}, and {found[place].source} is "
+                f"{_NOUNS[found[place].kind]}, too; give "
                 f"one {'model or run' if place == 'model' else 'text'}"
                 + ("; several texts are the table [data.mixture] of a run file" if place == "text" else "")
             )
@@ -89,11 +96,17 @@ def holding(name: str, text_key: str = "text") -> Holding:
         )
     if name == "stdlib" or name.startswith(HUB) or is_url(name):
         return text_of(name, text_key)
+    if not name.strip():
+        raise UserError(f"{KEY}: '' names nothing; give a text, a model or a run")
     path = user_path(name, KEY)
     if not path.exists():
         return _not_here(name, path)
+    if path.suffix in _NO_TEXT:
+        raise UserError(
+            f"{KEY}: {name} is a file of settings, not of text; give the text, and this to meshwright train"
+        )
     if (path / "run.json").is_file():
-        return Holding("run", str(path), "the folder of a run")
+        return _run(path)
     if (path / "manifest.json").is_file() and path.name.startswith("step-"):
         return Holding("run", str(path), "a checkpoint of a run")
     if (path / "config.json").is_file():
@@ -103,6 +116,14 @@ def holding(name: str, text_key: str = "text") -> Holding:
     if path.is_file() and (key := _chat_key(path)):
         return Holding("chats", str(path), f"chats, by the key '{key}' of its first row")
     return text_of(str(path), text_key)
+
+
+def _run(path: Path) -> Holding:
+    """Return a run. Raises `UserError` for one that has saved no weights."""
+    folder = load(path).checkpoint.folder(path)
+    if next(folder.glob("step-*"), None) is None:
+        raise UserError(f"{KEY}: {path} is a run without any checkpoint in {folder}; give one that has saved")
+    return Holding("run", str(path), "the folder of a run")
 
 
 def _not_here(name: str, path: Path) -> Holding:
@@ -137,12 +158,19 @@ def text_of(name: str, text_key: str = "text") -> Holding:
         tokens = TokenShards(shards).manifest.tokens
         return Holding("text", name, f"{short(tokens)} tokens", tokens)
     source = open_source(name, text_key)
-    if source.is_text and not name.startswith(HUB) and next(source.documents(), None) is None:
+    documents = 2
+    if source.is_text and not name.startswith(HUB):
+        documents = sum(1 for _ in islice(source.documents(), 2))
+    if not documents:
         raise UserError(f"{KEY}: {name} holds no text; give a file or folder that does")
     size = source.size()
     if size is None:
         return Holding("text", name, "text")
-    return Holding(
-        "text", name, f"{short(size)}B of text, about {short(size / BYTES_PER_TOKEN)} tokens",
-        int(size / BYTES_PER_TOKEN),
-    )  # fmt: skip
+    tokens = max(1, int(size / BYTES_PER_TOKEN))
+    told = f"{gigabytes(size)} of text, about {short(tokens)} tokens"
+    if documents == 1:
+        told += (
+            " in one document, so that nothing is held out for validation: several files, or <|endoftext|> "
+            "between texts in a .txt file, would allow it"
+        )
+    return Holding("text", name, told, tokens, documents == 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,18 +15,19 @@ from meshwright.api.run_files.budget import (
     PASSES,
     TOKENS_PER_PARAMETER,
     Budget,
+    Given,
     continued,
     from_nothing,
     preset_for,
 )
 from meshwright.api.run_files.draft import Draft
-from meshwright.api.run_files.holdings import Holdings, holdings, text_of
+from meshwright.api.run_files.holdings import Holding, Holdings, holdings, text_of
 from meshwright.api.run_files.places import HERE, Place, place
 from meshwright.api.source import keys_of_source
 from meshwright.planner.explain.explanation import describe
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
 from meshwright.spec.errors import did_you_mean
-from meshwright.spec.load import Overrides
+from meshwright.spec.load import Overrides, given_keys
 from meshwright.spec.presets import PRESETS
 from meshwright.units import gigabytes, seconds, short
 
@@ -37,6 +38,7 @@ WANTS = {
     "serve": "use a model or a run: generate, export, quantise; this needs no run file",
 }
 """Values of --want, each with what it is."""
+_SIZES = ("train.tokens", "train.steps", "train.batch_tokens")
 
 
 def init(
@@ -67,14 +69,15 @@ def init(
     wanted = _wanted(held, want)
     found = [f"{each.source}: {each.told}" for each in held.all]
     if wanted == "serve":
-        return {"file": None, "found": found, "told": [], "commands": _serving(held)}
-    if out.exists():
-        raise UserError(f"FILE: {out} is there already; remove it, or give another name")
-    if out.suffix != ".toml":
-        raise UserError(f"FILE: {out} is not the name of a run file, which ends in .toml; give run.toml")
+        told = ["a model that is used as it is needs no run file: none is written"]
+        return {"file": None, "found": found, "told": told, "commands": _serving(held)}
+    check_new_file(out)
     where = place(on, gpus)
-    draft, told = _new(held, where, preset) if wanted == "train" else _continued(held, where, wanted)
-    draft.override(overrides)
+    given = _given(held, dict(overrides))
+    if wanted == "train":
+        draft, told = _new(held, where, preset, given)
+    else:
+        draft, told = _continued(held, where, wanted, given)
     _lay_out(draft, where, told)
     text = draft.toml()
     try:
@@ -82,7 +85,16 @@ def init(
             file.write(text)
     except OSError as error:
         raise UserError(f"FILE: {out} cannot be written ({error.strerror}); give another name") from None
-    return {"file": str(out), "found": found, "told": told, "commands": _training(out, where)}
+    commands = _training(out, where, draft.spec)
+    return {"file": str(out), "found": found, "told": told, "commands": commands}
+
+
+def check_new_file(out: Path) -> None:
+    """Raise `UserError` for a name that no new run file can have."""
+    if out.exists():
+        raise UserError(f"FILE: {out} is there already; remove it, or give another name")
+    if out.suffix != ".toml":
+        raise UserError(f"FILE: {out} is not the name of a run file, which ends in .toml; give run.toml")
 
 
 def _wanted(held: Holdings, want: str | None) -> str:
@@ -111,7 +123,25 @@ def _wanted(held: Holdings, want: str | None) -> str:
     return want
 
 
-def _new(held: Holdings, where: Place, preset: str | None) -> tuple[Draft, list[str]]:
+def _given(held: Holdings, flags: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the keys that the user gives. Raises `UserError` for one that says what another flag says."""
+    for key, other in (("data.corpus", held.text), ("model.weights", held.model), ("model.hf", held.model)):
+        if key in flags and other is not None:
+            raise UserError(
+                f"--{key}: {flags[key]} is given together with --have {other.source}; give one of them"
+            )
+    return flags
+
+
+def _budget_given(draft: Draft) -> Given:
+    """Return what the given keys say of the training's size. Raises `UserError`."""
+    keys = given_keys("train", {}, [(key, text) for key, text in draft.given.items() if key in _SIZES])
+    return Given(keys.get("tokens"), keys.get("steps"), keys.get("batch_tokens"))
+
+
+def _new(
+    held: Holdings, where: Place, preset: str | None, given: Mapping[str, str]
+) -> tuple[Draft, list[str]]:
     """Return the draft of a training from nothing, and what to know of it."""
     text = held.text
     assert text is not None  # `_wanted` has asked for it
@@ -122,9 +152,8 @@ def _new(held: Holdings, where: Place, preset: str | None) -> tuple[Draft, list[
         )
     name = preset or preset_for(text.tokens, where)
     shape = ModelSpec.model_validate({"preset": name})
-    draft = Draft(
-        [f"A new model of the shape {name}, trained on {text.source} ({text.told}).", *_usage(where)]
-    )
+    head = [f"A new model of the shape {name}, trained on {text.source} ({text.told}).", *_usage(where)]
+    draft = Draft(head, given)
     draft.add("model.preset", name, "shapes: meshwright spec presets")
     vocabulary = min(shape.vocab_size, 32768 if text.tokens is None or text.tokens > 1e7 else 8192)
     if vocabulary != shape.vocab_size:
@@ -135,8 +164,8 @@ def _new(held: Holdings, where: Place, preset: str | None) -> tuple[Draft, list[
         )
     seq_len = min(shape.max_seq_len, 256 if shape.parameters < 1e7 else 2048)
     _add_data(draft, text.source, seq_len)
-    parameters = draft.spec.model.parameters
-    budget = from_nothing(parameters, text.tokens, seq_len, where.devices)
+    parameters, seq_len = draft.spec.model.parameters, draft.spec.data.seq_len
+    budget = from_nothing(parameters, text.tokens, seq_len, where.devices, _budget_given(draft))
     why = f"{TOKENS_PER_PARAMETER} for each of {short(parameters)} parameters (Hoffmann et al. 2022)"
     if text.tokens is not None and budget.tokens != TOKENS_PER_PARAMETER * parameters:
         why = f"{budget.tokens / max(1, text.tokens):.3g} passes over the text"
@@ -145,19 +174,22 @@ def _new(held: Holdings, where: Place, preset: str | None) -> tuple[Draft, list[
             if budget.steps > LEAST_STEPS
             else f" in {LEAST_STEPS} steps"
         )
-    _add_training(draft, budget, where, why, "learning rate and batch: Bi et al. 2024, by the compute")
+    rate = "learning rate and batch: Bi et al. 2024, by the compute, within what models of this size take"
+    _add_training(draft, budget, where, why, rate, text)
     told = [
         f"a model of {short(parameters)} parameters, {short(budget.tokens)} tokens in {budget.steps:,} steps"
     ]
     if text.tokens is not None and TOKENS_PER_PARAMETER * parameters > PASSES * text.tokens:
         told.append(
             f"the text is short for it: {TOKENS_PER_PARAMETER} tokens a parameter would be "
-            f"{short(TOKENS_PER_PARAMETER * parameters)}"
+            f"{short(TOKENS_PER_PARAMETER * parameters)}; more text, or a smaller shape, would serve better"
         )
     return draft, told
 
 
-def _continued(held: Holdings, where: Place, wanted: str) -> tuple[Draft, list[str]]:
+def _continued(
+    held: Holdings, where: Place, wanted: str, given: Mapping[str, str]
+) -> tuple[Draft, list[str]]:
     """Return the draft of a training that goes on from a model or a run, and what to know of it."""
     model = held.model
     assert model is not None  # `_wanted` has asked for it
@@ -169,23 +201,21 @@ def _continued(held: Holdings, where: Place, wanted: str) -> tuple[Draft, list[s
     if text is None:
         raise UserError(f"--want: {wanted} from {model.source} needs a text; give it as one more --have")
     words = "fine-tuned" if wanted == "finetune" else "trained further"
-    draft = Draft([f"{model.source} ({model.told}), {words} on {text.source} ({text.told}).", *_usage(where)])
+    head = [f"{model.source} ({model.told}), {words} on {text.source} ({text.told}).", *_usage(where)]
+    draft = Draft(head, given)
     for key, value in keys_of_source(model.source, key="--have"):
         draft.add(key, value)
     draft.add(*_named_comment(draft))
     shape = draft.spec.model
     seq_len = min(shape.max_seq_len, of_run.data.seq_len if of_run is not None else 2048)
     _add_data(draft, text.source, seq_len)
-    passes = 3 if wanted == "finetune" else 1
-    budget = continued(shape.parameters, text.tokens, seq_len, where.devices, passes)
-    why = (
-        f"{passes} pass{'es' * (passes > 1)} over the text"
-        if text.tokens is not None
-        else "as long as you want"
-    )
-    _add_training(
-        draft, budget, where, why, "well below that of training from nothing, for weights that are trained"
-    )
+    passes, seq_len = 3 if wanted == "finetune" else 1, draft.spec.data.seq_len
+    size = _budget_given(draft)
+    budget = continued(shape.parameters, text.tokens, seq_len, where.devices, passes, size)
+    times = None if not text.tokens else f"{budget.tokens / text.tokens:.3g}"
+    why = "as long as you want" if times is None else f"{times} pass{'es' * (times != '1')} over the text"
+    rate = "well below that of training from nothing, for weights that are trained"
+    _add_training(draft, budget, where, why, rate, text)
     told = [f"{short(shape.parameters)} parameters, {short(budget.tokens)} tokens in {budget.steps:,} steps"]
     return draft, told
 
@@ -205,11 +235,15 @@ def _add_data(draft: Draft, corpus: str, seq_len: int) -> None:
     draft.add("data.seq_len", seq_len, "tokens of a sample; longer ones take more memory")
 
 
-def _add_training(draft: Draft, budget: Budget, where: Place, why: str, rate: str) -> None:
-    draft.add("train.tokens", budget.tokens, why)
+def _add_training(draft: Draft, budget: Budget, where: Place, why: str, rate: str, text: Holding) -> None:
+    if "train.steps" not in draft.given:
+        draft.add("train.tokens", budget.tokens, why)
     draft.add("train.batch_tokens", budget.batch_tokens, "tokens of a step, over all devices")
     draft.add("train.lr", budget.lr, rate)
-    draft.add("train.eval_every", max(1, budget.steps // 10), "steps between losses of held-out text")
+    if text.is_one_document:
+        draft.head.append("The text is one document, so that none is held out to validate with.")
+    else:
+        draft.add("train.eval_every", max(1, budget.steps // 10), "steps between losses of held-out text")
     draft.add(
         "precision.compute",
         where.cluster.device.default_format,
@@ -233,14 +267,25 @@ def _lay_out(draft: Draft, where: Place, told: list[str]) -> None:
         draft.add_table(table, values, usual[table], words if table == "layout" else "")
     told.append(f"layout {words}")
     whole = best.step_seconds * draft.spec.train.total_steps
-    told.append(f"all steps take {seconds(whole) if whole < 120 else f'{whole / 3600:.3g} h'} by the plan")
+    told.append(f"all steps take {_long(whole)} by the plan")
 
 
-def _training(out: Path, where: Place) -> list[tuple[str, str]]:
+def _long(time: float) -> str:
+    """Return a time in seconds, minutes, hours or days."""
+    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if time >= 2 * size:
+            return f"{time / size:.3g} {unit}"
+    return seconds(time)
+
+
+def _training(out: Path, where: Place, spec: RunSpec) -> list[tuple[str, str]]:
     """Return the commands that use a run file, each with what it does."""
     file = shlex.quote(str(out))
-    run = f"runs/{out.stem}"
-    cluster = f" --cluster {shlex.quote(where.name)} --gpus {where.devices}" if where.name != HERE else ""
+    run = shlex.quote(f"runs/{out.stem}")
+    cluster = ""
+    if where.name != HERE:
+        tokens = spec.train.total_steps * spec.train.batch_tokens
+        cluster = f" --cluster {shlex.quote(where.name)} --gpus {where.devices} --tokens {tokens}"
     commands = [(f"meshwright spec check {file}", "what would run, in one line")]
     if cluster:
         commands.append((f"meshwright plan {file}{cluster}", "the best layouts, with time, memory and money"))

@@ -61,7 +61,10 @@ def place(on: str = HERE, gpus: int | None = None) -> Place:
     `gpus` are by default all of this machine, or those of one node. Raises `UserError`.
     """
     if on != HERE:
-        return Place(on, hardware_of(on, gpus), planned=True)
+        try:
+            return Place(on, hardware_of(on, gpus), planned=True)
+        except UserError as error:
+            raise UserError(str(error).replace("cluster:", "--on:", 1)) from None
     cluster, there = present(), count_devices()
     if cluster.device.kind == "cpu" and gpus is not None:
         raise UserError(
