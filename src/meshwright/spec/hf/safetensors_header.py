@@ -26,12 +26,15 @@ def check_whole_files(folder: Path, key: str) -> None:
         names = {str(name) for name in files.values()} if isinstance(files, dict) else set()
     for path in sorted({*folder.glob("*.safetensors"), *(folder / Path(name).name for name in names)}):
         if not path.is_file():
-            raise UserError(f"{key}: {listed} lists {path.name}, which is not there; copy it there")
+            raise UserError(
+                f"{key}: {listed} names the file {path.name}, which is not in {folder}; copy all {len(names)} "
+                f"files of the model there"
+            )
         wanted = _bytes_wanted(path)
         if wanted is not None and (there := path.stat().st_size) < wanted:
             raise UserError(
-                f"{key}: {path} is cut short: it has {there:,} of at least {wanted:,} bytes; copy the file "
-                f"again"
+                f"{key}: {path} is not a readable safetensors file: it has {there:,} of at least {wanted:,} "
+                f"bytes; copy it again"
             )
 
 
