@@ -27,8 +27,8 @@ def check_whole_files(folder: Path, key: str) -> None:
     for path in sorted({*folder.glob("*.safetensors"), *(folder / Path(name).name for name in names)}):
         if not path.is_file():
             raise UserError(
-                f"{key}: {listed} names the file {path.name}, which is not in {folder}; copy all {len(names)} "
-                f"files of the model there"
+                f"{key}: {listed} names the file {path.name}, which is not in {folder}; copy all "
+                f"{len(names)} files of the model there"
             )
         wanted = _bytes_wanted(path)
         if wanted is not None and (there := path.stat().st_size) < wanted:
