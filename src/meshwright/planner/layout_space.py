@@ -24,6 +24,8 @@ from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from meshwright.spec.stages import balanced, even
 
+_SHARDING = frozenset(("zero", "replicate", "dp"))
+"""Keys of the layout by which somebody asks for a sharding."""
 _STAGES = 256
 """Most stages of a pipeline that are tried, unless two a rank are more or their number is given.
 
@@ -293,7 +295,11 @@ class LayoutSpace:
                 if mesh.data % replicate:
                     continue
                 dp = mesh.data // replicate
-                if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
+                first = mesh.order != "replicate-pp-dp-tp"
+                whole = zero and replicate > groups and dp * inner.cp == 1
+                if whole and first and not self.fixed.keys() & _SHARDING:
+                    continue  # shards of one rank are whole: plain replication, which zero = 0 is
+                if replicate == 1 and not first and "order" not in self.fixed:
                     continue  # equal to the first order
                 if (
                     self.fixed.get("dp", dp) == dp

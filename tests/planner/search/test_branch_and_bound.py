@@ -94,9 +94,10 @@ def essence(spec: RunSpec) -> tuple[Any, ...]:
     joint = at.ulysses(spec.model.kv_heads) if at.context_mode == "ring+ulysses" else 0
     mode = {1: "ring", at.cp: "ulysses"}.get(joint, at.context_mode) if at.cp > 1 else "ring"
     cut = tuple(len(stage.blocks) for stage in stages(spec.model, at, spec.data.seq_len))
-    alone = at.shard_ranks * at.replicate == 1
+    whole = at.shard_ranks == 1 and spec.step_groups == 1  # nothing is sharded, whatever zero says
+    sharding = (at.dp * at.replicate, 1, 0) if whole else (at.dp, at.replicate, at.zero)
     return (
-        *(at.dp, at.replicate, 0 if alone else at.zero, at.tp, at.tp == 1 or at.sequence_parallel),
+        *(*sharding, at.tp, at.tp == 1 or at.sequence_parallel),
         *(at.cp, mode, at.pp, schedule, cut, at.ep, at.etp, spec.micro_batch, spec.recompute.policy),
     )
 
