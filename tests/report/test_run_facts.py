@@ -83,6 +83,8 @@ def test_the_time_is_that_of_training_without_pauses(tmp_path: Path) -> None:
     time = dict(zip(found["step"], found["time"], strict=True))
     assert time[0] == 0 and time[30] == pytest.approx(2 + 7.5) and time[35] == pytest.approx(9.5 + 21.25)
     assert dict(zip(found["step"], found["tokens"], strict=True))[35] == 35 * 1024
+    figures = facts.figures(read_run(tmp_path))  # whose result has the 10 s of the last start
+    assert figures["seconds"] == pytest.approx(9.5 + 21.25)
 
 
 def test_axes_of_a_long_run_stay_short(tmp_path: Path) -> None:

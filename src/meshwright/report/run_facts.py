@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshwright.report import format as fmt
-from meshwright.report.curves import rows_with
+from meshwright.report.curves import axes, rows_with
 from meshwright.runs.record import RecordedRun, Row
 from meshwright.spec.differences import differences, flat
 from meshwright.spec.presets import PRESETS
@@ -39,16 +39,20 @@ def figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def result_so_far(run: RecordedRun) -> dict[str, Any]:
-    """Return the result; for a run without one, the figures that follow from its rows."""
+    """Return the result; for a run without one, the figures that follow from its rows.
+
+    The seconds are those of all starts of the run, of which a result has those of the last.
+    """
+    time = axes(run).get("time", [0.0])[-1]
     if run.result is not None:
-        return run.result
+        return {**run.result, "seconds": max(run.result.get("seconds") or 0.0, time)}
     train, evaluations = rows_with(run, "loss"), rows_with(run, "val_loss")
     result: dict[str, Any] = {"steps": train[-1]["step"] if train else 0}
     for key in ("tokens_per_second", "mfu"):
         values = [row[key] for row in train if fmt.is_number(row.get(key))]
         result[key] = statistics.median(values) if values else None
     if train:
-        result["final_loss"], result["seconds"] = train[-1]["loss"], train[-1].get("elapsed_seconds")
+        result["final_loss"], result["seconds"] = train[-1]["loss"], time or None
         memory = [row["memory_bytes"] for row in train if fmt.is_number(row.get("memory_bytes"))]
         result["peak_memory_bytes"] = max(memory, default=None)
     if evaluations:
