@@ -23,8 +23,16 @@ def address_sanitizer() -> str | None:
 
 
 def output(program: Path, *options: str) -> str:
-    """Return what a program prints under the address sanitizer; it may import the tests' helpers."""
-    environment = os.environ | {"LD_PRELOAD": str(address_sanitizer()), "ASAN_OPTIONS": "detect_leaks=0"}
+    """Return what a program prints under the address sanitizer; it may import the tests' helpers.
+
+    The library of C++ is loaded with it, which must find the exceptions that another library throws first.
+    """
+    asked = ["g++", "-print-file-name=libstdc++.so"]
+    cpp = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    environment = os.environ | {
+        "LD_PRELOAD": f"{address_sanitizer()} {cpp}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     call = [sys.executable, str(program), *options]
     ended = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
