@@ -296,4 +296,5 @@ def test_an_export_as_dcp_is_what_torch_loads(given: Given, tmp_path: Path) -> N
     for name in ("config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).is_file()
     same(read(tmp_path / "out"), given.tensors)
+    assert len(list((tmp_path / "out").glob("*.distcp"))) == len(given.state)  # whose writer holds a file's
     assert "does not fit" in refused("export", tmp_path / "run", tmp_path / "x.gguf", "--format", "dcp")

@@ -18,11 +18,12 @@ from meshwright.exchange.safetensors_stream import TensorInfo
 def write_dcp(folder: Path, listed: Sequence[TensorInfo], read: Callable[[str], Tensor]) -> None:
     """Write tensors into a folder: `.metadata` and `*.distcp`. Raises `OSError`.
 
-    `read` returns a tensor by its name. They are read in their order, as they are written; torch's writer
-    holds one of them until it has the next.
+    `read` returns a tensor by its name. They are read in their order, as they are written, each to a file of
+    its own, since torch's writer holds all tensors of a file until it is written.
     """
     shapes = {info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in listed}
-    save(shapes, storage_writer=_Writer(folder), planner=_Planner(read), no_dist=True)
+    writer = _Writer(folder, single_file_per_rank=False)
+    save(shapes, storage_writer=writer, planner=_Planner(read), no_dist=True)
 
 
 class _Planner(DefaultSavePlanner):
