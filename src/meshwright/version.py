@@ -24,7 +24,15 @@ def commit() -> str | None:
 
     described = ["describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     # Both folders are given, since variables of a git hook would name others.
-    git = ["git", "-C", str(root), f"--git-dir={root / '.git'}", f"--work-tree={root}", *described]
+    git = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(root),
+        f"--git-dir={root / '.git'}",
+        f"--work-tree={root}",
+        *described,
+    ]
     try:
         said = subprocess.run(git, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):  # without git, or on a disk that does not answer

@@ -156,6 +156,23 @@ def test_given_keys_are_what_all_else_follows_from(text: Path) -> None:
         api.init(["my-text"], out=Path("d.toml"), overrides=[("data.corpus", "stdlib")])
 
 
+def test_a_given_layout_is_kept_and_the_rest_planned_for_all_devices(text: Path) -> None:
+    api.init(
+        ["my-text"], on="h100-sxm", gpus=8, preset="base", out=Path("a.toml"), overrides=[("layout.tp", "2")]
+    )
+    layout = load(Path("a.toml")).layout
+    assert layout.tp == 2 and layout.world_size == 8
+
+
+def test_a_run_goes_on_with_the_rows_that_it_has_read(text: Path) -> None:
+    _rows("rows.jsonl", [{"words": TEXT}, {"words": TEXT + "again"}])
+    keys = [*SMALL.items(), ("data.cache", "cache"), ("data.text_key", "words")]
+    api.init(["rows.jsonl"], out=Path("first.toml"), overrides=keys)
+    api.train(load(Path("first.toml")), out=Path("runs/rows"), quiet=True)
+    api.init(["runs/rows"], "continue", out=Path("more.toml"), overrides=[("layout.dp", "1")])
+    assert load(Path("more.toml")).data.text_key == "words"
+
+
 def test_bytes_that_are_no_text_do_not_count(text: Path) -> None:
     before = holding("my-text").tokens
     (text / "picture.jpg").write_bytes(bytes(1_000_000))

@@ -99,7 +99,7 @@ def report_html(out: Path) -> str:
         world=math.prod(of_axes.values()),
         ways=_ways(layout) if isinstance(layout, dict) else [],
         ranks=ranks[: facts.MOST_RANKS],
-        all_ranks=len(ranks),
+        listed_ranks=len(ranks),
         most_rank_memory=max((row.get("peak_memory_bytes") or 0 for row in ranks), default=0),
         sample=result.get("sample"),
         changed=facts.changed_keys(run),

@@ -77,16 +77,17 @@ def from_nothing(
 ) -> Budget:
     """Return the budget of a model of so many parameters that is trained from random weights.
 
-    Batch and learning rate are the laws of Bi et al. 2024 (DeepSeek LLM, equation 1).
+    Batch and learning rate, to two digits, are the laws of Bi et al. 2024 (DeepSeek LLM, equation 1).
     """
     wanted = TOKENS_PER_PARAMETER * parameters
     usual = wanted if text_tokens is None else min(wanted, PASSES * text_tokens)
     tokens = max(1, given.tokens or usual)
     compute = 6.0 * parameters * tokens
     batch = given.batch_tokens or _whole_batch(0.2920 * compute**0.3271, seq_len, devices)
+    length = given.length(batch) or max(tokens, LEAST_STEPS * batch)
     most = next((lr for size, lr in MOST_LR if parameters <= size), 1.5e-4)
-    lr = _two_digits(min(most, 0.3118 * compute**-0.125))
-    return Budget(given.length(batch) or max(tokens, LEAST_STEPS * batch), batch, lr)
+    lr = min(most, 0.3118 * (6.0 * parameters * length) ** -0.125)
+    return Budget(length, batch, float(f"{lr:.1e}"))
 
 
 def continued(
@@ -105,7 +106,3 @@ def _whole_batch(wanted: float, seq_len: int, devices: int) -> int:
     while sequences < devices:
         sequences *= 2
     return sequences * seq_len
-
-
-def _two_digits(value: float) -> float:
-    return float(f"{value:.1e}")

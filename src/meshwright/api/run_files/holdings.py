@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.data.manifest import shards_of
 from meshwright.data.readers import HUB, SYNTHETIC
 from meshwright.data.row_files import rows_of
-from meshwright.data.shards import TokenShards
+from meshwright.data.shards import read_manifest
 from meshwright.data.sources import open_source
 from meshwright.exchange.hub import is_hub_id
 from meshwright.spec import UserError
@@ -155,7 +155,7 @@ def text_of(name: str, text_key: str = "text") -> Holding:
     """
     shards = shards_of(name)
     if shards is not None:
-        tokens = TokenShards(shards).manifest.tokens
+        tokens = read_manifest(shards, "tokenize the text again").tokens
         return Holding("text", name, f"{short(tokens)} tokens", tokens)
     source = open_source(name, text_key)
     documents = 2

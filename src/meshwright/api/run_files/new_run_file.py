@@ -27,7 +27,7 @@ from meshwright.api.source import keys_of_source
 from meshwright.planner.explain.explanation import describe
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
 from meshwright.spec.errors import did_you_mean
-from meshwright.spec.load import Overrides, given_keys
+from meshwright.spec.load import Overrides, from_tree, given_keys
 from meshwright.spec.presets import PRESETS
 from meshwright.units import gigabytes, seconds, short
 
@@ -38,6 +38,7 @@ WANTS = {
     "serve": "use a model or a run: generate, export, quantise; this needs no run file",
 }
 """Values of --want, each with what it is."""
+POLICY = "recompute.policy"
 _SIZES = ("train.tokens", "train.steps", "train.batch_tokens")
 
 
@@ -196,19 +197,22 @@ def _continued(
     record = Path(model.source) / "run.json"
     of_run = load(record.parent) if record.is_file() else None
     text = held.text
+    own: dict[str, str] = {}
     if text is None and of_run is not None and not of_run.data.mixture:
         text = text_of(of_run.data.corpus, of_run.data.text_key)
+        own = {name: getattr(of_run.data, name) for name in ("text_key", "special_tokens")}
     if text is None:
         raise UserError(f"--want: {wanted} from {model.source} needs a text; give it as one more --have")
     words = "fine-tuned" if wanted == "finetune" else "trained further"
     head = [f"{model.source} ({model.told}), {words} on {text.source} ({text.told}).", *_usage(where)]
     draft = Draft(head, given)
-    for key, value in keys_of_source(model.source, key="--have"):
+    for key, value in keys_of_source(model.source, draft.given, "--have"):
         draft.add(key, value)
     draft.add(*_named_comment(draft))
     shape = draft.spec.model
     seq_len = min(shape.max_seq_len, of_run.data.seq_len if of_run is not None else 2048)
     _add_data(draft, text.source, seq_len)
+    draft.add_table("data", own, {"text_key": "text", "special_tokens": "text"}, "as the run has read it")
     passes, seq_len = 3 if wanted == "finetune" else 1, draft.spec.data.seq_len
     size = _budget_given(draft)
     budget = continued(shape.parameters, text.tokens, seq_len, where.devices, passes, size)
@@ -254,9 +258,11 @@ def _add_training(draft: Draft, budget: Budget, where: Place, why: str, rate: st
 
 def _lay_out(draft: Draft, where: Place, told: list[str]) -> None:
     """Plan the layout of the draft where it is not planned at the start, and add its keys."""
-    if not where.planned or any(key.startswith("layout.") for key in draft.keys):
+    if not where.planned:
         return
-    best = plan(draft.spec, where.cluster, gpus=where.devices, top=1).best
+    fixed = [pair for pair in draft.given.items() if pair[0].startswith("layout.") or pair[0] == POLICY]
+    keys = [(key, text) for key, (text, _) in draft.keys.items() if (key, text) not in fixed]
+    best = plan(from_tree({}, keys), where.cluster, gpus=where.devices, top=1, overrides=fixed).best
     usual = RunSpec.model_validate({"model": {"preset": "tiny"}}).to_json()
     words = (
         f"{describe(best.spec)}: {seconds(best.step_seconds)} a step and {gigabytes(best.memory.device)} of "
