@@ -25,9 +25,6 @@ ROUTERS: dict[str, dict[str, object]] = {
     "gpt-oss": {
         "model__moe__router_bias": "true", "model__moe__expert_bias": "true",
         "model__moe__activation": "clamped_swiglu", "model__init_std": 0.5,
-        # A bias that begins at 0 is as large as its updates: with the default eps Adam's first ones magnify
-        # the rounding of gradients near 0 in float64, 2e-16, to 2e-10 of that.
-        "train__eps": 1e-3,
     },
     "capacity": {"model__moe__capacity_factor": 1.25, "model__moe__shared_ffn": 8},
     "switch": {"model__moe__top_k": 1, "model__moe__renormalise": "false", "model__moe__aux_loss": 0},
