@@ -44,7 +44,7 @@ def canonical(spec: RunSpec, case: dict[str, Any]) -> bool:
         and (case["pp"] > 1 or (case["schedule"], case["virtual"]) == (spec.layout.schedule, None))
         and (case["pp"] == 1 or case["virtual"] is not None)
         and (case["schedule"] not in ("interleaved", "bfs") or case["virtual"] > 1)
-        and (case["dp"] * case["replicate"] * case["cp"] > 1 or case["zero"] == 0)
+        and (case["dp"] * case["cp"] > 1 or case["zero"] == 0)
     )
 
 
