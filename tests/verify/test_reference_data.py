@@ -12,14 +12,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data import corpus, permutation, synthetic
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import TENSORS, Loader
 from meshwright.data.packing import Samples, Windows
+from meshwright.data.permutation import I64
 from meshwright.data.split import HeldOut
-from meshwright.data.synthetic import SyntheticTokens
+from meshwright.data.synthetic import SyntheticChats, SyntheticTokens
+from meshwright.data.whole_documents import WholeDocuments
 from meshwright.spec import RunSpec
 from meshwright.verify.reference import data as reference_data
 from meshwright.verify.reference.data import batches
@@ -31,6 +34,8 @@ PACKINGS = [
     {},
     {"data__document_mask": "false"},
     {"data__pack": "false"},
+    {"data__format": "chat"},
+    {"data__format": "chat", "data__pack": "false"},
 ]
 
 
@@ -75,6 +80,7 @@ def test_batches_of_small_corpora_are_equal_over_several_epochs(
     """With validation splits that would hold out no document, or all."""
     monkeypatch.setattr(SyntheticTokens, "_count_bytes", lambda tokens: np.ones(tokens.documents, np.int64))
     monkeypatch.setattr(corpus, "synthetic_tokens", SyntheticTokens)  # a new one each time
+    monkeypatch.setattr(corpus, "synthetic_chats", SyntheticChats)
     for number, fraction in enumerate([0, 1e-9, 0.3, 0.5, 1 - 1e-9]):
         draw = random.Random(f"{flags} {number}")
         documents = draw.randint(2, 9)
@@ -99,9 +105,11 @@ def no_split() -> AbstractContextManager[object]:
     return patch.object(HeldOut, "mask", lambda rule, hashes, first=0: np.zeros(len(hashes), dtype=np.bool_))
 
 
-def gathered_as(change: Callable[[Samples], Samples]) -> AbstractContextManager[object]:
-    gather = Windows.gather
-    return patch.object(Windows, "gather", lambda windows, ids: change(gather(windows, ids)))
+def gathered_as(
+    change: Callable[[Samples], Samples], kind: type[Windows | WholeDocuments] = Windows
+) -> AbstractContextManager[object]:
+    gather = kind.gather
+    return patch.object(kind, "gather", lambda windows, ids: change(gather(windows, ids)))
 
 
 def targets_in_place() -> AbstractContextManager[object]:
@@ -116,6 +124,35 @@ def one_document() -> AbstractContextManager[object]:
     return gathered_as(lambda samples: samples._replace(documents=0 * samples.documents))
 
 
+def mask_one_token_late() -> AbstractContextManager[object]:
+    """A token is trained on where the one before it is marked."""
+
+    def late(chats: SyntheticChats, place: I64) -> NDArray[np.bool_]:
+        return marked(chats, np.maximum(place - 1, 0))
+
+    marked = SyntheticChats.trained
+    return patch.object(SyntheticChats, "trained", late)
+
+
+def every_turn_trained_on() -> AbstractContextManager[object]:
+    return patch.object(SyntheticChats, "trained", lambda chats, place: np.ones(place.shape, np.bool_))
+
+
+def chats_that_see_each_other() -> AbstractContextManager[object]:
+    return gathered_as(lambda samples: samples._replace(documents=0 * samples.documents), WholeDocuments)
+
+
+def chats_that_lose_their_beginnings() -> AbstractContextManager[object]:
+    """Joined and cut, as other documents are."""
+    return patch.object(SyntheticChats, "marked", False)
+
+
+HARMS_OF_CHATS = [
+    mask_one_token_late,
+    every_turn_trained_on,
+    chats_that_see_each_other,
+    chats_that_lose_their_beginnings,
+]
 HARMS = [fewer_rounds, no_split, targets_in_place, positions_that_wrap, one_document]
 
 
@@ -126,11 +163,13 @@ def verify_harmed(
         return verify(spec, mesh, 1)
 
 
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("harm", [*HARMS, *HARMS_OF_CHATS])
 def test_verify_finds_a_wrong_loader(
     ranks: Ranks, harm: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    spec = spec_of({"model.vocab_size": 61, "data.seq_len": 64, "train.batch_tokens": 256, "layout.dp": 2})
+    rows = {"data.format": "chat"} if harm in HARMS_OF_CHATS else {}
+    base = {"model.vocab_size": 61, "data.seq_len": 64, "train.batch_tokens": 256, "layout.dp": 2}
+    spec = spec_of(base | rows)
     found = ranks.run(spec.layout, verify_harmed, spec, harm)[0]
     assert not found["equal"]
     assert found["first"]["kind"] == "samples"

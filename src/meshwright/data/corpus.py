@@ -9,19 +9,20 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from meshwright.data.document_index import TokenSource
 from meshwright.data.manifest import VERSION, digest_of, shards_of
 from meshwright.data.mixture import Mixture
-from meshwright.data.packing import Samples, Windows
+from meshwright.data.packing import Samples, SplitSide, Windows
 from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource
 from meshwright.data.shards import TokenShards, tokenizer_of
 from meshwright.data.sources import open_source
-from meshwright.data.synthetic import SyntheticTokens, synthetic_tokens
+from meshwright.data.synthetic import SyntheticTokens, synthetic_chats, synthetic_tokens
 from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import (
     bpe_size,
@@ -35,8 +36,10 @@ from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
 from meshwright.data.verified import cache_folder
 from meshwright.data.vocabulary import check_end, check_vocabulary
+from meshwright.data.whole_documents import MarkedSource, WholeDocuments
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.files import user_path
+from meshwright.spec.sections import DataSpec
 from meshwright.spec.weights import own_tokenizer
 from meshwright.storage.remote import is_url
 
@@ -53,7 +56,7 @@ class Split:
     `sizes` and `tokens_by_source` are the samples and the target tokens of each source.
     """
 
-    def __init__(self, windows: Sequence[Windows]) -> None:
+    def __init__(self, windows: Sequence[SplitSide]) -> None:
         self._windows = tuple(windows)
         self.sizes = [part.count for part in windows]
         self.tokens_by_source = [part.target_tokens for part in windows]
@@ -101,7 +104,7 @@ class Split:
         """Return the text that the first `max_tokens` targets spell, decoded from the tokens."""
         return b"".join(part.text_bytes(targets) for part, targets in self._first(max_tokens))
 
-    def _first(self, max_tokens: int | None) -> list[tuple[Windows, int]]:
+    def _first(self, max_tokens: int | None) -> list[tuple[SplitSide, int]]:
         shares = zip(self._windows, self.shares(max_tokens), strict=True)
         return [(part, targets) for part, targets in shares if targets]
 
@@ -138,7 +141,7 @@ class FirstSamples:
     `samples` is their number. Only the first `shares[i]` targets of source i count.
     """
 
-    def __init__(self, windows: Sequence[Windows], bounds: I64, shares: Sequence[int]) -> None:
+    def __init__(self, windows: Sequence[SplitSide], bounds: I64, shares: Sequence[int]) -> None:
         self._windows, self._in_split, self._shares = windows, bounds, np.array(shares, dtype=np.int64)
         counts = [part.samples_for(share) for part, share in zip(windows, shares, strict=True)]
         self._bounds: I64 = np.cumsum([0, *counts])
@@ -158,8 +161,9 @@ class FirstSamples:
 class Corpus:
     """Result of `open_corpus`: the training samples and the held-out ones.
 
-    `names` are those of the sources. `has_text` is False for synthetic tokens, which spell nothing.
-    `digest` is the SHA-256 of everything but the seed that decides samples: a resume with another is refused.
+    `names` are those of the sources, and `marked` says which have chats. `has_text` is False for synthetic
+    tokens, which spell nothing. `digest` is the SHA-256 of everything but the seed that decides samples: a
+    resume with another is refused.
     """
 
     def __init__(
@@ -168,6 +172,12 @@ class Corpus:
         data = spec.data
         self.tokenizer, self.names = tokenizer, _names(spec)
         self.has_text = not any(isinstance(source, SyntheticTokens) for source in sources)
+        self.marked = [source.marked for source in sources]
+        if any(self.marked) and data.pack and not data.document_mask:
+            raise UserError(
+                "data.document_mask: false lets chats that share a sample see each other; leave it out, or "
+                "set data.pack = false"
+            )
         self.weights = tuple(weights)
         self.digest = digest_of(
             [source.digest for source in sources],
@@ -178,11 +188,8 @@ class Corpus:
             weights=list(weights),
             tokenizer=tokenizer.digest,
         )
-        window = 0 if data.pack else data.seq_len
-        indexed = [(source, source.index(data.val_fraction, window)) for source in sources]
         self.train, self.validation = (
-            Split([Windows(source, index, tokenizer, data, held) for source, index in indexed])
-            for held in (False, True)
+            Split([_side(source, tokenizer, data, held) for source in sources]) for held in (False, True)
         )
 
     @property
@@ -217,11 +224,20 @@ class Corpus:
         return {"xz_bits_per_byte": xz_bits_per_byte(text), "xz_bytes": len(text)} if text else {}
 
 
+def _side(source: TokenSource, tokenizer: Tokenizer, data: DataSpec, held: bool) -> SplitSide:
+    """Return the samples of one side of a source's split."""
+    if source.marked:
+        return WholeDocuments(cast(MarkedSource, source), tokenizer, data, held)
+    index = source.index(data.val_fraction, 0 if data.pack else data.seq_len)
+    return Windows(source, index, tokenizer, data, held)
+
+
 def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
     """Open the corpora of a run, as `open_sources` does, which must have a sample to train on each."""
     corpus = open_sources(spec, check)
-    for name, count in zip(corpus.names, corpus.train.tokens_by_source, strict=True):
-        if spec.data.pack and count < spec.data.seq_len:
+    sources = zip(corpus.names, corpus.train.tokens_by_source, corpus.marked, strict=True)
+    for name, count, marked in sources:
+        if spec.data.pack and count < spec.data.seq_len and not marked:
             raise UserError(
                 f"data.seq_len: {spec.data.seq_len} tokens of one sample are more than the {count} training "
                 f"tokens of {name}; give at most {count}, or more text, or data.pack = false"
@@ -252,8 +268,11 @@ def open_sources(spec: RunSpec, check: Check = "files") -> Corpus:
         raise UserError(
             f"data.mixture: '{SYNTHETIC}' has no text and no tokenizer, and cannot be mixed; remove it"
         )
-    vocab_size = spec.model.vocab_size
-    tokens = synthetic_tokens(spec.train.seed, vocab_size)
+    seed, vocab_size = spec.train.seed, spec.model.vocab_size
+    if spec.data.has_chats:
+        tokens: SyntheticTokens = synthetic_chats(seed, vocab_size, spec.data.seq_len)
+    else:
+        tokens = synthetic_tokens(seed, vocab_size)
     return Corpus(spec, [tokens], weights, number_tokenizer(vocab_size))
 
 

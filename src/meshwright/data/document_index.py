@@ -45,11 +45,19 @@ class Documents(NamedTuple):
 
 
 class TokenSource(Protocol):
-    """A stream of documents [END, t1..tn], one after the other, that can be read at any place."""
+    """A stream of documents [END, t1..tn], one after the other, that can be read at any place.
+
+    Those of a `marked` source are [t1..tn], with a mark for each token (`whole_documents.MarkedSource`).
+    """
 
     digest: str
     """SHA-256 of everything in the source."""
     documents: int
+
+    @property
+    def marked(self) -> bool:
+        """True for documents of which some tokens are trained on: chats."""
+        ...
 
     def take(self, place: I64) -> I64:
         """Return the token ids at these places of the stream, in the shape of `place`."""

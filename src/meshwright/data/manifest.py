@@ -5,9 +5,12 @@
     00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn], whatever
                                token is read in front of it (`begin_id`)
     00000.documents.bin        one record per document, see `DOCUMENT`
+    00000.trained.bin          of chats alone: a byte per token, 1 for tokens that are trained on
     .meshwright/               derived files: the record of a verification, indices (may be deleted)
 
 A document lies in one shard. UTF-8 bytes are kept per document, so bits per byte are exact for any tokenizer.
+Documents of chats are [t1..tn] as they were rendered, with nothing in front; their bytes are those that the
+trained tokens spell.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ class TokenManifest(FrozenModel):
     """The token that is read in front of a document in END's place; None for END itself."""
     special_tokens: Literal["read"] | None = None
     """"read" where special tokens that texts spell were read as those tokens."""
+    targets: Literal["marked"] | None = None
+    """"marked" where not every token is trained on, but those that the trained files mark."""
     tokenizer: str
     utf8_bytes: int
     shards: tuple[ShardEntry, ...]
@@ -104,6 +109,8 @@ class TokenManifest(FrozenModel):
         for number, shard in enumerate(self.shards):
             sizes[tokens_file(number)] = shard.tokens * self.token_dtype.itemsize
             sizes[documents_file(number)] = shard.documents * DOCUMENT.itemsize
+            if self.targets == "marked":
+                sizes[trained_file(number)] = shard.tokens
         return sizes
 
 
@@ -136,6 +143,11 @@ def tokens_file(number: int) -> str:
 def documents_file(number: int) -> str:
     """Return the name of the file with the documents of shard `number`."""
     return f"{number:05d}.documents.bin"
+
+
+def trained_file(number: int) -> str:
+    """Return the name of the file with the marks of the tokens of shard `number` that are trained on."""
+    return f"{number:05d}.trained.bin"
 
 
 def _canonical(value: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ tokens of the same document only, by the mask of `kernels/attention_intervals.py
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,42 @@ class Samples(NamedTuple):
     targets: I64
     positions: I64
     documents: I64
+
+
+class SplitSide(Protocol):
+    """The samples of one side of a source's split, read in any order.
+
+    A target here is a place that predicts, and of chats any place that is read.
+    """
+
+    documents: int
+    count: int
+    """Samples."""
+    target_tokens: int
+
+    def targets_before(self, index_N: I64) -> I64:
+        """Return the targets in all samples before each of these, in [0, count]."""
+        ...
+
+    def samples_for(self, targets: int) -> int:
+        """Return how many samples hold the first so many targets."""
+        ...
+
+    def gather(self, index_N: I64) -> Samples:
+        """Return the samples with these numbers, in [0, count)."""
+        ...
+
+    def byte_count(self, targets: int) -> int:
+        """Return the UTF-8 bytes of the text that the first so many targets spell."""
+        ...
+
+    def text_bytes(self, targets: int) -> bytes:
+        """Return that text."""
+        ...
+
+    def sample_text(self, targets: int, max_bytes: int) -> bytes | None:
+        """Return whole documents of that text within `max_bytes`; None where it cannot be told."""
+        ...
 
 
 class _Documents(NamedTuple):

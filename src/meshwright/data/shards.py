@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data.block_reader import BlockReader
 from meshwright.data.document_index import FORMAT, DocumentIndex, Documents, index_on_disk
-from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, TokenManifest, documents_file, tokens_file
+from meshwright.data.manifest import (
+    DOCUMENT,
+    MANIFEST,
+    VERSION,
+    TokenManifest,
+    documents_file,
+    tokens_file,
+    trained_file,
+)
 from meshwright.data.permutation import I64
 from meshwright.data.publish import readable
 from meshwright.data.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -61,14 +72,26 @@ class TokenShards:
         """The folder for what is derived from the tokens."""
         return self._homes[0]
 
+    @property
+    def marked(self) -> bool:
+        """True for chats, of which the tokens that `trained` marks are trained on."""
+        return self.manifest.targets == "marked"
+
     def take(self, place: I64) -> I64:
         """Return the token ids at these places of the stream, in the shape of `place`."""
+        return self._take(place, self.manifest.token_dtype, tokens_file)
+
+    def trained(self, place: I64) -> NDArray[np.bool_]:
+        """Return True for the tokens at these places that are trained on; of marked documents only."""
+        return self._take(place, np.dtype(np.uint8), trained_file).astype(np.bool_)
+
+    def _take(self, place: I64, kind: np.dtype[Any], file: Callable[[int], str]) -> I64:
+        """Return the numbers of this kind at these places, which the shards have in files of that name."""
         flat = place.reshape(-1)
         ids = np.empty(flat.shape, dtype=np.int64)
         shard = np.searchsorted(self._bounds, flat, side="right") - 1
         breaks = np.flatnonzero((np.diff(flat) != 1) | (np.diff(shard) != 0)) + 1
         runs = [(a, b) for a, b in pairwise([0, *breaks.tolist(), len(flat)]) if a < b]
-        kind = self.manifest.token_dtype
         for number, here in groupby(runs, key=lambda run: int(shard[run[0]])):
             of_shard = list(here)
             firsts = [kind.itemsize * int(flat[a] - self._bounds[number]) for a, _ in of_shard]
@@ -76,7 +99,7 @@ class TokenShards:
                 (first, first + kind.itemsize * (b - a))
                 for first, (a, b) in zip(firsts, of_shard, strict=True)
             ]
-            data = b"".join(self._reader.read(tokens_file(number), spans))
+            data = b"".join(self._reader.read(file(number), spans))
             ids[of_shard[0][0] : of_shard[-1][1]] = np.frombuffer(data, kind)
         return ids.reshape(place.shape)
 

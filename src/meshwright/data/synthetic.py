@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data.document_index import DocumentIndex, Documents, index_in_memory
 from meshwright.data.manifest import digest_of
@@ -12,7 +13,9 @@ from meshwright.data.permutation import I64, U64, hash64
 
 DOCUMENTS = 4096
 SHORTEST, LONGEST = 16, 1024
-_LENGTH, _CONTENT, _TOKEN = 1, 2, 3  # streams of the seed
+TURN = 4
+"""Tokens of a turn of a chat."""
+_LENGTH, _CONTENT, _TOKEN, _TRAINED = 1, 2, 3, 4  # streams of the seed
 
 
 class SyntheticTokens:
@@ -21,6 +24,8 @@ class SyntheticTokens:
     END is the last id of the vocabulary. The others follow a skewed law (id = floor(v * u^3), u uniform), so
     that a model has something to learn: the skew, and nothing else.
     """
+
+    marked = False
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
@@ -54,16 +59,60 @@ class SyntheticTokens:
         """Return the bytes of each document spelt in decimal numbers with one space between."""
         ids = self.take(np.arange(self._starts[-1]))
         ids[self._starts[:-1]] = 0
-        digits = 1 + (np.arange(self._vocab_size)[:, None] >= 10 ** np.arange(1, 10)).sum(axis=1)
-        sums = np.concatenate([[0], np.cumsum(digits[ids] + 1)])
+        sums = np.concatenate([[0], np.cumsum(self._digits()[ids] + 1)])
         # END counts as one digit and a space, and so does the space after the last number.
         return sums[self._starts[1:]] - sums[self._starts[:-1]] - 3
+
+    def _digits(self) -> I64:
+        """Return the decimal digits of each id."""
+        return 1 + (np.arange(self._vocab_size)[:, None] >= 10 ** np.arange(1, 10)).sum(axis=1)
+
+
+class SyntheticChats(SyntheticTokens):
+    """`DOCUMENTS` chats [END, t2..tn], n log-uniform from an eighth of `seq_len` to five quarters of it.
+
+    Each turn of `TURN` tokens is trained on or not, by a hash; END never is.
+    """
+
+    marked = True
+    home = None
+
+    def __init__(self, seed: int, vocab_size: int, seq_len: int) -> None:
+        super().__init__(seed, vocab_size)
+        shortest, longest = max(2, seq_len // 8), 5 * seq_len // 4 + 1
+        uniform = _uniform(hash64(seed, _LENGTH, np.arange(DOCUMENTS)))
+        lengths = (shortest * np.exp(np.log(longest / shortest) * uniform)).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._bytes = self._count_trained_bytes()
+        self.digest = digest_of([], synthetic_chats=1, seed=seed, vocab_size=vocab_size, seq_len=seq_len)
+
+    def trained(self, place: I64) -> NDArray[np.bool_]:
+        """Return True for the tokens at these places of the stream that are trained on."""
+        document = np.searchsorted(self._starts, place, side="right") - 1
+        position = place - self._starts[document]
+        drawn = hash64(self._seed, _TRAINED, document, position // TURN) >> np.uint64(63)
+        return (drawn == 1) & (position > 0)
+
+    def _count_trained_bytes(self) -> I64:
+        """Return the bytes of each chat's trained tokens, spelt as `SyntheticTokens` are."""
+        place = np.arange(self._starts[-1])
+        trained = self.trained(place)
+        digits = self._digits()[self.take(place)]
+        sums = np.concatenate([[0], np.cumsum(np.where(trained, digits + 1, 0))])
+        of_chats = sums[self._starts[1:]] - sums[self._starts[:-1]]
+        return np.maximum(of_chats - 1, 0)
 
 
 @lru_cache(maxsize=4)
 def synthetic_tokens(seed: int, vocab_size: int) -> SyntheticTokens:
     """Return the corpus of a seed and a vocabulary; a process makes it once, since its bytes take long."""
     return SyntheticTokens(seed, vocab_size)
+
+
+@lru_cache(maxsize=4)
+def synthetic_chats(seed: int, vocab_size: int, seq_len: int) -> SyntheticChats:
+    """Return the chats of a seed and a vocabulary for samples of `seq_len`, made once in a process, too."""
+    return SyntheticChats(seed, vocab_size, seq_len)
 
 
 def _uniform(word: U64) -> np.ndarray:

@@ -160,6 +160,12 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         return Literals([token.content for token in added if token.special])
 
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     @property
     def id_bytes(self) -> int:
         """Bytes of an id on disk."""

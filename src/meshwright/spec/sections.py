@@ -18,6 +18,9 @@ from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.train import TrainSpec
 
+DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt"]
+"""What a row of a corpus is (`data.format`)."""
+
 
 class DataSpec(FrozenModel):
     """Source of the tokens, and their division into samples of `seq_len` tokens."""
@@ -43,6 +46,18 @@ class DataSpec(FrozenModel):
         "characters, 'read' the tokens",
     )
     text_key: str = Field("text", description="the key of the text in rows of JSON, CSV and parquet")
+    format: DataFormat = Field(
+        "auto",
+        description="what a row is: 'chat' (messages), 'sharegpt' (conversations), 'alpaca' (instruction, "
+        "input, output), 'prompt' (prompt, completion) or 'text'; 'auto' tells it from the keys of the first "
+        "row. Of chats the assistant's turns are trained on, and each stays whole in one sample",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="file of the template (Jinja) that renders chats, or a folder that has one; default that "
+        "beside data.tokenizer",
+    )
     seq_len: int = Field(512, ge=1, le=MAX_LENGTH, description="tokens in one sample")
     pack: bool = Field(True, description="join documents to fill samples; false gives each its own, padded")
     document_mask: bool = Field(True, description="no attention across documents, positions restart")
@@ -50,6 +65,11 @@ class DataSpec(FrozenModel):
     cache: str | None = Field(
         None, min_length=1, description="folder of tokenized corpora; default ~/.cache/meshwright"
     )
+
+    @property
+    def has_chats(self) -> bool:
+        """True if the rows are said to be chats, whose assistant's turns alone are trained on."""
+        return self.format not in ("auto", "text")
 
 
 class NoRecompute(FrozenModel):

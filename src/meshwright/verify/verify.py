@@ -196,7 +196,7 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     else:
         kept = ("master", "qat", "qat_group")
         tree["precision"] = {"compute": "fp64"} | {key: tree["precision"][key] for key in kept}
-    data = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask")}
+    data = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask", "format")}
     tree["data"] = {"corpus": "synthetic", **data}
     total = max(spec.train.total_steps, steps)
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}

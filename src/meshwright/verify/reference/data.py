@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -16,50 +17,57 @@ import torch
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.verify.reference.batches import batch_sizes
+from meshwright.verify.reference.chats import Sample, chats
+from meshwright.verify.reference.hashes import WORD, hash64, mix64, uniform
 
-_WORD = 2**64 - 1
 _DOCUMENTS, _SHORTEST, _LONGEST = 4096, 16, 1024
 _LENGTH, _CONTENT, _TOKEN = 1, 2, 3  # streams of the corpus
 _SOURCE = 1, 0  # of a run's seed, the stream that orders the samples of its first corpus
 _ROUNDS = 8
 _NOT_PREDICTED = -100
 
-Sample = tuple[list[int], list[int], list[int], list[int]]
-"""Tokens, targets, positions and documents of one sample, each of `data.seq_len`."""
-
 
 def batches(spec: RunSpec) -> Iterator[Batch]:
     """Yield the global batch of each optimiser step, from the first and without end."""
     held_out = _held_out_documents(spec.train.seed, spec.data.val_fraction)
-    text = _Text(spec, sorted({*range(_DOCUMENTS)} - {*held_out}))
-    samples = list(_spans(spec, text.starts))
-    seed = _hash(spec.train.seed, *_SOURCE)
+    samples = _samples(spec, sorted({*range(_DOCUMENTS)} - {*held_out}))
+    seed = hash64(spec.train.seed, *_SOURCE)
     read = 0
     for tokens in batch_sizes(spec.train):
         slots = range(tokens // spec.data.seq_len)
         places = [divmod(read + slot, len(samples)) for slot in slots]
         read += len(slots)
-        ids = [_permuted(place, len(samples), _hash(seed, epoch)) for epoch, place in places]
-        columns = zip(*(_sample(spec, text, *samples[number]) for number in ids), strict=True)
+        ids = [_permuted(place, len(samples), hash64(seed, epoch)) for epoch, place in places]
+        columns = zip(*(samples[number][1]() for number in ids), strict=True)
         yield Batch(*(torch.tensor(column) for column in (*columns, ids, slots)))
 
 
 def held_out_batch(spec: RunSpec, targets: int) -> Batch | None:
     """The held-out samples in order up to the one with the last of so many targets, those behind it without
     a target; None where no text is held out."""
-    text = _Text(spec, _held_out_documents(spec.train.seed, spec.data.val_fraction))
+    held_out = _held_out_documents(spec.train.seed, spec.data.val_fraction)
     rows, left = list[Sample](), targets
-    for first, last in _spans(spec, text.starts) if len(text.starts) > 1 else ():
+    for used, sample in _samples(spec, held_out) if held_out else ():
         if left <= 0:
             break
-        tokens, wanted, positions, documents = _sample(spec, text, first, last)
+        tokens, wanted, positions, documents = sample()
         wanted[left:] = [_NOT_PREDICTED] * len(wanted[left:])
         rows.append((tokens, wanted, positions, documents))
-        left -= last - first
+        left -= used
     if not rows:
         return None
     numbers = list(range(len(rows)))
     return Batch(*(torch.tensor(column) for column in (*zip(*rows, strict=True), numbers, numbers)))
+
+
+def _samples(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[], Sample]]]:
+    """Return the samples of documents with these numbers, each with the places of it that are read."""
+    if spec.data.format not in ("auto", "text"):
+        return chats(spec, numbers)
+    text = _Text(spec, numbers)
+    return [
+        (last - first, partial(_sample, spec, text, first, last)) for first, last in _spans(spec, text.starts)
+    ]
 
 
 class _Text:
@@ -70,7 +78,7 @@ class _Text:
 
     def __init__(self, spec: RunSpec, numbers: Sequence[int]) -> None:
         seed, self.end = spec.train.seed, spec.model.vocab_size - 1
-        self._streams = [_hash(seed, _TOKEN, number) for number in numbers]
+        self._streams = [hash64(seed, _TOKEN, number) for number in numbers]
         self.starts = list(accumulate((1 + _length(seed, number) for number in numbers), initial=0))
 
     def document(self, place: int) -> int:
@@ -83,13 +91,13 @@ class _Text:
         position = place - self.starts[document]
         if position == 0:
             return self.end
-        return int(self.end * _uniform(_mix(self._streams[document] ^ position)) ** 3)
+        return int(self.end * uniform(mix64(self._streams[document] ^ position)) ** 3)
 
 
 def _length(seed: int, document: int) -> int:
     """Return how many tokens a document has: log-uniform from `_SHORTEST` to `_LONGEST`."""
     ratio = math.log(_LONGEST / _SHORTEST)
-    return int(_SHORTEST * math.exp(ratio * _uniform(_hash(seed, _LENGTH, document))))
+    return int(_SHORTEST * math.exp(ratio * uniform(hash64(seed, _LENGTH, document))))
 
 
 def _held_out_documents(seed: int, val_fraction: float) -> list[int]:
@@ -97,7 +105,7 @@ def _held_out_documents(seed: int, val_fraction: float) -> list[int]:
 
     With a fraction above 0, at least one document is held out, and at least one is left.
     """
-    hashes = [_hash(seed, _CONTENT, document) for document in range(_DOCUMENTS)]
+    hashes = [hash64(seed, _CONTENT, document) for document in range(_DOCUMENTS)]
     held = [document for document, value in enumerate(hashes) if value < val_fraction * 2**64]
     if val_fraction > 0 and not held:
         held = [hashes.index(min(hashes))]
@@ -149,32 +157,11 @@ def _permuted(place: int, size: int, key: int) -> int:
     while True:
         high, low = value >> low_bits, value % 2**low_bits
         for number in range(_ROUNDS):
-            round_key = _mix((key + number) & _WORD)
+            round_key = mix64((key + number) & WORD)
             if number % 2 == 0:
-                high ^= _mix(low ^ round_key) % 2**high_bits
+                high ^= mix64(low ^ round_key) % 2**high_bits
             else:
-                low ^= _mix(high ^ round_key) % 2**low_bits
+                low ^= mix64(high ^ round_key) % 2**low_bits
         value = (high << low_bits) + low
         if value < size:
             return value
-
-
-def _hash(*parts: int) -> int:
-    """Hash integers to 64 bits."""
-    state = 0
-    for part in parts:
-        state = _mix(state ^ (part & _WORD))
-    return state
-
-
-def _mix(word: int) -> int:
-    """Return the output of splitmix64 (Steele et al. 2014) that follows the state `word`."""
-    word = (word + 0x9E3779B97F4A7C15) & _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
-
-
-def _uniform(word: int) -> float:
-    """Return a number in [0, 1) from the top 53 bits of a hash."""
-    return (word >> 11) / 2**53

@@ -1,0 +1,214 @@
+"""Samples of whole documents, of which some tokens are trained on: chats.
+
+A document [t1..tn] is read from t1 on, and a token that is marked is predicted from the one before it; t1 and
+what follows tn never are. One of more than T tokens is cut behind the first T.
+
+packed      documents share samples of T tokens by `best_fit`
+unpacked    a sample is one document
+
+The rest of a sample is padding: END with the target `IGNORE`, which belongs to the last document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.best_fit import best_fit
+from meshwright.data.document_index import DocumentIndex, TokenSource
+from meshwright.data.packing import IGNORE, Samples
+from meshwright.data.permutation import I64
+from meshwright.data.publish import build_once
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.spec.sections import DataSpec
+
+FORMAT = 1
+"""Version of the files of `WholeSamples`."""
+_SAMPLES = "samples.npz"
+
+
+class MarkedSource(TokenSource, Protocol):
+    """A stream of documents with marks."""
+
+    @property
+    def home(self) -> Path | None:
+        """The folder for what is derived from it; None for a source that is made up."""
+        ...
+
+    def trained(self, place: I64) -> NDArray[np.bool_]:
+        """Return True for the tokens at these places of the stream that are trained on."""
+        ...
+
+
+class WholeSamples(NamedTuple):
+    """The documents of one side of a source's split, by sample."""
+
+    start: I64
+    """(documents,) place of each in the source's stream, in the order of the samples."""
+    length: I64
+    """(documents,) tokens of it that are read."""
+    bytes: I64
+    """(documents,) UTF-8 bytes that its trained tokens spell."""
+    first: I64
+    """(samples + 1,) documents before each sample."""
+    cut: I64
+    """(3,) documents that were cut, and the tokens, and trained tokens, that they lost."""
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the trained tokens of documents."""
+
+    source: MarkedSource
+    tokenizer: Tokenizer
+
+    def trained(self, start: int, stop: int) -> I64:
+        """Return the ids of the trained tokens from a place up to another one."""
+        place = np.arange(start, stop)
+        return self.source.take(place)[self.source.trained(place)]
+
+    def bytes(self, start: int, stop: int) -> int:
+        """Return the bytes that they spell."""
+        return trained_bytes(self.tokenizer, self.trained(start, stop))
+
+
+def trained_bytes(tokenizer: Tokenizer, ids: I64) -> int:
+    """Return the UTF-8 bytes that these tokens spell; special ones spell nothing."""
+    return len(tokenizer.decode_bytes([number for number in ids.tolist() if number not in tokenizer.special]))
+
+
+def whole_samples(reader: _Reader, index: DocumentIndex, data: DataSpec, held: bool) -> WholeSamples:
+    """Arrange the documents of a side in samples."""
+    rows = reader.source.rows(0, reader.source.documents)
+    here = index.held_out.mask(rows.hashes) == held
+    start, whole, size = rows.starts[:-1][here], np.diff(rows.starts)[here], rows.bytes[here].copy()
+    length = np.minimum(whole, data.seq_len)
+    cut = np.flatnonzero(whole > length)
+    lost = 0
+    for number in cut.tolist():
+        end = int(start[number] + length[number])
+        lost += len(reader.trained(end, int(start[number] + whole[number])))
+        size[number] = reader.bytes(int(start[number]), end)
+    if data.pack:
+        order, first = best_fit(length, data.seq_len)
+    else:
+        order, first = np.arange(len(length)), np.arange(len(length) + 1)
+    counts = np.array([len(cut), int((whole - length).sum()), lost])
+    return WholeSamples(start[order], length[order], size[order], first, counts)
+
+
+class WholeDocuments:
+    """The samples of one side of a marked source's split, read in any order; with `held` the held-out side.
+
+    Places that are read are numbered through all samples: `target_tokens` of them, trained on or not.
+    """
+
+    def __init__(self, source: MarkedSource, tokenizer: Tokenizer, data: DataSpec, held: bool) -> None:
+        index = source.index(data.val_fraction, 0)
+        self._reader = _Reader(source, tokenizer)
+        self._source, self._end, self._seq_len = source, tokenizer.end_id, data.seq_len
+
+        def arranged() -> WholeSamples:
+            return whole_samples(self._reader, index, data, held)
+
+        recipe = [FORMAT, source.digest, data.val_fraction, data.seq_len, data.pack, held]
+        self._samples = arranged() if source.home is None else _on_disk(source.home, recipe, arranged)
+        self.documents = len(self._samples.start)
+        self.count = len(self._samples.first) - 1
+        self._behind: I64 = np.concatenate([[0], np.cumsum(self._samples.length)])
+        self._places: I64 = self._behind[self._samples.first]
+        self.target_tokens = int(self._places[-1])
+        self.cut_documents, self.cut_tokens, self.cut_trained = self._samples.cut.tolist()
+
+    def targets_before(self, index_N: I64) -> I64:
+        """Return the places in all samples before each of these, in [0, count]."""
+        return self._places[index_N]
+
+    def samples_for(self, targets: int) -> int:
+        """Return how many samples hold the first so many places."""
+        return int(np.searchsorted(self._places, targets))
+
+    def gather(self, index_N: I64) -> Samples:
+        """Return the samples with these numbers, in [0, count)."""
+        shape = len(index_N), self._seq_len
+        begin_N, end_N = self._samples.first[index_N], self._samples.first[index_N + 1]
+        counts_N = end_N - begin_N
+        row_D = np.repeat(np.arange(len(index_N)), counts_N)
+        number_D = np.arange(len(row_D)) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
+        document_D = begin_N[row_D] + number_D
+        length_D = self._samples.length[document_D]
+        offset_D = self._behind[document_D] - self._places[index_N][row_D]
+
+        within = np.arange(int(length_D.sum())) - np.repeat(np.cumsum(length_D) - length_D, length_D)
+        place = np.repeat(self._samples.start[document_D], length_D) + within
+        spot = np.repeat(row_D * self._seq_len + offset_D, length_D) + within
+        ids = self._source.take(place)
+        wanted = np.where(self._source.trained(place), ids, IGNORE)
+
+        last_N = offset_D[np.cumsum(counts_N) - 1]
+        tokens = np.full(shape, self._end)
+        targets = np.full(shape, IGNORE)
+        positions = np.arange(self._seq_len) - last_N[:, None]
+        documents = np.repeat(counts_N[:, None] - 1, self._seq_len, axis=1)
+        tokens.flat[spot], positions.flat[spot] = ids, within
+        documents.flat[spot] = np.repeat(number_D, length_D)
+        inside = within > 0
+        targets.flat[spot[inside] - 1] = wanted[inside]
+        return Samples(tokens, targets, positions, documents)
+
+    def byte_count(self, targets: int) -> int:
+        """Return the UTF-8 bytes that the trained tokens among the first so many places' targets spell."""
+        whole = int(np.searchsorted(self._behind, targets, side="right")) - 1
+        counted = int(self._samples.bytes[:whole].sum())
+        if left := targets - int(self._behind[whole]):
+            start = int(self._samples.start[whole])
+            counted += self._reader.bytes(start, start + left + 1)
+        return counted
+
+    def text_bytes(self, targets: int) -> bytes:
+        """Return what these tokens spell, special ones by their names."""
+        text = []
+        for number in range(int(np.searchsorted(self._behind, targets))):
+            start, length = int(self._samples.start[number]), int(self._samples.length[number])
+            read = min(length, targets - int(self._behind[number]) + 1)
+            text.append(
+                self._reader.tokenizer.decode_bytes(self._reader.trained(start, start + read).tolist())
+            )
+        return b"".join(text)
+
+    def sample_text(self, targets: int, max_bytes: int) -> bytes | None:
+        """Return None: what is trained on is no text by itself, which a compressor could be given."""
+        return None
+
+
+def _on_disk(home: Path, recipe: list[object], arrange: Callable[[], WholeSamples]) -> WholeSamples:
+    """Return the samples that a folder of `home` has; one of many processes makes it.
+
+    They are read and not mapped: a process that touches a mapped file that somebody cut is ended by SIGBUS.
+    """
+    folder = home / f"whole-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]}"
+
+    def build(temporary: Path) -> None:
+        np.savez(temporary / _SAMPLES, **arrange()._asdict())
+
+    build_once(folder, "data.cache", build)
+    try:
+        return _read(folder)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # damaged, as its check sums say
+        shutil.rmtree(folder, ignore_errors=True)
+        build_once(folder, "data.cache", build)
+        return _read(folder)
+
+
+def _read(folder: Path) -> WholeSamples:
+    with np.load(folder / _SAMPLES) as arrays:
+        return WholeSamples(**{field: arrays[field] for field in WholeSamples._fields})
