@@ -30,8 +30,9 @@ def check_inputs(spec: RunSpec) -> None:
 
     Of files of this host the first document is read; a hub, and what a URL names, are not asked.
     """
+    from meshwright.data.hub_source import HUB
     from meshwright.data.manifest import shards_of
-    from meshwright.data.readers import HUB, SYNTHETIC, FileSource
+    from meshwright.data.readers import SYNTHETIC, FileSource
     from meshwright.data.sources import open_source
     from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer
     from meshwright.storage.remote import is_url

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from meshwright.data.publish import readable
 from meshwright.data.row_files import (
@@ -21,7 +21,7 @@ from meshwright.data.row_files import (
     NAMED_ROWS,
     READABLE,
     SOURCES,
-    load_dataset,
+    Rows,
     rows_of,
     too_large,
 )
@@ -31,7 +31,6 @@ from meshwright.spec.files import LFS_POINTER
 from meshwright.storage.stored_file import StoredFile
 from meshwright.units import gigabytes
 
-HUB = "hf:"
 SYNTHETIC = "synthetic"
 SEPARATOR = "<|endoftext|>"  # between the documents of one .txt file, as in GPT-2's data sets
 
@@ -56,6 +55,9 @@ Encoded = tuple[IDs, int, int]
 """(token ids, UTF-8 bytes of the text, hash of the text) of a document."""
 
 
+_T = TypeVar("_T")
+
+
 class TextSource(ABC):
     """Documents in a fixed order.
 
@@ -78,6 +80,20 @@ class TextSource(ABC):
     @abstractmethod
     def documents(self) -> Iterator[str]:
         """Yield each document's text, never an empty one. Raises `UserError` that names the file."""
+
+    def rows(self) -> Rows:
+        """Yield the rows, each a chat. Raises `UserError` where there are none, and for wrong ones."""
+        raise UserError(
+            f"data.format: {self.name} has no rows, and chats are rows; give JSON, JSONL, parquet or Arrow"
+        )
+
+    def first_row(self) -> Any:
+        """Return the first row; None where the documents are no rows."""
+        return None
+
+    def fingerprint_of_rows(self) -> str:
+        """Return a SHA-256 of the rows, which changes when one is added, removed or altered."""
+        return self.fingerprint()
 
     def size(self) -> int | None:
         """Return the bytes that its files take; None where that is not known before all is read."""
@@ -152,26 +168,53 @@ class FileSource(TextSource):
 
     def documents(self) -> Iterator[str]:
         """Yield each document's text, file by file."""
-        self.skipped.clear()
-        if self._links:
-            self.skipped["link"] = self._links
-        for file in self._files:
-            with readable(f"data.corpus: {file}", READABLE):
-                head = file.stored.head(_HEAD)
-            if head.startswith(LFS_POINTER):
-                if self._named:
-                    raise UserError(
-                        f"data.corpus: {file} is a pointer of Git LFS; fetch the file: git lfs pull"
-                    )
-                self.skipped["pointer of Git LFS"] += 1
-                continue
+        for file in self._present():
             is_packed = file.stored is not file
             if self._has_rows(file):
                 texts = self._texts(self._counted(rows_of(file)))
                 is_packed = is_packed or file.suffix in COMPRESSES
             else:
                 texts = self._parts(file)
-            yield from _bounded(file, texts) if is_packed else texts
+            yield from _bounded(file, texts, len) if is_packed else texts
+
+    def rows(self) -> Rows:
+        """Yield the rows of all files, file by file; files of a folder that have none are counted."""
+        for file in self._present():
+            if not _may_have_rows(file):
+                if self._named:
+                    super().rows()
+                self.skipped["no rows"] += 1
+                continue
+            rows = rows_of(file)
+            packed = file.stored is not file or file.suffix in COMPRESSES
+            yield from _bounded(file, rows, lambda row: len(str(row[1]))) if packed else rows
+
+    def first_row(self) -> Any:
+        """Return the first row of the first file that has rows; None for sources, and where it is no JSON."""
+        file = next(filter(_may_have_rows, self._files), None)
+        if file is None or file.head(_HEAD).startswith(LFS_POINTER):
+            return None
+        if self._named or file.suffix in ALWAYS_ROWS:
+            return next((row for _, row in rows_of(file)), None)
+        try:
+            return next((row for _, row in rows_of(file)), None)
+        except UserError:  # a source of another kind
+            return None
+
+    def _present(self) -> Iterator[StoredFile]:
+        """Yield the files; pointers of Git LFS are counted, or refused where one is named."""
+        self.skipped.clear()
+        if self._links:
+            self.skipped["link"] = self._links
+        for file in self._files:
+            with readable(f"data.corpus: {file}", READABLE):
+                head = file.stored.head(_HEAD)
+            if not head.startswith(LFS_POINTER):
+                yield file
+                continue
+            if self._named:
+                raise UserError(f"data.corpus: {file} is a pointer of Git LFS; fetch the file: git lfs pull")
+            self.skipped["pointer of Git LFS"] += 1
 
     def check_first(self) -> None:
         """Raise the `UserError` of the first document, unless reading it takes long.
@@ -315,8 +358,7 @@ def _instead(row: dict[str, Any]) -> str:
     """Return what to do about a row whose keys are others."""
     if chats := [name for name in CHATS if isinstance(row.get(name), list)]:
         return (
-            f"{chats[0]} are a chat, which is not rendered as text yet: render it first, with the "
-            "tokenizer's apply_chat_template, and give the texts"
+            f"{chats[0]} are a chat: give data.format = 'chat', or 'sharegpt' for turns with from and value"
         )
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if len(texts) == 1:
@@ -328,34 +370,16 @@ def _instead(row: dict[str, Any]) -> str:
     return "none of them is text; give data.text_key = one that is text in all rows, or write the text first"
 
 
-class HubSource(TextSource):
-    """A data set of the Hugging Face hub, its 'train' split: 'hf:NAME' or 'hf:NAME:CONFIG'."""
-
-    def __init__(self, name: str, text_key: str) -> None:
-        super().__init__(name, text_key)
-        self._path, _, self._config = name.removeprefix(HUB).partition(":")
-        if not self._path.strip():
-            raise UserError(f"data.corpus: '{name}' lacks the data set's name; give '{HUB}NAME'")
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the text of all rows."""
-        digest = hashlib.sha256()
-        for text in self.documents():
-            digest.update(hashlib.sha256(text.encode()).digest())
-        return digest.hexdigest()
-
-    def documents(self) -> Iterator[str]:
-        """Yield the text of each row."""
-        self.skipped.clear()
-        yield from self._texts(load_dataset(self.name, self._path, name=self._config or None))
+def _may_have_rows(file: StoredFile) -> bool:
+    return file.suffix in ALWAYS_ROWS or file.suffix in NAMED_ROWS
 
 
-def _bounded(file: StoredFile, texts: Iterator[str]) -> Iterator[str]:
+def _bounded(file: StoredFile, texts: Iterator[_T], size_of: Callable[[_T], int]) -> Iterator[_T]:
     """Yield the texts of a compressed file, unless they are far more than a file of its size has to tell."""
     size, found = file.size(), 0
     most = max(UNPACKED_FREELY, MOST_UNPACKED * size)
     for text in texts:
-        found += len(text)
+        found += size_of(text)
         if found > most:
             raise UserError(
                 f"data.corpus: {file} has {gigabytes(size)} and unpacks to more than {gigabytes(most)} of "

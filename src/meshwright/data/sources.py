@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from meshwright.data.hub_source import HUB, HubSource
 from meshwright.data.manifest import MANIFEST, TOKENS_FILE
 from meshwright.data.megatron import INDEX, TOKENS, MegatronSource, Pair, is_index
 from meshwright.data.publish import readable
-from meshwright.data.readers import HUB, SYNTHETIC, FileSource, HubSource, TextSource
+from meshwright.data.readers import SYNTHETIC, FileSource, TextSource
 from meshwright.data.row_files import NAMED_ROWS, READABLE
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, parse_json, user_path

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from meshwright.data.hub_source import HUB
 from meshwright.data.manifest import shards_of
-from meshwright.data.readers import HUB, SYNTHETIC
+from meshwright.data.readers import SYNTHETIC
 from meshwright.data.row_files import rows_of
 from meshwright.data.shards import read_manifest
 from meshwright.data.sources import open_source
