@@ -8,8 +8,8 @@ from meshwright.exchange.hub import hub_id
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.files import user_path
+from meshwright.spec.hf.chat_template_files import chat_template_files
 from meshwright.spec.hf.config_read import has_weights
-from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.hf.safetensors_header import check_whole_files
 from meshwright.spec.hf.special_tokens import TOKENIZER
 from meshwright.spec.load import load
@@ -138,11 +138,8 @@ def _chat_template(tokenizer: str) -> Path | None:
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         return None
-    folder = file.parent
-    config = folder / "tokenizer_config.json"
-    named = config.is_file() and "chat_template" in read_json_object(config, "data.tokenizer")
-    files = (folder / "chat_template.jinja", folder / "chat_template.json", *([config] if named else ()))
-    return next((file for file in files if file.is_file()), None)
+    found = chat_template_files(file.parent, "data.tokenizer")
+    return next((each.file for each in found.values()), None)
 
 
 def _rows_told(model: ModelSpec, theirs: ModelSpec) -> str:

@@ -149,6 +149,24 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_with_offsets(self, text: str) -> tuple[IDs, NDArray[np.int64]]:
+        """Return the token ids of `text` (n,), and the first character of each and the one after its last
+        (n, 2). Raises `UserError` for unknown text."""
+        with library_errors(*UNKNOWN_TEXT):
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoding.ids, dtype=np.uint32), offsets
+
+    @property
+    def never_reads_special(self) -> bool:
+        """True if its files say that special tokens which a text spells are never read."""
+        return self.published is not None and self.published.splits_special
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """The texts by id of tokens that are found in a text before it is divided, special or not."""
+        return {number: token.content for number, token in self._backend.get_added_tokens_decoder().items()}
+
     @cached_property
     def rule(self) -> WordRule | None:
         """How texts are split into words that are encoded one by one; None where that cannot be told."""

@@ -5,5 +5,5 @@ several share; `other_layers` lists families that are not read. `config_read` re
 positions by `config_rope`, and `json_object` checks keys as they are read; `weight_names` looks a tensor up
 among those of the files, and `safetensors_header` tells files that were cut. `tokenizer_json` and
 `tokenizer_classes` check tokenizers, `text_tokens` says which tokens begin and end a text, and
-`special_tokens` which files tell it.
+`special_tokens` which files tell it; `chat_template_files` finds chat templates.
 """

@@ -94,6 +94,12 @@ class PublishedTokenizer:
         return TextTokens(end, before, after, stops, None if begin is None else ids.get(begin))
 
     @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens that are known by a name, such as bos_token, in transformers' order."""
+        names = {name: token_name(self.names.get(name)) for name in _NAMES}
+        return {name: token for name, token in names.items() if token is not None}
+
+    @property
     def is_written_here(self) -> bool:
         """True for one that was trained here: the config beside it is as `written_config` makes it."""
         return _is_written_here(self.names)
