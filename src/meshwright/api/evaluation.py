@@ -21,7 +21,8 @@ from meshwright.storage.remote import is_url, without_scheme
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import Mesh
-    from meshwright.data.corpus import Corpus, Split
+    from meshwright.data.corpus import Corpus
+    from meshwright.data.split_samples import Split
     from meshwright.data.verification import Check
     from meshwright.infer.harness import Tasks
     from meshwright.infer.sharded import ShardedDecoder

@@ -30,6 +30,7 @@ def check_inputs(spec: RunSpec) -> None:
 
     Of files of this host the first document is read; a hub, and what a URL names, are not asked.
     """
+    from meshwright.data.chat_source import ChatSource, with_chats
     from meshwright.data.hub_source import HUB
     from meshwright.data.manifest import shards_of
     from meshwright.data.readers import SYNTHETIC, FileSource
@@ -39,17 +40,22 @@ def check_inputs(spec: RunSpec) -> None:
 
     data, vocab_size = spec.data, spec.model.vocab_size
     texts = [name for name in data.mixture or [data.corpus] if name != SYNTHETIC and not shards_of(name)]
+    chats: list[ChatSource] = []
     for name in texts:
         if name == "stdlib" or name.startswith(HUB) or is_url(name):
             continue
-        source = open_source(name, data.text_key)
+        source = with_chats(open_source(name, data.text_key), data)
         if isinstance(source, FileSource):
             source.check_first()
+        if isinstance(source, ChatSource):
+            chats.append(source)
     if not texts:  # token ids need no tokenizer
         return
     check_tokenizer(data.tokenizer, vocab_size)
     if bpe_size(data.tokenizer, vocab_size) is None and not is_url(data.tokenizer):
-        build_tokenizer(data.tokenizer, vocab_size, [], 0.0)
+        tokenizer = build_tokenizer(data.tokenizer, vocab_size, [], 0.0, None, True)
+        for source in chats:
+            source.check_first(tokenizer)
 
 
 def check_writable_folder(out: Path | None) -> None:

@@ -90,6 +90,8 @@ def tokenize(call: Call) -> None:
         text_key=spec.data.text_key,
         val_fraction=spec.data.val_fraction,
         special_tokens=spec.data.special_tokens,
+        format=spec.data.format,
+        chat_template=spec.data.chat_template,
     )
     show.result(call, counts.to_json(), _show_counts)
 

@@ -6,22 +6,21 @@ import hashlib
 import json
 import lzma
 import re
+import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
+from meshwright.data.chat_source import ChatSource, with_chats
 from meshwright.data.document_index import TokenSource
 from meshwright.data.manifest import VERSION, digest_of, shards_of
 from meshwright.data.mixture import Mixture
-from meshwright.data.packing import Samples, SplitSide, Windows
-from meshwright.data.permutation import I64
+from meshwright.data.packing import SplitSide, Windows
 from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource
 from meshwright.data.shards import TokenShards, tokenizer_of
 from meshwright.data.sources import open_source
+from meshwright.data.split_samples import Split
 from meshwright.data.synthetic import SyntheticTokens, synthetic_chats, synthetic_tokens
 from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import (
@@ -48,114 +47,6 @@ READER = 4
 the hub, 4 gzip and zstd."""
 XZ_BYTES = 8 * 10**6
 """Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
-
-
-class Split:
-    """The samples of all sources, numbered one source after the other.
-
-    `sizes` and `tokens_by_source` are the samples and the target tokens of each source.
-    """
-
-    def __init__(self, windows: Sequence[SplitSide]) -> None:
-        self._windows = tuple(windows)
-        self.sizes = [part.count for part in windows]
-        self.tokens_by_source = [part.target_tokens for part in windows]
-        self._bounds: I64 = np.cumsum([0, *self.sizes])
-        self.samples = sum(self.sizes)
-        self.documents = sum(part.documents for part in windows)
-        self.target_tokens = sum(self.tokens_by_source)
-
-    def ids(self, source_N: I64, index_N: I64) -> I64:
-        """Return the numbers in the split of samples that are given by source and number within it."""
-        return self._bounds[source_N] + index_N
-
-    def gather(self, id_N: I64) -> Samples:
-        """Return the samples with these numbers, in [0, samples)."""
-        source_N = np.searchsorted(self._bounds, id_N, side="right") - 1
-        index_N = id_N - self._bounds[source_N]
-        if (source_N == source_N[0]).all():
-            return self._windows[int(source_N[0])].gather(index_N)
-        rows = [(source_N == number).nonzero()[0] for number in range(len(self._windows))]
-        parts = [w.gather(index_N[own]) for w, own in zip(self._windows, rows, strict=True) if own.size]
-        back = np.argsort(np.concatenate(rows))
-        return Samples(*(np.concatenate(column)[back] for column in zip(*parts, strict=True)))
-
-    def shares(self, max_tokens: int | None = None) -> list[int]:
-        """Return how many of `max_tokens` targets (default all) each source has, in proportion to its own.
-
-        They are the first targets of each source.
-        """
-        if max_tokens is None or max_tokens >= self.target_tokens:
-            return self.tokens_by_source
-        behind = np.cumsum([0, *self.tokens_by_source]).tolist()
-        cuts = [max_tokens * stop // self.target_tokens for stop in behind]
-        return [stop - start for start, stop in pairwise(cuts)]
-
-    def bytes_for(self, max_tokens: int | None = None) -> int:
-        """Return the UTF-8 bytes that the first `max_tokens` targets spell (default all); END spells none."""
-        return sum(self.bytes_by_source(max_tokens))
-
-    def bytes_by_source(self, max_tokens: int | None = None) -> list[int]:
-        """Return those bytes of each source."""
-        shares = zip(self._windows, self.shares(max_tokens), strict=True)
-        return [part.byte_count(targets) if targets else 0 for part, targets in shares]
-
-    def text_bytes(self, max_tokens: int | None = None) -> bytes:
-        """Return the text that the first `max_tokens` targets spell, decoded from the tokens."""
-        return b"".join(part.text_bytes(targets) for part, targets in self._first(max_tokens))
-
-    def _first(self, max_tokens: int | None) -> list[tuple[SplitSide, int]]:
-        shares = zip(self._windows, self.shares(max_tokens), strict=True)
-        return [(part, targets) for part, targets in shares if targets]
-
-    def head(self, max_tokens: int | None = None, source: int | None = None) -> FirstSamples:
-        """Return the samples that hold the first `max_tokens` targets (default all), or a source's part of
-        them."""
-        shares = self.shares(max_tokens)
-        if source is not None:
-            shares = [share if number == source else 0 for number, share in enumerate(shares)]
-        return FirstSamples(self._windows, self._bounds, shares)
-
-    def sample_text(self, max_tokens: int | None, max_bytes: int) -> bytes:
-        """Return whole documents of that text, the first ones of each source, at most `max_bytes` together.
-
-        No more than that is decoded. Empty where the tokenizer loses text: the tokens then spell another
-        number of bytes than were read. A source whose first document is larger than its share gives its
-        beginning if the tokenizer is byte-level, and else nothing.
-        """
-        first = self._first(max_tokens)
-        sizes = [part.byte_count(targets) for part, targets in first]
-        texts = []
-        for (part, targets), size in zip(first, sizes, strict=True):
-            share = max_bytes * size // sum(sizes) if sum(sizes) > max_bytes else max_bytes
-            text = part.sample_text(targets, share)
-            if text is None:
-                return b""
-            texts.append(text)
-        return b"".join(texts)
-
-
-class FirstSamples:
-    """The first samples of each source of a split, numbered one source after the other.
-
-    `samples` is their number. Only the first `shares[i]` targets of source i count.
-    """
-
-    def __init__(self, windows: Sequence[SplitSide], bounds: I64, shares: Sequence[int]) -> None:
-        self._windows, self._in_split, self._shares = windows, bounds, np.array(shares, dtype=np.int64)
-        counts = [part.samples_for(share) for part, share in zip(windows, shares, strict=True)]
-        self._bounds: I64 = np.cumsum([0, *counts])
-        self.samples = int(self._bounds[-1])
-
-    def at(self, number_N: I64) -> tuple[I64, I64]:
-        """Return (number in the split, targets that count) of each sample with a number in [0, samples)."""
-        source_N = np.searchsorted(self._bounds, number_N, side="right") - 1
-        index_N = number_N - self._bounds[source_N]
-        before_N = np.zeros_like(index_N)
-        for source in np.unique(source_N).tolist():
-            here = source_N == source
-            before_N[here] = self._windows[source].targets_before(index_N[here])
-        return self._in_split[source_N] + index_N, self._shares[source_N] - before_N
 
 
 class Corpus:
@@ -242,7 +133,21 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
                 f"data.seq_len: {spec.data.seq_len} tokens of one sample are more than the {count} training "
                 f"tokens of {name}; give at most {count}, or more text, or data.pack = false"
             )
+    if check != "lazy":
+        _warn_of_cuts(corpus, spec.data.seq_len)
     return corpus
+
+
+def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
+    """Warn of chats that lose their ends, since a sample is shorter."""
+    for name, side in zip(corpus.names, corpus.train.sides, strict=True):
+        if isinstance(side, WholeDocuments) and side.cut_documents:
+            warnings.warn(
+                f"data.seq_len: {side.cut_documents:,} of {side.documents:,} chats of {name} are longer than "
+                f"{seq_len:,} tokens and lose {side.cut_tokens:,} at their ends, {side.cut_trained:,} of these "
+                "trained on; give a larger data.seq_len if they matter",
+                stacklevel=3,
+            )
 
 
 def _names(spec: RunSpec) -> tuple[str, ...]:
@@ -296,7 +201,8 @@ def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[Toke
         note = _note(spec, texts, given)
         cached = _noted(note) if check == "lazy" else None
         if cached is None:
-            cached = _cached(spec, [open_source(name, spec.data.text_key) for name in texts], given)
+            opened = [with_chats(open_source(name, spec.data.text_key), spec.data) for name in texts]
+            cached = _cached(spec, opened, given)
             write_atomically(note, cached.name)
         remedy = f"delete {cached} and it will be made again"
         for number, name in enumerate(texts):
@@ -322,6 +228,7 @@ def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
     paths = [name if is_url(name) else str(user_path(name, "data.corpus").absolute()) for name in texts]
     asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
     asked += [data.special_tokens] if data.special_tokens == "read" else []
+    asked += [data.format, data.chat_template] if data.has_chats or data.chat_template else []
     key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
     return cache_folder(data.cache) / f".opened-{key}"
 
@@ -352,6 +259,7 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     else:
         for source in sources:
             source.check_text()
+    chats = [source.recipe() if isinstance(source, ChatSource) else None for source in sources]
     recipe = {
         "version": VERSION,
         "reader": READER,
@@ -359,6 +267,7 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
         "text_key": data.text_key,
         "tokenizer": known.digest if known else ["bpe", size, data.val_fraction],
         **({"special_tokens": "read"} if reads else {}),
+        **({"chats": chats} if any(chats) else {}),
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(sources[0].name).name).strip("-")[:40] or "corpus"
@@ -370,7 +279,8 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
                 data.tokenizer, vocab_size, sources, data.val_fraction, processes, reads
             )
             for number, source in enumerate(sources):
-                write_shards(source, tokenizer, _part(folder, number), processes)
+                own = tokenizer.reading_special() if isinstance(source, ChatSource) else tokenizer
+                write_shards(source, own, _part(folder, number), processes)
 
     build_once(target, "data.cache", build)
     return target

@@ -11,9 +11,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from meshwright.data.corpus import Corpus, FirstSamples, Split
+from meshwright.data.corpus import Corpus
 from meshwright.data.packing import IGNORE, Samples
 from meshwright.data.permutation import I64
+from meshwright.data.split_samples import FirstSamples, Split
 from meshwright.spec import RunSpec
 
 NO_SAMPLE = -1

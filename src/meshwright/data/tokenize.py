@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.data.chat_source import ChatSource, with_chats
 from meshwright.data.permutation import mix64
 from meshwright.data.publish import publishing, write_atomically
 from meshwright.data.readers import Encoded, TextSource
@@ -34,6 +35,7 @@ from meshwright.data.verified import BESIDE
 from meshwright.data.word_rule import CUTS, GPT2, WordRule
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
+from meshwright.spec.sections import DataSpec
 
 PIECE = 2**20  # characters that are encoded at once at most, a multiple of TRAIN_PIECE
 TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
@@ -55,10 +57,12 @@ class Counts:
     skipped: dict[str, int] = field(default_factory=dict)
     split_literals: int = 0
     """Special tokens that texts spell, read as characters."""
+    trained_tokens: int | None = None
+    """Tokens of chats that are trained on; None for text, all of which is."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as plain JSON."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def tokenize(
@@ -70,15 +74,21 @@ def tokenize(
     text_key: str = "text",
     val_fraction: float = 0.0,
     special_tokens: str = "text",
+    format: str = "auto",
+    chat_template: str | None = None,
 ) -> Counts:
     """Tokenize `corpus` (as in `data.corpus`) into the folder `out`, a `data.corpus` from then on.
 
-    `tokenizer` and `special_tokens` are as in `data`; a BPE is trained to `vocab_size` entries, without
-    looking at the documents that `val_fraction` holds out. Raises `UserError`; `out` appears whole or not at
-    all.
+    `tokenizer`, `special_tokens`, `format` and `chat_template` are as in `data`; a BPE is trained to
+    `vocab_size` entries, without looking at the documents that `val_fraction` holds out. Raises `UserError`;
+    `out` appears whole or not at all.
     """
-    source = open_source(corpus, text_key)
-    reads = special_tokens == "read"
+    data = DataSpec.model_validate({
+        "corpus": corpus, "tokenizer": tokenizer, "text_key": text_key, "format": format,
+        "chat_template": chat_template,
+    })  # fmt: skip
+    source = with_chats(open_source(corpus, text_key), data)
+    reads = special_tokens == "read" or isinstance(source, ChatSource)
     with publishing(out, "out") as folder, TextProcesses() as processes:
         found = build_tokenizer(tokenizer, vocab_size, [source], val_fraction, processes, reads)
         tell_remarks(found)
@@ -90,16 +100,26 @@ def tokenize(
 def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, processes: TextProcesses) -> Counts:
     """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
     split: Counter[str] = Counter()
-    with ShardWriter(folder, tokenizer) as writer:
-        encode = partial(_encode, tokenizer=tokenizer, processes=processes, split=split)
-        for ids, utf8_bytes, content in source.encoded(tokenizer, encode):
-            writer.add(ids, utf8_bytes, content)
+    trained = 0
+    with ShardWriter(folder, tokenizer, marked=isinstance(source, ChatSource)) as writer:
+        if isinstance(source, ChatSource):
+            for chat in source.chats(tokenizer):
+                writer.add_marked(*chat)
+                trained += int(chat.trained.sum())
+        else:
+            encode = partial(_encode, tokenizer=tokenizer, processes=processes, split=split)
+            for ids, utf8_bytes, content in source.encoded(tokenizer, encode):
+                writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
         left_out = f" ({source.skipped.total()} left out: {reasons})" if reasons else ""
-        raise UserError(f"data.corpus: {source.name} holds no text{left_out}; give another corpus")
-    warn_of_left_out(source)
+        what = "chat to train on" if isinstance(source, ChatSource) else "text"
+        raise UserError(f"data.corpus: {source.name} holds no {what}{left_out}; give another corpus")
+    if isinstance(source, ChatSource):
+        source.tell(manifest.documents)
+    else:
+        warn_of_left_out(source)
     return Counts(
         documents=manifest.documents,
         tokens=manifest.tokens,
@@ -108,6 +128,7 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
         sha256=manifest.digest,
         skipped=dict(source.skipped),
         split_literals=note_literals(folder, split),
+        trained_tokens=trained if isinstance(source, ChatSource) else None,
     )
 
 

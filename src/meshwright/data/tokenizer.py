@@ -94,6 +94,13 @@ class Tokenizer:
             return tokenizer
         return ByteTokenizer(backend, tokens.end, None, tokens, reads_special, published)
 
+    def reading_special(self) -> Tokenizer:
+        """Return this tokenizer reading special tokens that a text spells, unless its files forbid that."""
+        if self.reads_special or self.never_reads_special:
+            return self
+        backend = tokenizers.Tokenizer.from_str(self.json)
+        return type(self)(backend, self.end_id, None, self.tokens, True, self.published)
+
     @staticmethod
     def content(path: Path) -> Tokenizer:
         """Read a `tokenizer.json` as `open` does, whatever stands around texts. Raises `UserError`."""

@@ -1,0 +1,164 @@
+"""Chats in a corpus: which corpora have them, what template renders them, and their tokens in order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.chat_formats import (
+    KEYS,
+    Conversation,
+    DataFormat,
+    conversation_of,
+    conversations_of,
+    format_of,
+)
+from meshwright.data.chat_template import ChatTemplate, special_tokens
+from meshwright.data.chat_tokens import ChatEncoder
+from meshwright.data.readers import TextSource
+from meshwright.data.split import content_hash
+from meshwright.data.tokenizer import IDs, Tokenizer
+from meshwright.data.whole_documents import trained_bytes
+from meshwright.spec.errors import UserError
+from meshwright.spec.files import MAX_JSON, read_text, user_path
+from meshwright.spec.hf.chat_template_files import chat_template_files
+from meshwright.spec.sections import DataSpec
+
+NOTHING_TRAINED = "chats without a token to train on"
+"""What is counted of chats that no assistant's turn follows, or whose first token is all that it says."""
+
+
+class EncodedChat(NamedTuple):
+    """The tokens (n,) of a chat, whether each is trained on (n,), the UTF-8 bytes that those spell, and a
+    hash of its content that does not depend on the tokenizer."""
+
+    ids: IDs
+    trained: NDArray[np.bool_]
+    utf8_bytes: int
+    content_hash: int
+
+
+class ChatSource(TextSource):
+    """The rows of another source as chats in the order of its rows.
+
+    `template` may be None where all rows are prompts and completions that are texts.
+    """
+
+    is_text = False
+
+    def __init__(self, source: TextSource, format: DataFormat, template: ChatTemplate | None) -> None:
+        super().__init__(source.name, text_key="")
+        self._source, self.format, self._template = source, format, template
+        self.changed_prompts = 0
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the rows."""
+        return self._source.fingerprint_of_rows()
+
+    def recipe(self) -> dict[str, Any]:
+        """Return what decides the chats' tokens beside the rows and the tokenizer."""
+        source = "" if self._template is None else self._template.source
+        return {"format": self.format, "template": hashlib.sha256(source.encode()).hexdigest()}
+
+    def documents(self) -> Iterator[str]:
+        """Raise `UserError`: chats are not text."""
+        self.check_text()
+        yield from ()
+
+    def check_text(self) -> None:
+        """Raise `UserError`: a tokenizer is not trained on chats."""
+        raise UserError(
+            f"data.tokenizer: {self.name} holds chats, which need the tokenizer of the model that is tuned; "
+            "give that model with --from FOLDER, or its folder as data.tokenizer"
+        )
+
+    def chats(self, tokenizer: Tokenizer) -> Iterator[EncodedChat]:
+        """Yield each chat, but for those with no token to train on, which are counted. Raises `UserError`."""
+        encoder = ChatEncoder(tokenizer, self._template)
+        self.skipped.clear()
+        for conversation in conversations_of(self._source.rows(), self.format, self.skipped):
+            ids, trained = encoder.encode(conversation)
+            trained[:1] = False  # nothing is in front of the first token to predict it from
+            if not trained.any():
+                self.skipped[NOTHING_TRAINED] += 1
+                continue
+            spelt = trained_bytes(tokenizer, ids[trained].astype(np.int64))
+            yield EncodedChat(ids, trained, spelt, _content_hash(conversation))
+        self.skipped.update(self._source.skipped)
+        self.changed_prompts = encoder.changed_prompts
+
+    def tell(self, documents: int) -> None:
+        """Warn of rows that were left out, and of prompts that have other tokens alone."""
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
+        if reasons:
+            warnings.warn(
+                f"data.corpus: {self.name}: left out {reasons}; {documents:,} chats are left", stacklevel=3
+            )
+        if self.changed_prompts:
+            warnings.warn(
+                f"data.corpus: {self.name}: {self.changed_prompts:,} prompts have other tokens alone than in "
+                "front of their completions; what is trained on begins where they differ",
+                stacklevel=3,
+            )
+
+    def check_first(self, tokenizer: Tokenizer) -> None:
+        """Raise the `UserError` of the first row."""
+        row = self._source.first_row()
+        if row is not None:
+            conversation = conversation_of(row, self.format, f"the first row of {self.name}")
+            ChatEncoder(tokenizer, self._template).encode(conversation)
+
+
+def with_chats(source: TextSource, data: DataSpec) -> TextSource:
+    """Return the chats of a source, or the source itself if its documents are text. Raises `UserError`.
+
+    Where `data.format` does not say what it has, the keys of the first row do: chats have those of one
+    format, and not the one of a text.
+    """
+    format = data.format
+    if format == "auto":
+        row = source.first_row()
+        if not isinstance(row, Mapping) or data.text_key in row:
+            return source
+        if not any(set(keys) <= row.keys() for keys in KEYS.values()):
+            return source
+        format = format_of(row)
+    return source if format == "text" else ChatSource(source, format, template_of(data))
+
+
+def template_of(data: DataSpec) -> ChatTemplate | None:
+    """Return the template of `data.chat_template`, or that beside `data.tokenizer`; None where none is.
+
+    Raises `UserError`.
+    """
+    path = user_path(data.tokenizer, "data.tokenizer")
+    folder = path if path.is_dir() else path.parent if path.is_file() else None
+    if data.chat_template is None:
+        has_one = folder is not None and chat_template_files(folder, "data.tokenizer")
+        return ChatTemplate.open(folder, "data.tokenizer") if folder is not None and has_one else None
+    given = user_path(data.chat_template, "data.chat_template")
+    if given.is_dir():
+        return ChatTemplate.open(given, "data.chat_template")
+    variables = special_tokens(folder, "data.tokenizer") if folder is not None else {}
+    return ChatTemplate(_read(given), f"data.chat_template: {given}", variables)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path, MAX_JSON)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.chat_template: {path} cannot be read ({error}); give a template in UTF-8"
+        ) from error
+
+
+def _content_hash(conversation: Conversation) -> int:
+    said = [conversation.messages, conversation.tools, conversation.prompt, conversation.completion]
+    return int(content_hash(json.dumps(said, sort_keys=True).encode())[0])

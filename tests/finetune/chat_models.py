@@ -1,0 +1,120 @@
+"""A small model of transformers with a chat template, and chats for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "red",
+    "green",
+    "blue",
+    "sun",
+    "moon",
+    "star",
+]
+
+
+def tokenizer_in(folder: Path, template: str = "qwen2_5_training") -> None:
+    """Write a byte-level BPE of some 320 entries with a chat template into a folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS), "system user assistant You are Qwen"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text())
+
+
+def model_in(folder: Path, seed: int = 0) -> transformers.PreTrainedModel:
+    """Write a Qwen2 of 2 layers with random weights in float64 and a tokenizer into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer_in(folder)
+    torch.manual_seed(seed)
+    config = transformers.Qwen2Config(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).double()
+    model.save_pretrained(folder)
+    return model
+
+
+def chats(number: int, count: int) -> list[dict[str, Any]]:
+    """Rows with chats of one to three turns of random words, some with a system message."""
+    draw = random.Random(number)
+
+    def said() -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 7)))
+
+    rows = []
+    for _ in range(count):
+        messages = [{"role": "system", "content": said()}] if draw.random() < 0.5 else []
+        for _ in range(draw.randint(1, 3)):
+            messages += [{"role": "user", "content": said()}, {"role": "assistant", "content": said()}]
+        rows.append({"messages": messages})
+    return rows
+
+
+def written(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Let transformers and TRL keep float64 where they compute norms, angles and losses in float32."""
+    to, plain = torch.Tensor.to, torch.Tensor.float
+
+    def kept(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        lower = torch.float32 in args or kwargs.get("dtype") == torch.float32
+        return tensor if lower and tensor.dtype == torch.float64 else to(tensor, *args, **kwargs)
+
+    def kept_float(tensor: torch.Tensor) -> torch.Tensor:
+        return plain(tensor) if tensor.dtype == torch.float32 else tensor.double()
+
+    with patch.object(torch.Tensor, "to", kept), patch.object(torch.Tensor, "float", kept_float):
+        yield
+
+
+def opened(folder: Path) -> transformers.PreTrainedModel:
+    """The model of a folder in float64, its rotary angles too."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    rotary = model.model.rotary_emb
+    dims, base = 2 * len(rotary.inv_freq), model.config.rope_parameters["rope_theta"]
+    exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
+    rotary.inv_freq = rotary.original_inv_freq = base**-exponents
+    return model
