@@ -34,7 +34,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 MISTAKES = [
     (["--data.corpus", "gone.txt"], "data.corpus: there is no file or folder gone.txt"),
-    (["--data.corpus", "chats.jsonl"], "data.text_key: chats.jsonl line 1 has no key 'text'"),
+    (["--data.corpus", "chats.jsonl"], "data.tokenizer: chats.jsonl holds chats, which need the tokenizer"),
     (
         ["--data.mixture.file", "1", "--data.mixture.gone", "2"],
         "data.corpus: there is no file or folder gone",

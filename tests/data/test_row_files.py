@@ -315,7 +315,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "chat.jsonl": (
         '{"messages": [{"role": "user", "content": "a"}]}\n',
-        r"keys are messages; .* apply_chat_template",
+        r"keys are messages; messages are a chat: give data.format = 'chat'",
     ),
     "one.jsonl": ('{"body": "a", "n": 1}\n', r"its keys are body, n; give data\.text_key = 'body'$"),
     "alpaca.json": (

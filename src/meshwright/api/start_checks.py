@@ -52,6 +52,9 @@ def check_inputs(spec: RunSpec) -> None:
     if not texts:  # token ids need no tokenizer
         return
     check_tokenizer(data.tokenizer, vocab_size)
+    if bpe_size(data.tokenizer, vocab_size) is not None:
+        for source in chats:
+            source.check_text()
     if bpe_size(data.tokenizer, vocab_size) is None and not is_url(data.tokenizer):
         tokenizer = build_tokenizer(data.tokenizer, vocab_size, [], 0.0, None, True)
         for source in chats:

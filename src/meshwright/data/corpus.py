@@ -144,8 +144,8 @@ def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
         if isinstance(side, WholeDocuments) and side.cut_documents:
             warnings.warn(
                 f"data.seq_len: {side.cut_documents:,} of {side.documents:,} chats of {name} are longer than "
-                f"{seq_len:,} tokens and lose {side.cut_tokens:,} at their ends, {side.cut_trained:,} of these "
-                "trained on; give a larger data.seq_len if they matter",
+                f"{seq_len:,} tokens and lose {side.cut_tokens:,} at their ends ({side.cut_trained:,} to be "
+                "trained on); give a larger data.seq_len if they matter",
                 stacklevel=3,
             )
 

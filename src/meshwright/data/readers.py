@@ -183,7 +183,7 @@ class FileSource(TextSource):
             if not _may_have_rows(file):
                 if self._named:
                     super().rows()
-                self.skipped["no rows"] += 1
+                self.skipped["files without rows"] += 1
                 continue
             rows = rows_of(file)
             packed = file.stored is not file or file.suffix in COMPRESSES
