@@ -12,7 +12,7 @@ from meshwright.data.best_fit import best_fit
 
 
 def plainly(lengths: list[int], size: int) -> list[list[int]]:
-    """The same rule, looking at all samples for each document."""
+    """Documents by sample, by the same rule, looking at all samples for each document."""
     samples: list[list[int]] = []
     room: list[int] = []
     changed: list[int] = []

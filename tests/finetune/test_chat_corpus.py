@@ -13,6 +13,7 @@ import pytest
 from chat_models import chats, tokenizer_in, written
 
 from meshwright import api
+from meshwright.api.verify_runs import on_chats
 from meshwright.data.chat_source import NOTHING_TRAINED
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.packing import IGNORE
@@ -49,7 +50,7 @@ def corpus_of(folder: Path, corpus: Path | None, file: Path | None = None, **fla
 
 
 def trained_texts(corpus: Corpus) -> list[str]:
-    """What each sample is trained on."""
+    """The text that each sample is trained on."""
     samples = corpus.train.gather(np.arange(corpus.train.samples))
     return [corpus.tokenizer.decode(row[row != IGNORE].tolist()) for row in samples.targets]
 
@@ -181,6 +182,20 @@ def test_text_without_rows_is_no_chat(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one two three")
     with pytest.raises(UserError, match=r"data\.format: .*text\.txt has no rows, and chats are rows"):
         corpus_of(folder, tmp_path / "text.txt", data__format="chat")
+
+
+def test_a_run_on_chats_is_verified_on_chats(folder: Path, tmp_path: Path) -> None:
+    rows, text = written(chats(9, 3), tmp_path / "rows.jsonl"), tmp_path / "text.txt"
+    text.write_text("one two three")
+    api.tokenize(str(rows), str(folder), tmp_path / "out", vocab_size=320)
+    for corpus, kind in (
+        (rows, "chat"),
+        (tmp_path / "out", "chat"),
+        (text, "auto"),
+        (tmp_path / "no", "auto"),
+    ):
+        spec = load(None, [("data.corpus", str(corpus)), ("data.tokenizer", str(folder))])
+        assert on_chats(spec).data.format == kind
 
 
 def test_another_template_is_another_corpus(folder: Path, tmp_path: Path) -> None:

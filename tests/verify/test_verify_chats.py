@@ -63,7 +63,7 @@ def of_held_out_chats(mesh: Mesh, spec: RunSpec) -> tuple[int, float, dict[str, 
 
 
 def test_packed_equals_unpacked(ranks: Ranks) -> None:
-    """The same chats give the same loss and gradients."""
+    """Packing changes neither loss nor gradients."""
     base = DENSE | {"data.corpus": "synthetic", "data.val_fraction": 0.02, "train.batch_tokens": 32 * 8}
     found = []
     for pack in ("true", "false"):

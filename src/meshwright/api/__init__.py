@@ -17,7 +17,7 @@ Trained models: `generation` with `prompt_files` and `prompt_remarks`, `evaluati
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
 Predictions: `planning`. Pages of runs: `reports`.
-Run files for what somebody has: `run_files`.
+Run files for what somebody has: `run_files`. What a run reads: `training_samples`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ if TYPE_CHECKING:
     from meshwright.api.run_files.new_run_file import init
     from meshwright.api.runs import train
     from meshwright.api.sweeps import sweep
+    from meshwright.api.training_samples import data_show
     from meshwright.api.verify_runs import verify
     from meshwright.api.weights import average, merge
 
 __all__ = [
-    "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_verify",
-    "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf", "init",
-    "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "report", "simulate", "sweep",
-    "tokenize", "train", "validate", "verify",
+    "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
+    "data_verify", "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf",
+    "init", "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "report", "simulate",
+    "sweep", "tokenize", "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
@@ -71,6 +72,7 @@ _MODULES = {
     "run_files.new_run_file": ("init",),
     "runs": ("train",),
     "sweeps": ("sweep",),
+    "training_samples": ("data_show",),
     "verify_runs": ("verify",),
     "weights": ("average", "merge"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.api.folders import make_folder
 from meshwright.api.ranks import Result, run_on_ranks
-from meshwright.api.verify_runs import MODULES, longest_wait
+from meshwright.api.verify_runs import MODULES, longest_wait, on_chats
 from meshwright.rank.env import worker
 from meshwright.rank.failure import RanksFailed
 from meshwright.rank.scratch import scratch_folder
@@ -59,6 +59,7 @@ def sweep(
     from meshwright.runs.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
+    spec = on_chats(spec)
     if worker() is not None:
         raise UserError("--sweep: starts the ranks itself; start it without torchrun")
     check_verification(VerifyOptions(spec, sweep=True))

@@ -56,6 +56,7 @@ def verify(
     writes them to `out`/verify.json, too.
     Raises `UserError`.
     """
+    spec = on_chats(spec)
     ranks_match(spec, spec.layout.world_size if nproc is None else nproc)
     if steps < 1:
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
@@ -74,6 +75,15 @@ def verify(
         make_folder(out)
         write_atomically(out / "verify.json", json.dumps(result))
     return result
+
+
+def on_chats(spec: RunSpec) -> RunSpec:
+    """Return the run with `data.format` "chat" if a corpus has chats: then samples are synthetic chats."""
+    from meshwright.data.chat_source import has_chats
+
+    if spec.data.format != "auto" or not has_chats(spec.data):
+        return spec
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"format": "chat"})})
 
 
 def _on_ranks(spec: RunSpec, **options: Any) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +53,17 @@ def problems(sentences: Sequence[str]) -> int:
 def prose(words: str, end: str = "\n") -> None:
     """Print a text of a model's as it is, but for control characters other than line ends and tabs."""
     print("".join(char if char in "\n\t" else one_line(char) for char in words), end=end, flush=True)
+
+
+def marked(parts: Iterable[tuple[str, bool]]) -> None:
+    """Print a text in parts, marked ones in green, or in brackets where no terminal shows colours."""
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    begin, end = ("\x1b[1;32m", "\x1b[0m") if coloured else ("⟦", "⟧")
+    for words, is_marked in parts:
+        print(begin * is_marked, end="")
+        prose(words, end="")
+        print(end * is_marked, end="")
+    print()
 
 
 def line(words: str, indent: int = 2) -> None:

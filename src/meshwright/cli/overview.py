@@ -13,6 +13,7 @@ SUMMARIES = {
     "train": "train a model: start the ranks, log, checkpoint, report",
     "verify": "compare the layout with one device in float64: loss, gradients, parameters",
     "tokenize": "turn text, JSONL or source files into a folder of tokens for data.corpus",
+    "data show": "print samples as a run reads them, with the tokens that are trained on marked",
     "data verify": "hash every file of a folder of tokens again",
     "plan": "find the best layouts of a model on a cluster: time, memory, money",
     "simulate": "time one step of the run's pipeline: bubble, activations, a timeline by rank",
@@ -45,7 +46,7 @@ SUMMARIES = {
 """Each verb in a few words, in the order of the list."""
 
 MODULES = {
-    "tokenize": "runs", "data verify": "runs", "explain": "plan", "profile": "hardware",
+    "tokenize": "runs", "data show": "runs", "data verify": "runs", "explain": "plan", "profile": "hardware",
     "clusters": "hardware", "generate": "models", "export": "models", "import": "models",
     "checkpoint ls": "models", "checkpoint verify": "models", "average": "weights", "merge": "weights",
     "spec show": "spec", "spec schema": "spec", "spec check": "spec", "spec presets": "spec",

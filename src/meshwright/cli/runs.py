@@ -1,4 +1,4 @@
-"""Arguments that name a run, and verbs on its corpus: tokenize, data verify."""
+"""Arguments that name a run, and verbs on its corpus: tokenize, data show, data verify."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import api
-from meshwright.api.options import folder_name
+from meshwright.api.options import folder_name, whole
 from meshwright.api.source import keys_of_source
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
@@ -99,6 +99,35 @@ def tokenize(call: Call) -> None:
 def _show_counts(result: Mapping[str, Any]) -> None:
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(result["skipped"].items()))
     show.pairs({**result, **({"left_out": left_out} if left_out else {})})
+
+
+@verb(
+    "data show",
+    RUN,
+    FROM,
+    Flag("n", "samples to print", "N", whole(1), default=3),
+    JSON,
+)
+def data_show(call: Call) -> None:
+    """Print the first samples that a run trains on; what is trained on is green, or in ⟦brackets⟧."""
+    show.result(call, api.data_show(spec_of(call), call.flags["n"]), _show_samples)
+
+
+def _show_samples(result: Mapping[str, Any]) -> None:
+    for sample in result["samples"]:
+        found, padding = sample["documents"], sample["padding"]
+        padded = f", {padding:,} of padding" if padding else ""
+        trained = show.count(sum(each["trained"] for each in found), "token")
+        documents = show.count(len(found), "document")
+        show.line(
+            f"sample {sample['sample']} of {sample['corpus']}: {documents}, {trained} trained on{padded}"
+        )
+        for each in found:
+            show.marked((part["text"], part["trained"]) for part in each["parts"])
+            print(f"({each['trained']:,} of {each['tokens']:,} tokens are trained on)\n")
+    samples = show.count(result["of_samples"], "sample")
+    documents = show.count(result["of_documents"], "document")
+    show.line(f"in all {samples} of {result['seq_len']:,} tokens, with {documents}")
 
 
 @verb(

@@ -22,7 +22,11 @@ from meshwright.data.chat_formats import (
 )
 from meshwright.data.chat_template import ChatTemplate, special_tokens
 from meshwright.data.chat_tokens import ChatEncoder
-from meshwright.data.readers import TextSource
+from meshwright.data.hub_source import HUB
+from meshwright.data.manifest import shards_of
+from meshwright.data.readers import SYNTHETIC, TextSource
+from meshwright.data.shards import read_manifest
+from meshwright.data.sources import open_source
 from meshwright.data.split import content_hash
 from meshwright.data.tokenizer import IDs, Tokenizer
 from meshwright.data.whole_documents import trained_bytes
@@ -30,6 +34,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import MAX_JSON, read_text, user_path
 from meshwright.spec.hf.chat_template_files import chat_template_files
 from meshwright.spec.sections import DataSpec
+from meshwright.storage.remote import is_url
 
 NOTHING_TRAINED = "chats without a token to train on"
 """What is counted of chats that no assistant's turn follows, or whose first token is all that it says."""
@@ -131,6 +136,27 @@ def with_chats(source: TextSource, data: DataSpec) -> TextSource:
             return source
         format = format_of(row)
     return source if format == "text" else ChatSource(source, format, template_of(data))
+
+
+def has_chats(data: DataSpec) -> bool:
+    """Return True if a corpus of a run has chats; False for one that is not there yet, or that a hub or
+    server has, which are not asked."""
+    if data.format != "auto":
+        return data.has_chats
+    for name in data.mixture or [data.corpus]:
+        if name in (SYNTHETIC, "stdlib") or name.startswith(HUB) or is_url(name):
+            continue
+        try:
+            folder = shards_of(name)
+            if folder is not None:
+                found = read_manifest(folder, "tokenize the corpus again").targets == "marked"
+            else:
+                found = isinstance(with_chats(open_source(name, data.text_key), data), ChatSource)
+        except UserError:  # a start tells it; here it decides nothing
+            continue
+        if found:
+            return True
+    return False
 
 
 def template_of(data: DataSpec) -> ChatTemplate | None:

@@ -133,7 +133,7 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
                 f"data.seq_len: {spec.data.seq_len} tokens of one sample are more than the {count} training "
                 f"tokens of {name}; give at most {count}, or more text, or data.pack = false"
             )
-    if check != "lazy":
+    if check != "lazy" and corpus.has_text:
         _warn_of_cuts(corpus, spec.data.seq_len)
     return corpus
 

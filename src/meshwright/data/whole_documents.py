@@ -65,7 +65,7 @@ class WholeSamples(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Reader:
+class TrainedTokens:
     """Reads the trained tokens of documents."""
 
     source: MarkedSource
@@ -86,7 +86,7 @@ def trained_bytes(tokenizer: Tokenizer, ids: I64) -> int:
     return len(tokenizer.decode_bytes([number for number in ids.tolist() if number not in tokenizer.special]))
 
 
-def whole_samples(reader: _Reader, index: DocumentIndex, data: DataSpec, held: bool) -> WholeSamples:
+def whole_samples(reader: TrainedTokens, index: DocumentIndex, data: DataSpec, held: bool) -> WholeSamples:
     """Arrange the documents of a side in samples."""
     rows = reader.source.rows(0, reader.source.documents)
     here = index.held_out.mask(rows.hashes) == held
@@ -114,7 +114,7 @@ class WholeDocuments:
 
     def __init__(self, source: MarkedSource, tokenizer: Tokenizer, data: DataSpec, held: bool) -> None:
         index = source.index(data.val_fraction, 0)
-        self._reader = _Reader(source, tokenizer)
+        self._reader = TrainedTokens(source, tokenizer)
         self._source, self._end, self._seq_len = source, tokenizer.end_id, data.seq_len
 
         def arranged() -> WholeSamples:

@@ -19,7 +19,7 @@ from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.train import TrainSpec
 
 DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt"]
-"""What a row of a corpus is (`data.format`)."""
+"""Kinds of rows of a corpus (`data.format`)."""
 
 
 class DataSpec(FrozenModel):

@@ -1,0 +1,60 @@
+"""Samples of a run as it reads them, with what each trains on."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec import RunSpec
+
+if TYPE_CHECKING:
+    from meshwright.data.corpus import Corpus
+
+Result = dict[str, Any]
+
+
+def data_show(spec: RunSpec, n: int = 3) -> Result:
+    """Return the first n samples that a run trains on, by document, in parts that are trained on or not.
+
+    Text is tokenized first where it is not yet. Raises `UserError`.
+    """
+    import numpy as np
+
+    from meshwright.data.corpus import open_corpus
+
+    corpus = open_corpus(spec)
+    numbers = np.arange(min(n, corpus.train.samples))
+    source_N, index_N = corpus.order(spec.train.seed).at(numbers)
+    samples = [
+        {"sample": number, "corpus": corpus.names[source], **_sample(corpus, source, index)}
+        for number, source, index in zip(numbers.tolist(), source_N.tolist(), index_N.tolist(), strict=True)
+    ]
+    return {
+        "samples": samples,
+        "of_samples": corpus.train.samples,
+        "of_documents": corpus.train.documents,
+        "seq_len": spec.data.seq_len,
+    }
+
+
+def _sample(corpus: Corpus, source: int, index: int) -> Result:
+    """Return one sample of a source: its documents, and how many tokens are padding."""
+    import numpy as np
+
+    from meshwright.data.packing import IGNORE
+
+    side = corpus.train.sides[source]
+    before = side.targets_before(np.array([index, index + 1]))
+    used = int(before[1] - before[0])
+    tokens, targets, _, documents = (array[0] for array in side.gather(np.array([index])))
+    trained = np.concatenate([[False], targets[:-1] != IGNORE])
+    trained &= np.diff(documents, prepend=-1) == 0  # the first token of a document follows none of its own
+    found = []
+    for number in range(int(documents[used - 1]) + 1):
+        places = np.flatnonzero(documents[:used] == number)
+        parts = [
+            {"text": corpus.tokenizer.decode(tokens[[*group]].tolist()), "trained": bool(key)}
+            for key, group in groupby(places.tolist(), key=lambda place: bool(trained[place]))
+        ]
+        found.append({"tokens": len(places), "trained": int(trained[places].sum()), "parts": parts})
+    return {"documents": found, "padding": len(tokens) - used}

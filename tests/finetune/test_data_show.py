@@ -1,0 +1,61 @@
+"""`meshwright data show`: samples of chats and of text, with what is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from chat_models import chats, tokenizer_in, written
+
+from meshwright.cli.main import main
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A command for 9 chats, and its flags."""
+    (tmp_path / "model").mkdir()
+    tokenizer_in(tmp_path / "model")
+    flags = {
+        "data.corpus": written(chats(1, 9), tmp_path / "chats.jsonl"), "data.tokenizer": tmp_path / "model",
+        "data.cache": tmp_path / "cache", "data.seq_len": 512, "model.vocab_size": 320, "layout.dp": 1,
+        "train.batch_tokens": 512, "data.val_fraction": 0,
+    }  # fmt: skip
+    return ["data", "show", *(word for key, value in flags.items() for word in (f"--{key}", str(value)))]
+
+
+def test_what_is_trained_on_is_in_brackets(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    for row in chats(1, 9):
+        for message in row["messages"]:
+            begin, end = ("⟦", "⟧") if message["role"] == "assistant" else ("", "<")
+            shown = f"{message['role']}{begin}\n{message['content']}<|im_end|>\n{end}"
+            assert shown in told, message
+    assert "in all 2 samples of 512 tokens, with 9 documents" in told
+
+
+def test_a_program_gets_parts_and_counts(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--data.pack", "false", "--n", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (len(found["samples"]), found["of_samples"], found["of_documents"]) == (4, 9, 9)
+    for sample in found["samples"]:
+        (document,) = sample["documents"]
+        assert document["tokens"] + sample["padding"] == 512
+        trained = "".join(part["text"] for part in document["parts"] if part["trained"])
+        assert trained.count("<|im_end|>") == trained.count("\n") / 2 > 0
+        assert "user" not in trained and 0 < document["trained"] < document["tokens"]
+
+
+def test_all_of_a_text_but_its_begin_is_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("a cat and a dog")
+    flags = ["--data.corpus", str(tmp_path / "text.txt"), "--data.tokenizer", "byte", "--data.pack", "false"]
+    flags += ["--model.vocab_size", "257", "--data.cache", str(tmp_path / "cache"), "--layout.dp", "1"]
+    assert main(["data", "show", *flags, "--data.seq_len", "64", "--train.batch_tokens", "64"]) == 0
+    told = capsys.readouterr().out
+    assert "<|endoftext|>⟦a cat and a dog⟧" in told
+    assert "(15 of 16 tokens are trained on)" in told
