@@ -170,8 +170,8 @@ class _Reader:
     def tools(self) -> list[Any] | None:
         """The tools of the row: a list, or the JSON text of one; None for none, also for an empty list."""
         value = self.row.get("tools")
-        if isinstance(value, str) and value.strip():
-            value = self.json("tools", value)
+        if isinstance(value, str):
+            value = self.json("tools", value) if value.strip() else None
         if not value:
             return None
         tools = self.plain(value, "tools")

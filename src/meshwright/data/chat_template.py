@@ -103,6 +103,11 @@ class ChatTemplate:
         """Return the template that renders chats with these tools, or without any for None."""
         return self if tools is None or self._with_tools is None else self._with_tools
 
+    def at(self, now: datetime) -> ChatTemplate:
+        """Return the same template with a time to tell."""
+        with_tools = None if self._with_tools is None else self._with_tools.at(now)
+        return ChatTemplate(self.source, self.name, self.variables, now, with_tools)
+
     @cached_property
     def has_markers(self) -> bool:
         """True if `{% generation %}` marks what the assistant writes."""

@@ -46,7 +46,7 @@ class ChatEncoder:
         if not (tokenizer.reads_special or tokenizer.never_reads_special):
             raise ValueError("chats need a tokenizer that reads special tokens; open it with reads_special")
         if template is not None and template.now is None:
-            template.now = datetime.now()  # all chats of a corpus tell one date
+            template = template.at(datetime.now())  # all chats of a corpus tell one date
         self._tokenizer, self._template = tokenizer, template
         self.changed_prompts = self.unended = 0
         self._added = tokenizer.added_tokens

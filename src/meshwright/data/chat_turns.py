@@ -155,7 +155,7 @@ class _Turns:
         for ending in endings:  # a line end that only the last turn, or no other, has
             if ending.strip() and rest.startswith(ending.rstrip()):
                 return place + len(self._common([ending, rest]))
-        if "" in endings:  # nothing ends a turn but the token that begins the next one
+        if not any(endings):  # nothing ends a turn but the token that begins the next one
             return place + max((len(stop) for stop in self.stops if rest.startswith(stop)), default=0)
         raise self.unsure(number, f"it ends with {endings!r} alone, and here {rest[:40]!r} follows")
 
