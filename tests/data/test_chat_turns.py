@@ -233,6 +233,10 @@ UNSURE: dict[str, tuple[str, str]] = {
         "{% for m in messages %}{{ m.content }} ({{ m.content | length }})|{% endfor %}",
         r"a word more in it changes other parts of the text",
     ),
+    "tells lengths in front": (
+        "{% for m in messages %}({{ m.content | length }}) {{ m.content }}|{% endfor %}",
+        r"a word more in it changes other parts of the text",
+    ),
     "begins unlike its prompt": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
         "{% if add_generation_prompt %}Bot>{% endif %}",
