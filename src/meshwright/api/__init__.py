@@ -13,7 +13,7 @@ that are worlds of their own, `source` says what keys a run from a model has, `i
 run starts from, `folders` names its folder,
 `chaos_runs` trains under faults.
 Checks: `verify_runs` compares one layout with one device, `sweeps` many.
-Trained models: `generation` with `prompt_files` and `prompt_remarks`, `evaluation`, `quantisation`,
+Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
 Predictions: `planning`. Pages of runs: `reports`.

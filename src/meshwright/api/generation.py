@@ -118,7 +118,13 @@ def layout_keys(layout: Axes) -> Overrides:
 
 
 def continue_prompts(
-    run: Path, rows: Sequence[Row], how: Generation, layout: Overrides = (), on_text: OnText | None = None
+    run: Path,
+    rows: Sequence[Row],
+    how: Generation,
+    layout: Overrides = (),
+    on_text: OnText | None = None,
+    *,
+    also_stop: Sequence[int] = (),
 ) -> list[Row]:
     """Continue the "prompt" of each row as `generate_worker` does, on the ranks of the layout.
 
@@ -131,7 +137,9 @@ def continue_prompts(
     with scratch_folder() as scratch:
         source = run if ranks == 1 or worker() is not None else as_run(run, scratch / "run")
         return run_on_ranks(
-            partial(generate_worker, source, rows, how, layout, on_text), ranks, modules=MODULES
+            partial(generate_worker, source, rows, how, layout, on_text, also_stop=also_stop),
+            ranks,
+            modules=MODULES,
         )
 
 
@@ -159,36 +167,60 @@ def model_ranks(run: Path, layout: Overrides, weights: str, step: int | None = N
 
 
 def generate_worker(
-    run: Path, rows: Sequence[Row], how: Generation, layout: Overrides = (), on_text: OnText | None = None
+    run: Path,
+    rows: Sequence[Row],
+    how: Generation,
+    layout: Overrides = (),
+    on_text: OnText | None = None,
+    *,
+    also_stop: Sequence[int] = (),
 ) -> list[Row]:
     """Continue the "prompt" of each row, as one rank of the world of torchrun, or alone.
 
     The first rank returns the rows, each with the keys "text", "prompt_tokens", "new_tokens" and "stopped"
-    (by a token that ends a generation), and the others an empty list. `on_text` is told pieces of the
-    continuations of its own data rank's prompts, on the first rank.
+    (by a token that ends a generation, of which `also_stop` are more than the model's own), and the others an
+    empty list. `on_text` is told pieces of the continuations of its own data rank's prompts, on the first
+    rank.
     """
-    from meshwright.infer.batching import Request
-    from meshwright.infer.generate import check_request, continue_requests
-    from meshwright.infer.sampling import Sampling
-
-    sampling = Sampling(how["temperature"], how["top_k"], how["top_p"], how["seed"])
     tokenizer = run_tokenizer(run, how["special_tokens"] != "text")
-    given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
-    around = (lambda ids: [*ids]) if how["special_tokens"] == "rendered" else tokenizer.prompt
-    requests = [
-        Request(number, around(ids) or [tokenizer.end_id], how["max_new_tokens"], tokenizer.tokens.stop_ids)
-        for number, ids in enumerate(given)
-    ]
+    prompts = Prompts(tokenizer, rows, how, also_stop)
     if (place := worker()) is None or place.rank == 0:
-        warn_of_prompts(run, tokenizer, rows, given, how["special_tokens"])
-    with _decoder(run, how, layout) as (decoder, part):
+        warn_of_prompts(run, tokenizer, rows, prompts.ids, how["special_tokens"])
+    with open_decoder(run, how, layout) as (decoder, part):
+        return prompts.continued(decoder, part, on_text)
+
+
+class Prompts:
+    """The "prompt" of each row as tokens, which a decoder continues."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, rows: Sequence[Row], how: Generation, also_stop: Sequence[int] = ()
+    ) -> None:
+        from meshwright.infer.batching import Request
+
+        self._tokenizer, self._rows, self._how = tokenizer, rows, how
+        self.ids = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
+        around = (lambda ids: [*ids]) if how["special_tokens"] == "rendered" else tokenizer.prompt
+        stops = (*tokenizer.tokens.stop_ids, *also_stop)
+        self._requests = [
+            Request(number, around(ids) or [tokenizer.end_id], how["max_new_tokens"], stops)
+            for number, ids in enumerate(self.ids)
+        ]
+
+    def continued(self, decoder: Decoder, part: DecoderPart | None, on_text: OnText | None) -> list[Row]:
+        """Return the rows with their continuations, as `generate_worker` does, by this rank's decoder."""
+        from meshwright.infer.generate import check_request, continue_requests
+        from meshwright.infer.sampling import Sampling
+
+        how, requests, tokenizer = self._how, self._requests, self._tokenizer
         for request in requests:
-            lacking = partial(_lacking, tokenizer, given[request.number], how)
-            check_request(decoder.spec, request, _name(request.number, len(rows)), lacking)
+            lacking = partial(_lacking, tokenizer, self.ids[request.number], how)
+            check_request(decoder.spec, request, _name(request.number, len(requests)), lacking)
         mesh = part.mesh if part is not None else None
         share = (mesh.data_rank, mesh.layout.data_ranks) if mesh is not None else (0, 1)
         own = requests[share[0] :: share[1]]
-        stream = _Stream(tokenizer, given, on_text) if on_text is not None else None
+        stream = _Stream(tokenizer, self.ids, on_text) if on_text is not None else None
+        sampling = Sampling(how["temperature"], how["top_k"], how["top_p"], how["seed"])
         continue_requests(
             decoder, own, sampling, tokenizer.vocab_size, how["batch"],
             cache_tokens=how["cache_tokens"], lookup=how["lookup"], show=stream, part=part,
@@ -200,17 +232,20 @@ def generate_worker(
                 new.update(each)
             if mesh.rank:
                 return []
-    found = []
-    for row, ids, request in zip(rows, given, requests, strict=True):
-        request.new = new[request.number]
-        text = _text(tokenizer, ids, request.text)
+        return [self._row(request, new[request.number]) for request in requests]
+
+    def _row(self, request: Request, new: list[int]) -> Row:
+        request.new = new
+        text = _text(self._tokenizer, self.ids[request.number], request.text)
         facts = {"prompt_tokens": len(request.prompt), "new_tokens": len(request.text)}
-        found.append({**row, "text": text, **facts, "stopped": len(request.text) < len(request.new)})
-    return found
+        row = self._rows[request.number]
+        return {**row, "text": text, **facts, "stopped": len(request.text) < len(request.new)}
 
 
 @contextmanager
-def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[Decoder, DecoderPart | None]]:
+def open_decoder(
+    run: Path, how: Generation, layout: Overrides
+) -> Iterator[tuple[Decoder, DecoderPart | None]]:
     """This rank's decoder and what part it is, which is None on one device."""
     from meshwright.infer.packed_linears import pack_linears
     from meshwright.infer.sharded import load_sharded, spec_to_generate

@@ -17,28 +17,39 @@ Row = dict[str, Any]
 
 def read_prompts(file: Path) -> list[Row]:
     """Return the objects of a JSONL file, each with a text "prompt". Raises `UserError`."""
+    wanted = '{"prompt": "Once"}'
+    rows = read_rows(file, wanted)
+    for place, row in rows:
+        if not isinstance(row.get("prompt"), str):
+            raise UserError(
+                f'--prompts: {place} has no text "prompt"; write objects such as {wanted}, one a line'
+            )
+    return [row for _, row in rows]
+
+
+def read_rows(file: Path, wanted: str) -> list[tuple[str, Row]]:
+    """Return the objects of a JSONL file with the place of each; `wanted` is one as messages show it.
+
+    Raises `UserError` for anything else, and where there is none.
+    """
     try:
         lines = read_text(file, MAX_JSON).split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--prompts: {file} cannot be read ({error})") from None
-    rows: list[Row] = []
+    rows: list[tuple[str, Row]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"line {number} of {file}"
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise UserError(
-                f"--prompts: line {number} of {file} is not JSON ({error}); mend or remove it"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise UserError(
-                f'--prompts: line {number} of {file} has no text "prompt"; write objects such as '
-                f'{{"prompt": "Once"}}, one a line'
-            )
-        rows.append(row)
+            raise UserError(f"--prompts: {place} is not JSON ({error}); mend or remove it") from None
+        if not isinstance(row, dict):
+            raise UserError(f"--prompts: {place} is no object; write objects such as {wanted}, one a line")
+        rows.append((place, row))
     if not rows:
-        raise UserError(f'--prompts: {file} has no prompt; write objects such as {{"prompt": "Once"}}')
+        raise UserError(f"--prompts: {file} has no prompt; write objects such as {wanted}")
     return rows
 
 

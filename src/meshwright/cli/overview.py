@@ -24,7 +24,7 @@ SUMMARIES = {
     "chaos": "inject faults into a run, and compare it with its twin without any",
     "profile": "measure this machine: products, attention, memory, collectives; write a hardware file",
     "clusters": "list the known clusters, or show one of them or a hardware file in full",
-    "generate": "continue prompts with a trained model, on any layout: --layout.tp 2",
+    "generate": "continue prompts with a trained model, or --chat with it, on any layout: --layout.tp 2",
     "evaluate": "loss, bits per byte and perplexity of texts, and scores of tasks, by a trained model",
     "export": "write a run's model as an HF folder, or as a GGUF file for llama.cpp",
     "import": "make a run's folder of a trained model: HF, torch DCP, Megatron, DeepSpeed, litgpt, PEFT",

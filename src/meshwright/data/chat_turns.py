@@ -54,6 +54,18 @@ def assistant_spans(
     return turns.text, spans
 
 
+def turn_ending(template: ChatTemplate) -> str:
+    """Return what a template puts behind the words of an answer at the end of a chat.
+
+    It is empty where the template puts nothing there, or does not render such a chat.
+    """
+    chat = [{"role": "user", "content": _WORDS[0]}, {"role": "assistant", "content": MARK}]
+    try:
+        return template.render(chat).rpartition(MARK)[2]
+    except UserError:
+        return ""
+
+
 class _Turns:
     """A chat with its text, and what its template makes of other chats."""
 
