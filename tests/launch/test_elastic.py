@@ -17,9 +17,10 @@ from meshwright.launch import elastic
 from meshwright.launch import start as generation
 from meshwright.launch.elastic import ElasticJob, HostSupervisor
 from meshwright.launch.membership import LOST_S, Host, HostWorld, Membership
-from meshwright.launch.start import Job
+from meshwright.launch.start import End, Job, Start
 from meshwright.rank.env import LOOPBACK
 from meshwright.rank.failure import Outcome
+from meshwright.rank.shared_memory import SharedMemory
 from meshwright.spec.sections import RecoverySpec
 
 HERE = Path(__file__).parent
@@ -134,3 +135,24 @@ def test_the_users_signal_does_not_end_ranks_that_save_for_a_host_that_joins(
     assert (tmp_path / "saved").exists()
     assert outcome.stopped and outcome.code == 128 + signal.SIGTERM
     assert not [kind for kind, _ in events if kind == "failure"]
+
+
+def test_the_times_of_steps_are_known_to_the_next_start_unless_a_host_joins(
+    alone: HostSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that joins has compiled nothing yet."""
+    given: list[tuple[float, ...]] = []
+
+    class SeenSteps(Start):
+        def run(self, *_: Any) -> End:
+            given.append(self.step_times)
+            self._step_times = (*self.step_times, float(len(given)))
+            return End(Outcome(), 0, 0.0)
+
+    monkeypatch.setattr(elastic, "Start", SeenSteps)
+    monkeypatch.setattr(elastic, "Zygote", lambda *_: None)
+    with SharedMemory(1, peers=True) as memory:
+        for number, hosts in enumerate((["a", "b"], ["a", "b"], ["a"], ["a", "c"], ["a", "c"])):
+            world = HostWorld(number, hosts, 1, "127.0.0.1", 1)
+            alone._run_once(world, memory, 0.0, tmp_path, [])
+    assert given == [(), (1.0,), (1.0, 2.0), (), (4.0,)]

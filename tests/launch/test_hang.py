@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from meshwright.comm.heartbeat import BYTES, Heartbeat
 from meshwright.launch import hang
-from meshwright.launch.hang import Hang, HangWatch
+from meshwright.launch.hang import IDLE_S, LEARNT, MOST_TIMES, UNLEARNT_STOPPED_S, Hang, HangWatch
 from meshwright.launch.start import HostPlace, Job, Start
 from meshwright.launch.supervisor import Restarts, Supervisor
 from meshwright.rank.processes import ProcessState
@@ -23,7 +24,7 @@ STEP = 0.5
 class Host:
     """Two ranks and their supervisor. A rank in `computing` uses a processor; others are idle."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, **limits: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, **limits: Any) -> None:
         memory = memoryview(bytearray(ranks * BYTES))
         self.ranks = [Heartbeat(memory[number * BYTES :]) for number in range(ranks)]
         self.letters = dict.fromkeys(range(ranks), "S")
@@ -109,12 +110,84 @@ def test_before_a_step_time_is_known_a_stopped_rank_has_ten_seconds(host: Host) 
 
 
 def test_the_step_time_of_an_earlier_start_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(monkeypatch, step_seconds=STEP)
+    host = Host(monkeypatch, step_times=[STEP] * LEARNT)
     host.letters[0] = "T"
     assert host.look_for(2 * STEP + 1 + 2 * TICK) is not None
-    host = Host(monkeypatch, step_seconds=100.0)
+    host = Host(monkeypatch, step_times=[100.0] * LEARNT)
     host.train(5)
     assert host.watch.step_seconds == pytest.approx(STEP, abs=TICK)
+
+
+def test_steps_are_counted_over_starts_of_which_none_sees_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: Sequence[float] = ()
+    for start in range(LEARNT):
+        host = Host(monkeypatch, step_times=times)
+        assert host.watch.step_seconds is None
+        host.train(1, first=start)
+        assert host.look_for(TICK) is None
+        times = host.watch.step_times
+        assert times == pytest.approx([STEP] * (start + 1), abs=TICK)
+    host = Host(monkeypatch, step_times=times)
+    host.train(0, first=LEARNT)
+    host.wait(1)
+    assert host.look_for(IDLE_S - 0.2) is None
+    found = host.look_for(2 * STEP + 2)
+    assert found is not None and found.ranks == (0,)
+
+
+@pytest.mark.parametrize("steps", [1, LEARNT - 1])
+@pytest.mark.parametrize(("seconds", "idle", "waiting"), [(STEP, 60, 60), (8.0, 60, 80), (20.0, 100, 200)])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_few_steps_give_a_limit_by_the_longest(
+    monkeypatch: pytest.MonkeyPatch, steps: int, seconds: float, idle: float, waiting: float, earlier: bool
+) -> None:
+    """Steps of this start or of earlier ones."""
+    before = [seconds, *[2 * TICK] * (steps - 1)]
+    for computing, waits, limit in (
+        ({0}, {1}, 3000.0),
+        (set[int](), {1}, idle),
+        (set[int](), {0, 1}, waiting),
+    ):
+        host = Host(monkeypatch, step_times=before if earlier else ())
+        host.train(0)
+        for number, each in enumerate(before if not earlier else ()):
+            host.train(1, first=number, seconds=each)
+        host.computing = computing
+        for number in waits:
+            host.wait(number)
+        assert host.look_for(limit - 1) is None
+        if not computing:  # of a rank at work it is seen from the limit for stopped ones on if it computes
+            assert host.look_for(2 + UNLEARNT_STOPPED_S * (len(waits) == 1)) is not None
+
+
+def test_steps_shorter_than_the_time_between_looks_are_all_counted(host: Host) -> None:
+    host.train(0)
+    assert host.look_for(TICK) is None
+    for rank in host.ranks:
+        rank.phase("data", LEARNT)
+    assert host.look_for(TICK) is None
+    assert host.watch.step_times == pytest.approx([TICK / LEARNT] * LEARNT)
+    assert host.watch.step_seconds == pytest.approx(TICK / LEARNT)
+
+
+@pytest.mark.parametrize(("first", "limit"), [(4.0, 20), (STEP, IDLE_S)])
+def test_the_first_step_of_a_start_may_take_as_long_as_that_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, first: float, limit: float
+) -> None:
+    """Where it compiles again, in other processes, the rank is idle meanwhile."""
+    host = Host(monkeypatch)
+    host.train(1, seconds=first)
+    host.train(2 * MOST_TIMES, first=1, seconds=0.1)
+    assert len(host.watch.step_times) == MOST_TIMES
+    host = Host(monkeypatch, step_times=host.watch.step_times)
+    host.train(0, first=99)
+    host.wait(1)
+    assert host.look_for(limit - 0.2) is None
+    assert host.look_for(2) is not None
+    host = Host(monkeypatch, step_times=host.watch.step_times)
+    host.train(LEARNT, first=99, seconds=0.1)
+    host.wait(1)
+    assert host.look_for(IDLE_S + 2) is not None
 
 
 def test_a_rank_that_is_stopped_for_a_moment_is_no_hang(host: Host) -> None:
@@ -210,7 +283,7 @@ def test_a_rank_that_computes_or_reads_a_disk_is_slow_and_not_hung(host: Host, l
 
 def test_the_first_steps_may_take_long(host: Host) -> None:
     """As torch.compile's, before a step time is known."""
-    host.train(1)
+    host.train(0)
     host.wait(1)
     host.computing = {0}
     assert host.look_for(3000) is None

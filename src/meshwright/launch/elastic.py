@@ -76,6 +76,9 @@ class HostSupervisor:
         """The newest generation whose failure was judged."""
         self._pending: Decision | None = None
         self._zygote: Zygote | None = None
+        self._hosts: frozenset[str] = frozenset()
+        self._step_times: Sequence[float] = ()
+        """Hosts of the last start that this one was part of, and the times of its steps."""
         self._unseen = False
         """True while the common folder cannot be used."""
 
@@ -156,7 +159,9 @@ class HostSupervisor:
         size = len(world.hosts) * ranks
         place = HostPlace(store, self._secret, index * ranks, size, self.host.interface, LEASE_S)
         job = self.job.of(number == 0, len(world.hosts))
-        start = Start(number, job, place, memory, began, folder / f"generation-{number}", self.job.tell)
+        known = self._step_times if self._hosts.issuperset(world.hosts) else ()  # one that joins may compile
+        own = folder / f"generation-{number}"
+        start = Start(number, job, place, memory, began, own, self.job.tell, known)
         handed: list[int] = []
         done = 0
 
@@ -178,6 +183,7 @@ class HostSupervisor:
             self._close_zygote()
             return End(Outcome(1, str(error)), start.steps, time.monotonic())
         finally:
+            self._hosts, self._step_times = frozenset(world.hosts), start.step_times
             if kept is not self._store:
                 kept.close()
 

@@ -9,8 +9,7 @@ a collective was skipped or a link is cut, which may heal.
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.comm.heartbeat import Beat
@@ -18,12 +17,16 @@ from meshwright.rank.processes import ProcessState, process_state
 
 LEARNT = 3
 """Steps after which their time counts as known."""
+MOST_TIMES = 50
+"""Times of steps that are remembered: of the first, and of the last ones."""
 MOST_TICK_S = 1.0
 """Longest time between two looks that counts: a supervisor that slept cannot say that ranks did not move."""
 UNLEARNT_STOPPED_S = 10.0
 """Limit for a stopped process before a step time is known."""
 UNLEARNT_STUCK_S = 300.0
-"""Limit for ranks that do not compute, before a step time is known: the first steps may compile."""
+"""Limit for ranks that do not compute, before any step was seen: the first steps may compile."""
+FEW_STUCK_S = 60.0
+"""Least limit for ranks that do not compute, while fewer than `LEARNT` steps were seen."""
 IDLE_S, WAITING_S, COMPUTING_S = 10.0, 60.0, 300.0
 """Least limits of ranks of which one is idle, all wait for others, or one computes without getting on."""
 OTHER_PHASES_S: Mapping[str, float] = {"evaluate": 600.0, "save": 1800.0, "end": 1800.0}
@@ -78,8 +81,8 @@ class HangWatch:
     """Looks at the heartbeats of one host's ranks, of which `pids` has the processes by local rank.
 
     `first` is the global rank of the host's first; `stuck_seconds`, if not 0, replaces the limits that are
-    learnt for steps, except that for stopped processes. `step_seconds` is the time of a step as long as
-    nothing newer is known.
+    learnt for steps, except that for stopped processes. `step_times` are those of an earlier start, which
+    count until this one has seen `LEARNT` steps.
     """
 
     def __init__(
@@ -89,19 +92,26 @@ class HangWatch:
         now: float,
         first: int = 0,
         stuck_seconds: float = 0.0,
-        step_seconds: float | None = None,
+        step_times: Sequence[float] = (),
     ) -> None:
         self._heartbeats, self._last, self._clock, self._first = heartbeats, now, 0.0, first
-        self._stuck_seconds, self._known_seconds = stuck_seconds, step_seconds
+        self._stuck_seconds, self._earlier = stuck_seconds, tuple(step_times)
         self._ranks = {number: _WatchedRank(pid, Beat.of(heartbeats, number)) for number, pid in pids.items()}
         self._step, self._step_at = -1, 0.0
-        self._step_seconds: deque[float] = deque(maxlen=50)
+        self._own: list[float] = []
+        """Times of the steps of this start."""
 
     @property
     def step_seconds(self) -> float | None:
         """Median time of a step, once `LEARNT` have been seen."""
-        enough = len(self._step_seconds) >= LEARNT
-        return statistics.median(self._step_seconds) if enough else self._known_seconds
+        times = self.step_times
+        return statistics.median(times) if len(times) >= LEARNT else None
+
+    @property
+    def step_times(self) -> tuple[float, ...]:
+        """Seconds of the steps that were seen, from the first of a start on, for the next start."""
+        own = self._own
+        return tuple(own if len(own) >= LEARNT else _newest([*self._earlier, *own]))
 
     def ended(self, number: int) -> None:
         """Leave out a rank that has ended."""
@@ -140,7 +150,9 @@ class HangWatch:
         if furthest is None or furthest.phase == "start" or furthest.step <= self._step:
             return
         if self._step >= 0:
-            self._step_seconds.append((self._clock - self._step_at) / (furthest.step - self._step))
+            steps = furthest.step - self._step  # several where they are shorter than the time between looks
+            times = [(self._clock - self._step_at) / steps] * min(steps, MOST_TIMES)
+            self._own = _newest([*self._own, *times])
         self._step, self._step_at = furthest.step, self._clock
 
     def _quiet(self, number: int) -> float:
@@ -158,13 +170,26 @@ class HangWatch:
             return quiet >= max(OTHER_PHASES_S[phase] for phase in others)
         if self._stuck_seconds:
             return quiet >= self._stuck_seconds
-        seconds = self.step_seconds
         if not at_work:
-            return quiet >= (UNLEARNT_STUCK_S if seconds is None else max(WAITING_S, 10 * seconds))
+            return quiet >= self._limit(10, WAITING_S)
         idle = self._clock - max(rank.busy_at for rank in at_work)
+        computes_on = self.step_seconds is not None and quiet >= self._limit(10, COMPUTING_S)
+        return idle >= self._limit(5, IDLE_S) or computes_on
+
+    def _limit(self, steps: int, least: float) -> float:
+        """Seconds after which ranks that do not move are hung: the time of so many steps, at least `least`.
+
+        The first steps of a start warm up, and may compile in other processes while the rank is idle: they
+        may take as long as an earlier start's first.
+        """
+        times, seconds = self.step_times, self.step_seconds
+        if not times:
+            return UNLEARNT_STUCK_S
         if seconds is None:
-            return idle >= UNLEARNT_STUCK_S
-        return idle >= max(IDLE_S, 5 * seconds) or quiet >= max(COMPUTING_S, 10 * seconds)
+            return max(FEW_STUCK_S, least, steps * max(times))
+        if len(self._own) < LEARNT:
+            seconds = max(seconds, times[0])
+        return max(least, steps * seconds)
 
     def _least_far(self) -> Hang:
         """Return the hang of the ranks that do not wait, or else are the least far: by steps, then by
@@ -189,3 +214,8 @@ class HangWatch:
             f"after {beat.step} steps and {beat.started} collective{'s' * (beat.started != 1)} of the next"
         )
         return Hang(ranks, sentence, seconds, beat.step)
+
+
+def _newest(times: list[float]) -> list[float]:
+    """The first and the last of these times, `MOST_TIMES` in all."""
+    return [*times[:1], *times[1:][1 - MOST_TIMES :]]

@@ -113,7 +113,7 @@ def stopped_by(number: int) -> Outcome:
 class Start:
     """Ranks that start, run and end together; `number` counts their starts from 0.
 
-    `step_seconds` is the time of a step, if an earlier start has learnt it.
+    `step_times` are the seconds of steps that an earlier start has seen.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Start:
         began: float,
         folder: Path,
         tell: Tell | None = None,
-        step_seconds: float | None = None,
+        step_times: Sequence[float] = (),
     ) -> None:
         self.number, self.job, self.place, self._memory, self._tell = number, job, place, memory, tell
         faults = job.faults.given if job.faults is not None else {}
@@ -134,7 +134,7 @@ class Start:
         self._ranks = [_Started(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
         self._slow: SlowWatch | None = None
-        self._step_seconds = step_seconds
+        self._step_times = tuple(step_times)
         self._noticed: float | None = None
         self._kill_at = float("inf")
         self._asked_at: float | None = None
@@ -180,9 +180,9 @@ class Start:
         return self._ended(asked)
 
     @property
-    def step_seconds(self) -> float | None:
-        """Time of a step, if this start or an earlier one has learnt it."""
-        return self._step_seconds if self._watch is None else self._watch.step_seconds
+    def step_times(self) -> tuple[float, ...]:
+        """Seconds of the steps that this start or an earlier one has seen, for the next start."""
+        return self._step_times if self._watch is None else self._watch.step_times
 
     @property
     def steps(self) -> int:
@@ -251,8 +251,8 @@ class Start:
             if len(living) < len(self._ranks):
                 return
             beats, stuck = self._memory.beats, self.job.recovery.hang_seconds
-            known, first = self._step_seconds, self.place.first_rank
-            self._watch = HangWatch(living, beats, now, first, stuck_seconds=stuck, step_seconds=known)
+            known, first = self._step_times, self.place.first_rank
+            self._watch = HangWatch(living, beats, now, first, stuck_seconds=stuck, step_times=known)
             peers = (self.place.world_size or len(living)) // self.job.stages
             self._slow = SlowWatch(beats, len(living), now, peers, first, list(living.values()))
         for slow in self._slow.look(now):

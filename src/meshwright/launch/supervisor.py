@@ -78,7 +78,7 @@ class Supervisor:
         self.job, self.restarts = job, restarts
         self.generation = 0
         self._zygote: Zygote | None = None
-        self._step_seconds: float | None = None
+        self._step_times: Sequence[float] = ()
         self._policy = RestartPolicy(job.recovery.max_restarts)
 
     def run(self) -> Outcome:
@@ -109,7 +109,7 @@ class Supervisor:
         faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
         self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
         folder.mkdir()
-        known, place, store = self._step_seconds, HostPlace(None), None
+        known, place, store = self._step_times, HostPlace(None), None
         if self.job.nproc > 1:
             store = StoreServer(folder)
             place = HostPlace(store.endpoint, store.secret)
@@ -121,7 +121,7 @@ class Supervisor:
             found = stopped_by(asked[-1]) if asked else Outcome(1, str(error))
             return End(found, start.steps, time.monotonic())
         finally:
-            self._step_seconds = start.step_seconds
+            self._step_times = start.step_times
             if store is not None:
                 store.close()
 
