@@ -21,6 +21,7 @@ from meshwright.spec.errors import StorageError, UserError
 from meshwright.train import saves
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
+from meshwright.train.step import Trainer
 from ranks import Ranks
 from training_runs import STEPS, Notes, spec_of, start
 
@@ -92,6 +93,45 @@ def test_saves_that_go_on_failing_end_the_run_with_the_exit_code_of_storage(
         assert storage and code == 76
         assert "could not write the checkpoint of step" in sentence and "Input/output error" in sentence
     assert found[0][1] == steps
+
+
+class EndOfRankError(Exception):
+    """An error that a run does not foresee."""
+
+
+def end_during_a_save(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[str, list[Any]]:
+    """The error that ends a run whose save of step 3 fails while step 4 raises one, and its events."""
+    notes = Notes()
+    fails = failing_disk(mesh, lambda step, tried: True)
+    gradients = Trainer.gradients
+
+    def raising(trainer: Trainer, *batch: Any) -> Any:
+        if run.done == 3:
+            raise EndOfRankError("of step 4")
+        return gradients(trainer, *batch)
+
+    with fails, patch.object(Trainer, "gradients", raising):
+        run = open_run(spec, mesh, out, Observers([notes]))
+        try:
+            run.execute(None)
+        except (EndOfRankError, UserError) as error:
+            return f"{type(error).__name__} {error}", notes.events
+    return "", notes.events
+
+
+@pytest.mark.filterwarnings("ignore:could not write the checkpoint")
+@pytest.mark.parametrize(
+    ("policy", "end"), [("continue", "EndOfRankError of step 4"), ("stop", "SaveError ")]
+)
+def test_a_save_that_fails_as_the_run_ends_by_an_error_is_told_beside_it(
+    ranks: Ranks, corpus: Path, tmp_path: Path, policy: str, end: str
+) -> None:
+    """A new start may go on after the error, but not after a failed save that shall stop the run."""
+    spec = spec_of(corpus, layout__dp=2, checkpoint__every=3, recovery__on_save_error=policy)
+    found = ranks.run(spec.layout, end_during_a_save, spec, tmp_path)
+    assert all(said.startswith(end) for said, _ in found)
+    told = [kind for kind, _ in found[0][1] if kind in ("save_failed", "warning")]
+    assert told == (["save_failed", "warning"] if policy == "continue" else [])
 
 
 def lose_the_lease(mesh: Mesh, spec: RunSpec, out: Path) -> str:

@@ -115,7 +115,10 @@ class TrainingRun:
             raise
         finally:
             self.loader.close()
-            self.store.close()
+            try:
+                self.saves.close()
+            finally:
+                self._tell_warnings()
 
     # Start ------------------------------------------------------------------------------------------
 

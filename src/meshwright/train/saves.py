@@ -102,6 +102,16 @@ class Saves:
         except SaveError as error:
             self._note_failed(error)
 
+    def close(self) -> None:
+        """Finish the save in flight, and give the folder back; a failure of the disk is told as in `save`.
+
+        So it does not take the place of another error that ends the run, from which a new start may go on.
+        """
+        try:
+            self.store.close()
+        except SaveError as error:
+            self._note_failed(error)
+
     def tell(self) -> None:
         """Report a checkpoint when it is published, which with an asynchronous save is some steps later."""
         if self._writing is not None and self.store.published == self._writing:
