@@ -58,18 +58,12 @@ class Comparison:
         `minuends` are given where tensors are small differences of these and others: they are measured by
         them, whose rounding they have.
         """
-        sizes = {
-            name: float(tensor.abs().max()) for name, tensor in {**reference, **(minuends or {})}.items()
-        }
-        largest = max(sizes.values(), default=0.0)
+        sizes = sizes_of({**reference, **(minuends or {})})
         names = [*reference, *sorted(ours.keys() - reference.keys())]  # in order of the forward
         self.note(
             step,
             kind,
-            (
-                _difference(step, kind, name, ours, reference, max(sizes.get(name, 0.0), FLOOR * largest))
-                for name in names
-            ),
+            (_difference(step, kind, name, ours, reference, sizes.get(name, 1.0)) for name in names),
         )
 
     def note(self, step: int, kind: str, differences: Iterable[Difference]) -> None:
@@ -171,6 +165,13 @@ _THOUGH = {
     "parameter": (("gradient", "parameter gradient"), "its gradient is right"),
 }
 """Kind -> kinds before it, and the words that are true where one of these was compared."""
+
+
+def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sizes of one kind's tensors by name, which their differences are measured by."""
+    sizes = {name: float(tensor.abs().max()) for name, tensor in tensors.items()}
+    least = FLOOR * max(sizes.values(), default=0.0)
+    return {name: max(size, least) for name, size in sizes.items()}
 
 
 def _difference(

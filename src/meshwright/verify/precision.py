@@ -44,7 +44,8 @@ from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.optimisers import update
 from meshwright.verify.reference.rounding import stochastic
 from meshwright.verify.reference.router import move_bias
-from meshwright.verify.reference.steps import SAMPLES, averaged
+from meshwright.verify.reference.steps import SAMPLES
+from meshwright.verify.reference.updates import averaged
 from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from meshwright.verify.routing import ChosenExperts, Found, compare_routing

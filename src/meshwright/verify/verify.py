@@ -37,13 +37,13 @@ from meshwright.verify.kinds import kinds_of_a_step, minuends
 from meshwright.verify.learning_rates import learning_rates
 from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
+from meshwright.verify.own_gradients import OwnGradients
 from meshwright.verify.reference import run_steps
 from meshwright.verify.reference.data import batches
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.steps import ReferenceStep
 from meshwright.verify.reference.sums import PHASES
-from meshwright.verify.reference.weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin
@@ -83,9 +83,9 @@ def _side_by_side(
     reference = None
     if mesh.control.rank == 0:
         reference = compute(spec, mesh.device)
-        comparison.add(
-            0, "initial weight", initial, initial_weights(spec.model, spec.train.seed, spec.precision.master)
-        )
+        weights = weights_of(spec, mesh.device)
+        comparison.add(0, "initial weight", initial, weights)
+        own_gradients = OwnGradients(spec, weights)
         comparison.add(0, "learning rate", *learning_rates(spec.train))
         comparison.add(0, "clipping", *clip_factors(trainer.clipping, spec.train))
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
@@ -103,6 +103,7 @@ def _side_by_side(
         if reference is None:
             continue
         wanted = computed.pop()
+        due = own_gradients.step(number, found, wanted)
         comparison.note(
             number, "samples", compare_samples(number, samples, wanted["samples"], spec.at_step(number))
         )
@@ -111,7 +112,7 @@ def _side_by_side(
                 first = spec.of_step_group().at_step(number)
                 comparison.note(number, kind, differences(number, kind, sums, wanted, first))
             elif kind in wanted:  # optimisers have moments of their own
-                comparison.add(number, kind, found[kind], wanted[kind], minuends(kind, wanted))
+                comparison.add(number, kind, found[kind], due[kind], minuends(kind, wanted))
         comparison.note(number, "frozen", _moved(spec, number, initial, found["parameter"]))
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)

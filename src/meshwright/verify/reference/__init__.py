@@ -2,10 +2,9 @@
 
 `steps.py` takes them. The model is in `decoder.py`, `rope.py`, `router.py`, `low_precision.py`,
 `rounding.py`, `sums.py` and `soft_targets.py`. `weights.py` has what it starts from, `data.py` with
-`chats.py` and `hashes.py` what it reads,
-`batches.py` and `schedule.py` the sizes and learning rates of steps. Updates are in `optimisers.py`,
-`adamw8bit.py`, `groups.py` and `clipping.py`; islands and late gradients in `outer.py`, `compression.py` and
-`staleness.py`.
+`chats.py` and `hashes.py` what it reads, `batches.py` and `schedule.py` the sizes and learning rates of
+steps. Updates are in `updates.py`, of `optimisers.py`, `adamw8bit.py`, `groups.py` and `clipping.py`; islands
+and late gradients in `outer.py`, `compression.py` and `staleness.py`.
 
 No module here imports one of model, parallel, train, checkpoint or planner; a contract of imports holds it.
 """

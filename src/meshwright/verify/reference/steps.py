@@ -15,16 +15,13 @@ from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.spec import MoeSpec, RunSpec
-from meshwright.verify.reference.adamw8bit import round_moments
-from meshwright.verify.reference.clipping import ReferenceClipping, norm_of
+from meshwright.verify.reference.clipping import norm_of
 from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
-from meshwright.verify.reference.groups import factor_and_decay, is_frozen
+from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
-from meshwright.verify.reference.optimisers import update
-from meshwright.verify.reference.rounding import stochastic
 from meshwright.verify.reference.router import move_bias, router_losses, router_statistics
-from meshwright.verify.reference.staleness import GradientQueue
 from meshwright.verify.reference.sums import ReferenceSums
+from meshwright.verify.reference.updates import ReferenceUpdates
 
 ReferenceStep = dict[str, dict[str, Tensor]]
 """Results of one step: scalars and whole tensors in float64, by kind and name."""
@@ -65,12 +62,9 @@ def reference_steps(
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
     weights = {name: weight for name, weight in held.items() if name not in biases}
     parameters = {name: weights[name].requires_grad_() for name in weights if not is_frozen(spec, name)}
-    moments = _zero_moments(spec, parameters)
     if live is not None:
         live.update(held)
-    averages = {name: weight.detach().clone() for name, weight in parameters.items() if spec.train.ema}
-    linears, clipping = ReferenceLinears(spec), ReferenceClipping(spec.train)
-    queue, updates = GradientQueue(spec), 0
+    linears, updates = ReferenceLinears(spec), ReferenceUpdates(spec, parameters)
     decoder = ReferenceDecoder(spec.model, held, linears=linears)
     for number, batch in enumerate(batches, 1):
         moved, sums = batch.to(held["embed.weight"].device), ReferenceSums()
@@ -78,20 +72,7 @@ def reference_steps(
         decoder.tap = sums.tap
         losses = losses_of(spec, decoder, moved, other_loss)
         found = torch.autograd.grad(losses.objective, list(parameters.values()))
-        due = queue.due(dict(zip(parameters, found, strict=True)))
-        gradients = due or {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        clipped = clipping.clip(due) if due else {}
-        updates += due is not None
-        for name, parameter in parameters.items() if due else ():
-            own = [kept[name] for kept in moments.values() if name in kept]
-            factor, decay = factor_and_decay(spec, name, parameter.ndim)
-            factor *= queue.rate_factor
-            update(parameter, clipped[name], own, spec.train, number, factor, decay, updates)
-            round_moments(moments, spec, name)
-            if spec.precision.master == "bf16":
-                parameter.data = stochastic(parameter, spec.train.seed, updates, name)
-            if spec.train.ema is not None:
-                averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
+        gradients = updates.take(number, dict(zip(parameters, found, strict=True)))
         _move_biases(spec.model.moe, losses.routings, parameters, biases)
         linears.end_step()
         yield {
@@ -102,8 +83,11 @@ def reference_steps(
             "gradient": gradients,
             "grad norm": {"grad norm": norm_of(gradients)},
             "parameter": {name: weight.detach().clone() for name, weight in weights.items()},
-            **{kind: {name: each.clone() for name, each in kept.items()} for kind, kept in moments.items()},
-            **({"ema": dict(averages)} if averages else {}),
+            **{
+                kind: {name: each.clone() for name, each in kept.items()}
+                for kind, kept in updates.moments.items()
+            },
+            **({"ema": dict(updates.averages)} if updates.averages else {}),
             "balance": _statistics(spec, losses.routings),
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
@@ -129,15 +113,6 @@ def _held(spec: RunSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             bias = torch.zeros(moe.experts, device=held["embed.weight"].device)  # kept in fp32 by all
             held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
     return held
-
-
-def _zero_moments(spec: RunSpec, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Moments before the first step, by kind and name."""
-    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in spec.train.moments}
-    for name, parameter in parameters.items():
-        for kind in spec.train.moments_of(name, parameter.ndim):
-            moments[kind][name] = torch.zeros_like(parameter)
-    return moments
 
 
 def _statistics(spec: RunSpec, routings: Mapping[int, ReferenceRouting]) -> dict[str, Tensor]:
@@ -204,8 +179,3 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log p(target) over the targets (n, T) that are predicted, a scalar; 0 without any."""
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return total / max(1, int((targets != IGNORE).sum()))
-
-
-def averaged(average: Tensor, weights: Tensor, decay: float) -> Tensor:
-    """The exponential moving average of the weights after a step (Polyak & Juditsky 1992)."""
-    return decay * average + (1 - decay) * weights
