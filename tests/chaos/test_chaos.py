@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from meshwright import api
 from meshwright.api import chaos_runs
 from meshwright.chaos.chaos import Chaos
-from meshwright.chaos.faults import Fault, FaultPlan
+from meshwright.chaos.faults import DEFAULT_KINDS, Fault, FaultPlan
 from meshwright.chaos.verdict import ORACLES, report
 from meshwright.cli.chaos import chaos as chaos_verb
 from meshwright.cli.main import main
@@ -116,9 +117,10 @@ def test_a_save_that_a_disk_fails_is_told_and_the_run_goes_on(run_file: Path, tm
 def test_a_scheduled_run_of_many_faults_and_its_replay(run_file: Path, tmp_path: Path) -> None:
     restarts = ("--recovery.max_restarts", 30)  # some faults leave no time for progress
     words = (run_file, "--train.steps", 400, *restarts, "--out", tmp_path / "out")
-    code, first = chaos(*words, "--faults", 30, "--mtbf", "500ms", "--seed", 6)
+    code, first = chaos(*words, "--faults", 20, "--mtbf", "500ms", "--seed", 244)
     assert (code, broken(first)) == (0, [])
-    assert first["injected"] == 30
+    assert first["injected"] == 20
+    assert {row["kind"] for row in first["faults"]} == set(DEFAULT_KINDS)
     code, again = chaos(*words, "--replay", tmp_path / "out" / "chaos.jsonl")
     assert (code, broken(again)) == (0, [])
     assert places(again["faults"]) == places(first["faults"])
@@ -153,10 +155,13 @@ def verdict_on(
     tell: Callable[[Chaos], None] = lambda chaos: None,
     result: dict[str, str] | None = None,
     steps: tuple[int, ...] = (1, 2, 3),
-    events: tuple[dict[str, Any], ...] = (),
+    events: tuple[tuple[float, dict[str, Any]], ...] = (),
     left: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The report on a run of three steps, in which each fault has hit at step 1, with what was told then."""
+    """The report on a run of three steps, in which each fault has hit at step 1, with what was told then.
+
+    The first hits after a second, each other one a second later; events have their seconds.
+    """
     run = tmp_path / "run"
     run.mkdir(exist_ok=True)
     (run / "run.json").write_text("{}")
@@ -172,7 +177,10 @@ def verdict_on(
                 plan.hits.write(number, back=at + 1)
         tell(chaos)
         (run / "events.jsonl").write_text(
-            "".join(json.dumps(event | {"time": chaos.began_at.isoformat()}) + "\n" for event in events)
+            "".join(
+                json.dumps(event | {"time": (chaos.began_at + timedelta(seconds=at)).isoformat()}) + "\n"
+                for at, event in events
+            )
         )
         spec = spec_of({}, train__steps=3)
         return report(spec, chaos, twin, result or digests, 2.0, left)
@@ -233,6 +241,32 @@ def test_what_does_not_hold_is_found(
     about = {"nproc": 2, "mtbf_seconds": 1.0, "seed": 1, "end": ""}
     write_chaos_page(tmp_path / "chaos.html", found | about, ORACLES)
     assert "<td>NO</td>" in (tmp_path / "chaos.html").read_text()
+
+
+FAILED_SAVE = {"kind": "warning", "message": "could not write: Input/output error"}
+
+
+@pytest.mark.parametrize(
+    ("after", "at", "fails"),
+    [
+        ((Fault("slow", 1),), (1.5,), []),
+        ((Fault("slow", 1),), (2.5,), []),  # in a replay the next fault may hit before it is told
+        ((Fault("slow", 1),), (), ["noticed"]),
+        ((Fault("slow", 1),), (0.5,), ["noticed"]),
+        ((Fault("io-error", 0),), (2.5,), ["noticed"]),  # told of the second
+        ((Fault("io-error", 0),), (1.5, 2.5), []),
+        (KILL, (), []),  # the ranks ended before they learnt of it
+        ((*[Fault("slow", 1)] * 10, *KILL), (), ["noticed"]),
+    ],
+)
+def test_a_failed_save_is_to_be_told_before_the_next_one_but_not_by_ranks_that_ended(
+    tmp_path: Path, after: tuple[Fault, ...], at: tuple[float, ...], fails: list[str]
+) -> None:
+    ends = told("failure", KILLED, len(after) + 1.5) if after[-1] in KILL else lambda _: None
+    found = verdict_on(
+        tmp_path, (Fault("io-error", 1), *after), ends, events=tuple((when, FAILED_SAVE) for when in at)
+    )
+    assert broken(found) == fails
 
 
 def test_a_slow_rank_may_be_told_and_a_loaded_machine_is_no_failure(tmp_path: Path) -> None:

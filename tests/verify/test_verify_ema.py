@@ -7,7 +7,7 @@ import torch
 
 from covering import marked, name
 from equality import equal_to_one_device
-from meshwright.verify.reference.steps import averaged
+from meshwright.verify.reference.updates import averaged
 from optimiser_cases import BASE, LAYOUTS
 from ranks import Ranks
 from small import spec_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.chaos.chaos import ENDS, Chaos, Course
+from meshwright.chaos.chaos import ENDS, TOLD_S, Chaos, Course
 from meshwright.chaos.faults import KINDS
 from meshwright.runs.record import Row, read_run
 from meshwright.spec import RunSpec
@@ -30,21 +30,23 @@ ORACLES = {
 def figures(chaos: Chaos) -> list[Row]:
     """Return a row for each fault that has hit: seconds until noticed, resumed and back, and the verdict."""
     courses = chaos.courses()
-    ends = [*(course.hit.acted / 1e9 for course in courses.values()), math.inf][1:]
     return [
-        _row(chaos, number, course, until)
-        for (number, course), until in zip(courses.items(), ends, strict=True)
+        _row(chaos, number, course, [later for other, later in courses.items() if other > number])
+        for number, course in courses.items()
     ]
 
 
-def _row(chaos: Chaos, number: int, course: Course, until: float) -> Row:
+def _row(chaos: Chaos, number: int, course: Course, later: Sequence[Course]) -> Row:
+    """Return the row of a fault, of which `later` ones may hit before it is noticed in a replay."""
     fault, hit, kind = course.placed, course.hit, KINDS[course.fault.kind]
     acted = hit.acted / 1e9
     noticed, message = course.noticed, course.message
     told, unnoticed = None, kind.failure is not None and noticed is None
     if kind.event is not None and not (kind.damages and course.target is None):
-        told = chaos.event(number, course.target, until)
-        unnoticed = unnoticed or told is None
+        alike = [other.hit.acted / 1e9 for other in later if KINDS[other.fault.kind].event == kind.event]
+        told = chaos.event(number, course.target, min(alike, default=math.inf))
+        lost = kind.failure is None and _ended_before(acted + TOLD_S, later)
+        unnoticed = unnoticed or (told is None and not lost)
     if kind.failure is not None:
         who = f"rank {fault.rank} " if kind.ranked else ""
         named = course.told == kind.failure[0] and kind.failure[1] in message and who in message
@@ -64,6 +66,11 @@ def _row(chaos: Chaos, number: int, course: Course, until: float) -> Row:
         "unnoticed": unnoticed,
         "misnamed": noticed is not None and not named,
     }
+
+
+def _ended_before(until: float, later: Sequence[Course]) -> bool:
+    """True if one of the `later` faults ended the ranks before a time, and so what they had to record."""
+    return any(other.hit.acted / 1e9 < until for other in later if KINDS[other.fault.kind].failure)
 
 
 def by_kind(rows: Sequence[Row]) -> list[Row]:
