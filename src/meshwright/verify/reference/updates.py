@@ -28,12 +28,8 @@ class ReferenceUpdates:
                 self.moments[kind][name] = torch.zeros_like(parameter)
         kept = parameters if spec.train.ema else {}
         self.averages = {name: parameter.detach().clone() for name, parameter in kept.items()}
-        self._spec, self._clipping, self._queue, self._count = (
-            spec,
-            ReferenceClipping(spec.train),
-            GradientQueue(spec),
-            0,
-        )
+        self._spec, self._count = spec, 0
+        self._clipping, self._queue = ReferenceClipping(spec.train), GradientQueue(spec)
 
     def take(self, number: int, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take step `number` with the gradients of its batch; returns those that it applies, not clipped.
