@@ -37,7 +37,7 @@ from meshwright.spec.sections import DataSpec
 from meshwright.storage.remote import is_url
 
 NOTHING_TRAINED = "chats without a token to train on"
-"""What is counted of chats that no assistant's turn follows, or whose first token is all that it says."""
+"""Name by which chats are counted in which the assistant says nothing, or nothing but the first token."""
 
 
 class EncodedChat(NamedTuple):
