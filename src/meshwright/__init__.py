@@ -1,7 +1,7 @@
 """Meshwright plans, trains and checks large language models on any mesh of devices.
 
-Who asks: `cli` is the command line and `api` the Python interface. `testing` compares modules of other
-programs.
+Who asks: `cli` is the command line and `api` the Python interface. `Engine` is for programs with a loop of
+their own, and `testing` compares their modules.
 A run: `spec` says what it is, `launch` starts and watches its ranks, `rank` is one of them, `train` is its
 loop and step, `runs` its record, `report` its pages, and `chaos` the faults that are injected into it.
 A step: `data` makes batches, `model` is the decoder on `kernels`, `parallel` splits it over the mesh of
@@ -15,4 +15,24 @@ Small: `storage` opens files wherever they are kept, `cpp_library` compiles C++,
 `host` knows the processors, `units` formats, `version` says the commit.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api.engine import Engine as Engine
+    from meshwright.api.engine_callbacks import EngineCallback as EngineCallback
+
 __version__ = "0.7.0"
+
+_MODULES = {"Engine": "meshwright.api.engine", "EngineCallback": "meshwright.api.engine_callbacks"}
+"""Where a name is, whose module imports torch, which most of the package does without."""
+
+if not TYPE_CHECKING:  # else every name would be one of the package's
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            globals()[name] = getattr(import_module(_MODULES[name]), name)
+            return globals()[name]
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -38,13 +38,8 @@ class ReadBytes(NamedTuple):
         return ReadBytes(self.bytes + other.bytes, max(self.at_a_time, other.at_a_time))
 
 
-class Weights(Protocol):
-    """Parameters and routers' biases of a trained model by the decoder's names, out of a folder."""
-
-    @property
-    def exact(self) -> bool:
-        """True if weights are in float64."""
-        ...
+class WeightParts(Protocol):
+    """Parameters and routers' biases of a model by the decoder's names, which come part by part."""
 
     def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
         """Yield parts that together cover the wanted rectangles, one at a time.
@@ -54,12 +49,21 @@ class Weights(Protocol):
         """
         ...
 
+
+class Weights(WeightParts, Protocol):
+    """Those of a trained model, out of a folder."""
+
+    @property
+    def exact(self) -> bool:
+        """True if weights are in float64."""
+        ...
+
     def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them."""
         ...
 
 
-def fill(tensors: Tensors, weights: Weights) -> None:
+def fill(tensors: Tensors, weights: WeightParts) -> None:
     """Copy into each tensor its part of the value of its name, converted to its dtype.
 
     Only what this rank has a part of is read. Local: no message is sent. Raises `UserError` for damage, and

@@ -20,6 +20,7 @@ from meshwright.model.attention import Attend, attend, attention_mask
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
+from meshwright.model.log_probs import linear_log_probs
 from meshwright.model.low_precision_linear import Products
 from meshwright.model.norm import RmsNorm
 from meshwright.model.router import Routing, admit_by_capacity
@@ -58,6 +59,9 @@ Predict = Callable[[Tensor, Tensor, Tensor | None, float, SoftTargets | None, fl
 """(x (B, T, D), weight (V, D), targets (B, T) or None, scale, soft targets (B, T, C) or None, soft cap of the
 logits or None) -> `scale` x summed loss, or logits (B, T, V)."""
 
+LogProbs = Callable[[Tensor, Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor]]
+"""(x (B, T, D), weight (V, D), targets (B, T), soft cap of the logits or None, whether entropies are asked
+for) -> log-probabilities of targets, and entropies, (B, T) each."""
 
 FurtherLoss = Callable[[Tensor, Callable[[float], Tensor]], Tensor]
 """(loss, computation of the summed loss of further tokens times a factor) -> the loss, whose gradient
@@ -95,6 +99,15 @@ def predict(
         return capped(F.linear(x_BTD, weight), softcap)
     tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
     return linear_cross_entropy(tokens, weight, targets, scale=scale, soft=flat(soft), softcap=softcap)
+
+
+def log_probs(
+    x_BTD: Tensor, weight: Tensor, targets_BT: Tensor, softcap: float | None, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of targets, and entropies of their predictions, (B, T) each."""
+    tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
+    found = linear_log_probs(tokens, weight, targets, softcap=softcap, entropy=entropy)
+    return found[0].view_as(targets_BT), found[1].view_as(targets_BT)
 
 
 def flat(soft: SoftTargets | None) -> SoftTargets | None:
@@ -162,6 +175,7 @@ class Hooks:
     """Tokens of a sequence that this rank has -> those of the whole sequence."""
     embed: EmbedTokens = embed_tokens
     predict: Predict = predict
+    log_probs: LogProbs = log_probs
     further: FurtherLoss = next_token_alone
     attention: AttentionHooks = field(default_factory=AttentionHooks)
     mlp: MlpHooks = field(default_factory=MlpHooks)

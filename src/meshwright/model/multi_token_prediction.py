@@ -23,6 +23,7 @@ from meshwright.model.chunked_cross_entropy import IGNORE
 from meshwright.model.head import Head
 from meshwright.model.hooks import Hooks
 from meshwright.model.linear import Linear
+from meshwright.model.log_probs import LogProbLoss
 from meshwright.model.norm import make_norm
 from meshwright.model.rope import Rope
 from meshwright.model.soft_targets import SoftTargets
@@ -93,7 +94,7 @@ class MultiTokenHead(Head):
         x_BTD: Tensor,
         targets_BT: Tensor | None = None,
         scale: float = 1.0,
-        soft: SoftTargets | None = None,
+        soft: SoftTargets | LogProbLoss | None = None,
         further: Further | None = None,
     ) -> Tensor:
         h_BTD = self.norm(x_BTD)

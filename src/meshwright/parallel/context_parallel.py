@@ -36,9 +36,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import gather_rows
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.kernels.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.kernels.score_changes import UNCHANGED, ScoreChanges
+from meshwright.kernels.with_backward import with_backward
 from meshwright.model.attention import Attend, with_wide_values
 from meshwright.model.hooks import Mask
 from meshwright.parallel.fused_comm_ops import Tensors
@@ -69,6 +71,23 @@ def share(tensor_BS: Tensor, axis: Axis) -> Tensor:
         return tensor_BS
     places = zigzag(tensor_BS.shape[1], axis.size, axis.rank)
     return tensor_BS.index_select(1, places.to(tensor_BS.device))
+
+
+def whole_sequences(part_BT: Tensor, axis: Axis) -> Tensor:
+    """Numbers (B, S) of the tokens of whole sequences, from those of this rank's (B, S / n): undoes `share`.
+
+    All ranks compute the same of the whole, so the gradient of a rank's part is its part of the gradient.
+    """
+    if axis.size == 1:
+        return part_BT
+    places = torch.cat([zigzag(part_BT.shape[1] * axis.size, axis.size, rank) for rank in range(axis.size)])
+
+    def gather(part: Tensor) -> Tensor:
+        by_rank = gather_rows(part, axis).transpose(0, 1).flatten(1)
+        return torch.empty_like(by_rank).index_copy_(1, places.to(part.device), by_rank)
+
+    whole: Tensor = with_backward(gather, lambda grad: share(grad, axis), part_BT)
+    return whole
 
 
 class _Groups:

@@ -205,6 +205,12 @@ class Unit:
         self._resize(0)
         self.ready = False
 
+    def release_storage(self) -> None:
+        """Free the memory of `full`, whether or not its values are outdated, unless it is `stored`."""
+        if not self.aliased:
+            self._resize(0)
+            self.ready = False
+
     def _resize(self, size: int) -> None:
         """Resize the storage of `full` to `size` bytes."""
         self.full.untyped_storage().resize_(size)

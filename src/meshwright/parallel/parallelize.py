@@ -133,7 +133,9 @@ def decoder_hooks(
         pieces = parameter_pieces(spec, mesh)
         head = pieces["embed.weight" if model.tied else "head.weight"]
         vocabulary = VocabParallel(mesh.tensor, sequence, pieces["embed.weight"], head)
-        hooks = replace(hooks, embed=vocabulary.embed, predict=vocabulary.predict)
+        hooks = replace(
+            hooks, embed=vocabulary.embed, predict=vocabulary.predict, log_probs=vocabulary.log_probs
+        )
     if mesh.context.size > 1:
         attend, mask = context_parallel_hooks(mesh, spec.layout.context_mode, model, cache)
         ranks, attention = mesh.context.size, replace(attention, attend=attend)

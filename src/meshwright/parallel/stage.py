@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
+from meshwright.model.log_probs import LogProbLoss
 from meshwright.model.multi_token_prediction import FurtherTokens
 from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.data_parallel import UnitModules
@@ -20,13 +21,13 @@ from meshwright.spec.stages import Stage
 
 class Microbatch(Protocol):
     """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, and
-    soft targets and further tokens, if the loss takes any."""
+    soft targets, or another loss, and further tokens, if the loss takes any."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor
-    soft_targets: SoftTargets | None
+    soft_targets: SoftTargets | LogProbLoss | None
     further: FurtherTokens | None
 
 

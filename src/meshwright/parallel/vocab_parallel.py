@@ -1,8 +1,8 @@
 """Embedding and cross entropy over a vocabulary that is split over tensor ranks (Shoeybi et al. 2019, §3).
 
 A rank computes the logits of its part of the vocabulary only, and sends two numbers a token in the loss, or
-with soft targets five, and six where hidden states are compared, too. The sum over the
-parts is in `model/chunked_cross_entropy.py`.
+with soft targets five, and six where hidden states are compared, too; for log-probabilities three. The sum
+over the parts is in `model/chunked_cross_entropy.py` and `model/log_probs.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from meshwright.kernels.score_changes import capped
 from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
 from meshwright.model.embedding import embedding
 from meshwright.model.hooks import flat
+from meshwright.model.log_probs import linear_log_probs
 from meshwright.model.soft_targets import SoftTargets
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import EnterParallelRegion, leave_parallel_region
@@ -64,8 +65,20 @@ class VocabParallel:
         if targets_BT is None:
             parts = gather_rows(capped(F.linear(x_BTD, weight).detach(), softcap), self._axis)
             return torch.cat(list(parts), -1)[..., : shard.global_shape[0]]
-        axis = self._axis
-        gather, rows = partial(gather_rows, axis=axis), shard.size - shard.padding
-        part = VocabularyPart(shard.first, rows, gather, axis.rank, axis.size)
         tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(tokens, weight, targets, None, part, scale, flat(soft), softcap)
+        return linear_cross_entropy(tokens, weight, targets, None, self._part, scale, flat(soft), softcap)
+
+    def log_probs(
+        self, x_BTD: Tensor, weight: Tensor, targets_BT: Tensor, softcap: float | None, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of targets, and entropies, (B, T) each, alike on all ranks of the axis."""
+        tokens, targets = self._enter(x_BTD)[0].flatten(0, 1), targets_BT.flatten()
+        found = linear_log_probs(tokens, weight, targets, None, self._part, softcap, entropy)
+        return found[0].view_as(targets_BT), found[1].view_as(targets_BT)
+
+    @property
+    def _part(self) -> VocabularyPart:
+        """This rank's part of the vocabulary."""
+        axis, head = self._axis, self._head
+        gather, rows = partial(gather_rows, axis=axis), head.size - head.padding
+        return VocabularyPart(head.first, rows, gather, axis.rank, axis.size)

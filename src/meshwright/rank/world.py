@@ -56,19 +56,40 @@ def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch
     """
     place = worker()
     ranks_match(spec, place.world_size if place else 1)
+    with device_of(folder) as device, _groups_on(spec, device, own_heartbeat()) as groups:
+        yield device, groups
+
+
+@contextmanager
+def joined_mesh(spec: RunSpec) -> Iterator[Mesh]:
+    """The mesh of the layout over the default process group, which this process is in already and stays in.
+
+    The device is that of the group's backend: the current CUDA device for NCCL, the CPU for gloo alone.
+    Raises `UserError` as `groups_of` does.
+    """
+    ranks_match(spec, dist.get_world_size())
+    cuda = "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    with _groups_on(spec, device, Heartbeat()) as groups, mesh_on(spec, device, groups) as mesh:
+        yield mesh
+
+
+@contextmanager
+def _groups_on(spec: RunSpec, device: torch.device, heartbeat: Heartbeat) -> Iterator[Groups]:
+    """This rank's groups in the default group, whose ranks agree on the spec and their software."""
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     compute = formats(spec.precision).compute
-    with device_of(folder) as device, products_in_fp32(device, compute):
+    with products_in_fp32(device, compute):
         if device.type == "cpu" and compute != torch.float64:
             cpu_kernels.library()  # compiled now, since the watch for hangs sees ranks that wait in a step
-        groups = Groups(device.type, heartbeat=own_heartbeat())
+        groups = Groups(device.type, heartbeat=heartbeat)
         start = groups.connections.control(
             "control", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat
         )
         software = {"meshwright": code_version(), "torch": torch.__version__, "device": device.type}
         start.agree(spec.to_json() | software, "start all ranks with the same run file, flags and software")
-        yield device, groups
+        yield groups
 
 
 @contextmanager

@@ -230,9 +230,17 @@ class Trainer:
         own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
         for part in self.parts:
             own = part.with_answers(batch, own)
+        return self.backward(own, batch.tokens.shape[0] * self.spec.layout.data_ranks, power)
+
+    def backward(self, own: Batch, sequences: int, power: float) -> Tensor:
+        """Forward and backward of this rank's tokens `own` of a batch of `sequences` samples over all ranks.
+
+        `power` is the factor of a target's loss, which with `rest` gives its weight; the rest is as in
+        `gradients`.
+        """
         micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
-        self.sequences = batch.tokens.shape[0] * self.spec.layout.data_ranks
+        self.sequences = sequences
         begin = StepBegin(self.sequences, self.loss_scale.value / self.rest)
         for part in self.parts:
             part.begin_step(begin)
@@ -317,12 +325,15 @@ class Trainer:
         self.optimiser.step_divided(rate, divisor, (1 - updates).float())
         return read
 
-    def apply(self, sums: Sums, number: int) -> StepResult:
+    def apply(self, sums: Sums, number: int, rate: float | None = None) -> StepResult:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients.
 
-        The device decides on the update, where it can, and the host on what the device has skipped.
+        The device decides on the update, where it can, and the host on what the device has skipped. `rate` is
+        the learning rate, by default that of step `number`.
         """
-        rate = learning_rate(self.spec.train, number) / self.spec.staleness_lr_divisor
+        if rate is None:
+            rate = learning_rate(self.spec.train, number)
+        rate /= self.spec.staleness_lr_divisor
         totals, updated = self._totals(sums, self._start_update(sums, rate))
         self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.applied_factor

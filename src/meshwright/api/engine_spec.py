@@ -1,0 +1,65 @@
+"""The spec of an engine: of a run file, or of a pretrained model and keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.api.source import keys_of_source
+from meshwright.rank.env import fit_layout, resolve, worker
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import from_tree, read_tree
+from meshwright.spec.sections import DataSpec
+
+MOST_TOKENS = 8192
+"""Tokens of a microbatch, where no key says how large one is."""
+
+
+def spec_from(given: RunSpec | Path | str) -> RunSpec:
+    """Return a spec, or that of a run file or run's folder; a layout without axes takes the world's ranks."""
+    if isinstance(given, RunSpec):
+        return given
+    return resolve(read_tree(Path(given)), (), _ranks(), str(given))
+
+
+def pretrained_spec(model: Path | str, keys: Mapping[str, Any]) -> RunSpec:
+    """Return the spec of a run from a model with `keys`, whose names have dots or double underscores.
+
+    The batch of a run file, which an engine does not read, is as large as its rules ask. Raises `UserError`.
+    """
+    given = {name.replace("__", "."): _text(value) for name, value in keys.items()}
+    overrides = [*keys_of_source(str(model), given, "from_pretrained"), *given.items()]
+    ranks = _ranks()
+    if "train.batch_tokens" not in given:
+        length = int(given.get("data.seq_len", DataSpec().seq_len))
+        rows = int(given.get("layout.micro_batch", max(1, MOST_TOKENS // length)))
+        overrides.append(("train.batch_tokens", str(length * rows * ranks)))
+    return from_tree({}, fit_layout({}, overrides, ranks), ranks=ranks)
+
+
+def check_runnable(spec: RunSpec) -> None:
+    """Raise `UserError` for a run whose steps need more than a batch and its loss."""
+    if spec.step_groups > 1 or spec.staleness or spec.own_step_group is not None:
+        raise UserError(
+            "outer: an engine's ranks take each step together, with its own gradients; remove the table"
+        )
+    if spec.distil is not None:
+        raise UserError("distil: an engine has no teacher; remove the table, and give a loss_fn")
+
+
+def _ranks() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    place = worker()
+    return place.world_size if place else 1
+
+
+def _text(value: Any) -> str:
+    """The text of a value, as a flag has it."""
+    if value is None or isinstance(value, str):
+        return value or "none"
+    return json.dumps(value) if isinstance(value, bool | int | float | list | tuple | dict) else str(value)
