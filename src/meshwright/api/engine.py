@@ -353,8 +353,8 @@ def _check_alike(rows: Sequence[Sequence[float]]) -> None:
         if numbers[:4] != wanted:
             raise UserError(
                 f"batch: ranks {other} and {rank} are both of data rank {int(data_rank)} and were given "
-                "different samples or counts; give ranks of the tensor, context and pipeline axes the same, by "
-                "engine.data_rank"
+                "different samples or counts; give ranks of the tensor, context and pipeline axes the same, "
+                "by engine.data_rank"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EngineCallback:
-    """Calls that an `Engine` makes on every rank; these do nothing. An error in one ends the engine's call."""
+    """Calls that an `Engine` makes on every rank; these do nothing. An error ends the engine's call."""
 
     def on_step_begin(self, engine: Any) -> None:
         """The first `forward_backward` of a step begins."""

@@ -1,4 +1,4 @@
-"""Weights under the names of HF, from one program in memory to another, one tensor at a time, of any layout."""
+"""Weights under the names of HF, between programs in memory: one tensor at a time, of any layout."""
 
 from __future__ import annotations
 
