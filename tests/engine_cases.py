@@ -1,7 +1,8 @@
-"""Batches and losses of engines' tests, and what transformers and torch's autograd make of them on one device."""
+"""Batches and losses of engines' tests, and what transformers and torch's autograd make of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,10 +57,10 @@ def spec_of(folder: Path, layout: Mapping[str, object], **keys: object) -> RunSp
     return load(None, [(name, str(value)) for name, value in given.items()])
 
 
-def whole_batch(step: int = 0, rows: int = ROWS) -> Batch:
+def whole_batch(step: int = 0, rows: int = ROWS, length: int = LENGTH) -> Batch:
     """A global batch with padding on both sides, labels that are not trained, and numbers for losses."""
     draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCAB, (rows, LENGTH), generator=draw)
+    tokens = torch.randint(0, VOCAB, (rows, length), generator=draw)
     mask = torch.ones_like(tokens)
     mask[0, 8:] = 0
     mask[-1, :3] = 0
@@ -70,7 +71,7 @@ def whole_batch(step: int = 0, rows: int = ROWS) -> Batch:
         "attention_mask": mask,
         "labels": labels,
         "advantages": torch.randn(rows, generator=draw, dtype=torch.float64),
-        "old_log_probs": -4.6 + 0.3 * torch.randn(rows, LENGTH, generator=draw, dtype=torch.float64),
+        "old_log_probs": -4.6 + 0.3 * torch.randn(rows, length, generator=draw, dtype=torch.float64),
         "reference": -40 + torch.randn(rows, generator=draw, dtype=torch.float64),
         "clip": torch.tensor(0.2),
     }
@@ -80,8 +81,7 @@ def own_rows(batch: Batch, rank: int, ranks: int) -> Batch:
     """The rows of a data rank: pairs are dealt out, so that ranks may have unequally many."""
     pairs = len(batch["input_ids"]) // 2
     first, last = (2 * (place * pairs // ranks) for place in (rank, rank + 1))
-    rows = {name: each[first:last] if each.ndim else each for name, each in batch.items()}
-    return rows
+    return {name: each[first:last] if each.ndim else each for name, each in batch.items()}
 
 
 # Losses, each a sum over samples, with the count that it is divided by ------------------------------------
@@ -167,7 +167,7 @@ def _rotary(theta: float, width: int, x: Tensor, position_ids: Tensor) -> tuple[
 
 
 def their_log_probs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies at the tokens' places, by a model of transformers; 0 without a label."""
+    """Log-probabilities and entropies at the tokens' places, by their model; 0 without a label."""
     mask = batch["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(batch["input_ids"], attention_mask=mask, position_ids=positions).logits
@@ -178,7 +178,7 @@ def their_log_probs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return tuple(F.pad(each, (1, 0)).masked_fill(~trained, 0) for each in (found, entropies))  # type: ignore[return-value]
 
 
-def their_steps(folder: Path, objective: str, steps: int = STEPS) -> Steps:
+def their_steps(folder: Path, objective: str) -> Steps:
     """Steps of transformers' model by torch's autograd and AdamW, on the whole batch at once."""
     what, found = OBJECTIVES[objective], Steps()
     model = their_model(folder)
@@ -189,7 +189,7 @@ def their_steps(folder: Path, objective: str, steps: int = STEPS) -> Steps:
         {"params": [each for each in named.values() if each.ndim == 1], "weight_decay": 0.0},
     ]
     optimiser = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(steps):
+    for step in range(STEPS):
         batch = whole_batch(step)
         log_probs, entropies = their_log_probs(model, batch)
         if what.loss is None or what.count is None:
@@ -215,28 +215,31 @@ def gradients_of(engine: Engine) -> Named:
     trainer, held = engine._trainer, engine._gradients
     factor = 1 / (held.count * held._power)
     named = dict(trainer.states.gradients())
-    return {name: each * factor for name, each in hf_state(engine.spec.model, named, engine.mesh, torch.float64, None)}
+    return {
+        name: each * factor
+        for name, each in hf_state(engine.spec.model, named, engine.mesh, torch.float64, None)
+    }
 
 
-def engine_steps(mesh: Mesh, spec: RunSpec, objective: str, parts: int = 1, steps: int = STEPS) -> Steps:
+def engine_steps(
+    mesh: Mesh, spec: RunSpec, objective: str, parts: int = 1, rows: int = ROWS, length: int = LENGTH
+) -> Steps:
     """Steps of an engine, each of which takes its batch in so many calls of `forward_backward`."""
     what, found = OBJECTIVES[objective], Steps()
     engine = Engine(spec, mesh=mesh)
-    for step in range(steps):
-        whole = whole_batch(step)
+    for step in range(STEPS):
+        whole = whole_batch(step, rows, length)
         total = 0.0
         for part in range(parts):
-            rows = own_rows(own_rows(whole, part, parts), engine.data_rank, engine.data_ranks)
+            own = own_rows(own_rows(whole, part, parts), engine.data_rank, engine.data_ranks)
             if what.loss is None or what.count is None:
-                row = engine.forward_backward(rows)
+                row = engine.forward_backward(own)
             else:
-                row = engine.forward_backward(rows, what.loss, what.count(rows), entropy=what.entropy)
+                row = engine.forward_backward(own, what.loss, what.count(own), entropy=what.entropy)
             total += row["loss"] * row["count"]
         found.gradients.append(gradients_of(engine))
         result = engine.step()
-        assert result["loss"] == torch.tensor(total / result["count"]).item() or abs(
-            result["loss"] - total / result["count"]
-        ) <= 1e-12 * abs(result["loss"])
+        assert math.isclose(result["loss"], total / result["count"], rel_tol=1e-12)
         assert not result["skipped"] and result["step"] == step + 1 and result["lr"] == 0.01
         found.losses.append(result["loss"])
         found.norms.append(result["grad_norm"])
@@ -246,12 +249,15 @@ def engine_steps(mesh: Mesh, spec: RunSpec, objective: str, parts: int = 1, step
 
 
 def assert_same_steps(found: Steps, wanted: Steps, tolerance: float = 1e-9) -> None:
-    """Assert that losses, norms, every gradient and every weight are equal, relative to each tensor's size."""
+    """Assert that losses, norms, all gradients and weights are equal, relative to each tensor's size."""
     assert len(found.losses) == len(wanted.losses)
     for name in ("losses", "norms"):
         for one, other in zip(getattr(found, name), getattr(wanted, name), strict=True):
             assert abs(one - other) <= tolerance * abs(other), (name, one, other)
-    for ours, theirs in [*zip(found.gradients, wanted.gradients, strict=True), (found.weights, wanted.weights)]:
+    for ours, theirs in [
+        *zip(found.gradients, wanted.gradients, strict=True),
+        (found.weights, wanted.weights),
+    ]:
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             error = (ours[name].double() - value).abs().max() / value.abs().max()

@@ -39,7 +39,7 @@ from meshwright.parallel.parallelize import round_stored
 from meshwright.rank.world import joined_mesh, mesh_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.accumulation import Accumulation
-from meshwright.train.given_batch import GivenBatch, read_batch
+from meshwright.train.given_batch import GivenBatch, pieces_of, read_batch
 from meshwright.train.state_offload import StateOffload
 from meshwright.train.step import Trainer
 from meshwright.weights.initial_weights import open_weights
@@ -249,6 +249,7 @@ class Engine:
             raise failure
         assert given is not None
         _check_alike(rows)
+        _check_padding(self.spec, rows, given)
         if further.numbers:
             further.expect_targets([sum(row[-1] for row in rows)])
         counts = {int(row[1]): row[4] for row in rows}
@@ -356,6 +357,21 @@ def _check_alike(rows: Sequence[Sequence[float]]) -> None:
                 "different samples or counts; give ranks of the tensor, context and pipeline axes the same, "
                 "by engine.data_rank"
             )
+
+
+def _check_padding(spec: RunSpec, rows: Sequence[Sequence[float]], given: GivenBatch) -> None:
+    """Raise `UserError` for no samples at all, and where a balance would count padding by the layout."""
+    samples, moe = {int(row[2]) for row in rows}, spec.model.moe
+    if samples == {0}:
+        raise UserError("batch: no rank has any samples; give one of them some")
+    if moe is None or not (moe.aux_loss or moe.z_loss or moe.bias or moe.capacity_factor is not None):
+        return
+    if len(samples) > 1 or given.length != given.batch.tokens.shape[1]:
+        raise UserError(
+            f"batch: the balance of experts counts all tokens, and rows of {given.length} tokens, "
+            f"{min(samples)} to {max(samples)} on a rank, would be padded; give each data rank equally many "
+            f"rows, whose length is a multiple of {pieces_of(spec.layout)}"
+        )
 
 
 def _world(spec: RunSpec, group: dist.ProcessGroup | None) -> Any:

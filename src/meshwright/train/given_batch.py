@@ -1,6 +1,6 @@
 """Batches as a caller has them: a dict of tensors with the names of transformers, made into a `Batch`.
 
-`input_ids`       (n, T)   tokens of this data rank's samples.
+`input_ids`       (n, T)   tokens of this data rank's samples, of which there may be none: (0, T).
 `labels`          (n, T)   the token to predict at each place, by the tokens before it; -100 is not trained.
                            They stand where the tokens do, and are shifted here. By default `input_ids`.
 `attention_mask`  (n, T)   1 for tokens, 0 for padding on the left or on the right.
@@ -75,7 +75,7 @@ def read_batch(given: Mapping[str, Any], model: ModelSpec, layout: Layout) -> Gi
     tokens = _integers(given, "input_ids")
     if tokens is None:
         raise UserError("batch: has no input_ids; give the tokens of this rank's samples, (n, T)")
-    if tokens.ndim != 2 or not tokens.numel():
+    if tokens.ndim != 2 or not tokens.shape[1]:
         raise UserError(
             f"batch.input_ids: has shape {list(tokens.shape)}; give samples of equally many tokens, (n, T)"
         )
@@ -83,10 +83,12 @@ def read_batch(given: Mapping[str, Any], model: ModelSpec, layout: Layout) -> Gi
     mask = _mask(given, tokens)
     documents, positions = _documents(given, tokens, mask)
     targets = _targets(given, tokens, mask, documents, model)
-    (samples, length), padded = tokens.shape, _padded(tokens.shape[1], layout)
-    if model.position == "learned" and int(positions.max()) >= model.max_seq_len:
+    pieces = pieces_of(layout)
+    (samples, length), padded = tokens.shape, -(-tokens.shape[1] // pieces) * pieces
+    most = int(positions.max()) if samples else 0
+    if model.position == "learned" and most >= model.max_seq_len:
         raise UserError(
-            f"batch.input_ids: has position {int(positions.max())}, and the model has {model.max_seq_len} "
+            f"batch.input_ids: has position {most}, and the model has {model.max_seq_len} "
             "learned positions; give shorter samples"
         )
     more = padded - length
@@ -100,10 +102,9 @@ def read_batch(given: Mapping[str, Any], model: ModelSpec, layout: Layout) -> Gi
     return GivenBatch(batch, given, samples, length)
 
 
-def _padded(length: int, layout: Layout) -> int:
-    """The least number of tokens, `length` or more, of which context and tensor ranks have equal parts."""
-    pieces = math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp)
-    return -(-length // pieces) * pieces
+def pieces_of(layout: Layout) -> int:
+    """What the tokens of a row are a multiple of, so that context and tensor ranks have equal parts."""
+    return math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp)
 
 
 def _integers(given: Mapping[str, Any], name: str) -> Tensor | None:
@@ -159,7 +160,7 @@ def _documents(given: Mapping[str, Any], tokens: Tensor, mask: Tensor) -> tuple[
     starts[:, 0] = True
     starts[:, 1:] = mask[:, 1:] != mask[:, :-1]
     if given_positions is not None:
-        if int(given_positions.min()) < 0:
+        if bool((given_positions < 0).any()):
             raise UserError("batch.position_ids: has negative positions; give 0 or more")
         starts[:, 1:] |= mask[:, 1:] & (given_positions[:, 1:] != given_positions[:, :-1] + 1)
     lengths = _integers(given, "seq_lens")
@@ -176,14 +177,17 @@ def _starts_of(lengths: Tensor, tokens: Tensor) -> Tensor:
     """True where a document of `seq_lens` begins, and where padding behind the last one does."""
     rows, length = tokens.shape
     lengths = lengths.unsqueeze(0) if lengths.ndim == 1 else lengths
-    if lengths.ndim != 2 or len(lengths) != rows or int(lengths.min()) < 0:
+    if lengths.ndim != 2 or len(lengths) != rows or bool((lengths < 0).any()):
         raise UserError(
             f"batch.seq_lens: has shape {list(lengths.shape)} for {rows} rows; give the lengths of each "
             "row's documents, (n, S), with zeros behind them"
         )
     ends = lengths.cumsum(1)
-    if int(ends.max()) > length:
-        raise UserError(f"batch.seq_lens: adds up to {int(ends.max())}, and a row has {length} tokens")
+    if bool((ends > length).any()):
+        raise UserError(
+            f"batch.seq_lens: adds up to {int(ends.max())}, and a row has {length} tokens; give lengths that "
+            "fit"
+        )
     starts = torch.zeros(rows, length + 1, dtype=torch.bool)
     return starts.scatter_(1, ends, True)[:, :length]
 
