@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,3 +229,14 @@ def test_an_example_trains_in_small(name: str, ranks: Ranks, corpora: Path, tmp_
     result = ranks.run(spec.layout, train, spec, tmp_path / "run")[0]
     assert math.isfinite(result["final_loss"]) and math.isfinite(result["val_loss"])
     assert list(published(tmp_path / "run" / "checkpoints"))[-1] == STEPS
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_raises_its_reward(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model drawn at random, whose tokens follow each other by chance once in sixteen times."""
+    runpy.run_path(str(ROOT / "examples" / "grpo.py"))["main"](
+        ["--seed", str(seed), "--iterations", "16", "--prompts", "8", "--layout.micro_batch", "16"]
+    )
+    rewards = [float(row) for row in re.findall(r"mean reward ([\d.]+)", capsys.readouterr().out)]
+    assert len(rewards) == 16
+    assert rewards[0] < 0.15 and min(rewards[-3:]) > 0.3

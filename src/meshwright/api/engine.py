@@ -368,9 +368,10 @@ def _check_padding(spec: RunSpec, rows: Sequence[Sequence[float]], given: GivenB
         return
     if len(samples) > 1 or given.length != given.batch.tokens.shape[1]:
         raise UserError(
-            f"batch: the balance of experts counts all tokens, and rows of {given.length} tokens, "
-            f"{min(samples)} to {max(samples)} on a rank, would be padded; give each data rank equally many "
-            f"rows, whose length is a multiple of {pieces_of(spec.layout)}"
+            f"batch: the balance of experts counts all tokens, and rows of {given.length} tokens would be "
+            f"padded for the layout; give each data rank equally many rows, whose length is a multiple of "
+            f"{pieces_of(spec.layout)}, or balance by none of model.moe.aux_loss, z_loss, bias and "
+            f"capacity_factor"
         )
 
 
