@@ -133,7 +133,7 @@ OBJECTIVES = {
 
 @dataclass
 class Steps:
-    """What steps found: the loss, gradient norm and whole gradients of each, and the weights after all."""
+    """Numbers of some steps: the loss, gradient norm and whole gradients of each, and the weights after all."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -233,7 +233,7 @@ def test_an_example_trains_in_small(name: str, ranks: Ranks, corpora: Path, tmp_
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_grpo_raises_its_reward(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a model drawn at random, whose tokens follow each other by chance once in sixteen times."""
+    """It begins with a model drawn at random, whose tokens are right once in sixteen times."""
     runpy.run_path(str(ROOT / "examples" / "grpo.py"))["main"](
         ["--seed", str(seed), "--iterations", "16", "--prompts", "8", "--layout.micro_batch", "16"]
     )

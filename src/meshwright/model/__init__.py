@@ -3,8 +3,8 @@
 `decoder` is embedding, blocks and `head`; `hooks` lists the operations that a layout replaces.
 `block`: `attention` and its kinds `attention_gqa` and `attention_mla`, with the positions of `rope`; `mlp`,
 or `moe` with a `router`, a `token_dispatcher` and the `experts` by `expert_activations`; and `norm`.
-Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student, and
-`multi_token_prediction` that of further tokens.
+Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student,
+`multi_token_prediction` that of further tokens, and `log_probs` is what losses of callers are of.
 Layers: `linear`, whose products `low_precision_linear` may round; `quantisation` rounds trained weights,
 and `dynamic_linear` rounds inputs as they come.
 `init` draws the initial weights.

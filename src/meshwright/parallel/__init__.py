@@ -14,7 +14,8 @@ Experts: `expert_parallel` sends tokens to their experts; `router_balance` keeps
 Memory: `recompute` drops activations, for which `recompute_cache` keeps some results, and
 `activation_offload` moves activations to the host.
 Numbers: `precision` has the formats and the loss scale, `loss_normalization` every division, `grad_norm`
-the gradient's norm, and `delayed_scaling` the scales of 8-bit formats.
+the gradient's norm, and `delayed_scaling` the scales of 8-bit formats. `loss_function` is a caller's loss of
+log-probabilities.
 Parts: `step_part` is the interface of a step's optional parts; `multi_token_prediction` is one, the loss of
 further tokens, and `stale_gradients` another, gradients that are applied some steps late.
 """

@@ -29,6 +29,14 @@ def weight_of_a_target(global_targets: int) -> float:
     return 1.0 / max(global_targets, 1)
 
 
+def weight_of_a_count(global_count: float) -> float:
+    """The factor of a sum of losses that a caller divides by a count of its own: one over it.
+
+    A batch that counts nothing has loss 0 and gradients 0, where its sum is 0.
+    """
+    return 1.0 / global_count if global_count > 0 else 1.0
+
+
 def power_and_rest(weight: float) -> tuple[float, float]:
     """The power of two in a target's weight, and the factor in [0.5, 1) that is left.
 

@@ -5,5 +5,6 @@ opens. `state` is what a checkpoint holds, `saves` when one is written. `validat
 likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is relative to,
 `memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and samples,
 `island_world` is the world that a run's ranks form, `signals` and `garbage_collection` are what happens
-between steps, and the folder `guard` watches the numbers.
+between steps, and the folder `guard` watches the numbers. For loops of others, `given_batch` reads their
+batches, `accumulation` adds up gradients before a step, and `state_offload` frees a device's memory.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
-from meshwright.parallel.loss_normalization import power_and_rest
+from meshwright.parallel.loss_normalization import power_and_rest, weight_of_a_count
 from meshwright.train.step import StepResult, Trainer
 
 
@@ -32,13 +32,13 @@ class Accumulation:
         `count` is that of all ranks. Returns this rank's share of the sum of losses divided by it, a scalar
         in float64 on the device.
         """
-        trainer = self._trainer
+        trainer, weight = self._trainer, weight_of_a_count(count)
         held, counted = None, [each.clone() for each in trainer.balance.counted()]
         if self.batches:
             held = trainer.states.take_gradients()
         else:
-            self._power, _ = power_and_rest(_weight(count))
-        trainer.rest = _weight(count) / self._power
+            self._power, _ = power_and_rest(weight)
+        trainer.rest = weight / self._power
         loss = trainer.backward(own, sequences, self._power)
         if held is not None:
             new = trainer.states.take_gradients()
@@ -47,12 +47,12 @@ class Accumulation:
             for each, before in zip(trainer.balance.counted(), counted, strict=True):
                 each += before
         self.batches, self.count = self.batches + 1, self.count + count
-        self._loss += loss / _weight(count)
+        self._loss += loss / weight
         return loss
 
     def apply(self, number: int, rate: float | None) -> StepResult:
         """Take step `number`, from 1, at the learning rate `rate` (by default the run's)."""
-        trainer, weight = self._trainer, _weight(self.count)
+        trainer, weight = self._trainer, weight_of_a_count(self.count)
         trainer.rest = weight / self._power
         result = trainer.apply(trainer.sums(self._loss * weight), number, rate)
         self.clear()
@@ -62,8 +62,3 @@ class Accumulation:
         """Begin with no batch."""
         self.batches, self.count = 0, 0.0
         self._loss = torch.zeros_like(self._loss)
-
-
-def _weight(count: float) -> float:
-    """One over a count; of nothing 1, so that its loss and gradients are 0 rather than NaN."""
-    return 1.0 / count if count > 0 else 1.0

@@ -103,7 +103,7 @@ def read_batch(given: Mapping[str, Any], model: ModelSpec, layout: Layout) -> Gi
 
 
 def pieces_of(layout: Layout) -> int:
-    """What the tokens of a row are a multiple of, so that context and tensor ranks have equal parts."""
+    """The number whose multiples are lengths of rows that context and tensor ranks share equally."""
     return math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp)
 
 
