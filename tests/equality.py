@@ -71,11 +71,12 @@ def _means(ranks: list[list[Sent]]) -> list[Sent]:
 
 
 def parameter_names(spec: RunSpec) -> list[str]:
-    """Names of the whole decoder's parameters."""
+    """Names of the whole decoder's parameters, adapters included."""
     from meshwright.model.decoder import Decoder
+    from meshwright.model.lora import attach_adapters
 
     with torch.device("meta"):
-        return [name for name, _ in Decoder(spec.model).named_parameters()]
+        return [name for name, _ in attach_adapters(Decoder(spec.model), spec.lora).named_parameters()]
 
 
 def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:

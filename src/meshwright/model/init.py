@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.kernels.splitmix64 import mix64_, shift, stream
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec
+from meshwright.spec.lora import LORA_A, LORA_B
 from meshwright.spec.mup import init_factor
 from meshwright.spec.tiling import tiling
 
@@ -35,10 +36,11 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
 
     Norms multiply by one, biases are zero, the rest N(0, init_std). The projections that write to the
     residual stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow
-    with depth (Radford et al. 2019, GPT-2, §2.3). muP makes those of wider models smaller (`spec/mup.py`).
+    with depth (Radford et al. 2019, GPT-2, §2.3). An adapter's B is zero, so that it adds nothing at first;
+    its A is drawn by `init_part_`. muP makes those of wider models smaller (`spec/mup.py`).
     """
     *path, leaf = name.split(".")
-    if leaf.endswith("bias"):
+    if leaf.endswith("bias") or name.endswith(LORA_B):
         return InitValue(0.0, 0.0)
     if path[-1].endswith("norm"):
         return InitValue(0.0 if spec.norm_unit_offset else 1.0, 0.0)
@@ -56,6 +58,27 @@ def fill_(
     `index_vectors[dim]` (local.shape[dim],) int64 holds the global indices along `dim` that `local` has. The
     same element has the same value in every part, on every device and in every layout. Returns `local`.
     """
+    return _fill_(local, seed, name, index_vectors, shape, lambda uniform: _normal(uniform).mul_(std))
+
+
+def fill_uniform_(
+    local: Tensor, *, seed: int, name: str, index_vectors: list[Tensor], shape: torch.Size, bound: float
+) -> Tensor:
+    """Draw from the uniform distribution on (-bound, bound), with arguments as in `fill_`."""
+    return _fill_(
+        local, seed, name, index_vectors, shape, lambda uniform: uniform.mul_(2).sub_(1).mul_(bound)
+    )
+
+
+def _fill_(
+    local: Tensor,
+    seed: int,
+    name: str,
+    index_vectors: list[Tensor],
+    shape: torch.Size,
+    drawn: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Fill `local` with what `drawn` makes of uniform numbers in (0, 1)."""
     if local.shape != torch.Size(len(vector) for vector in index_vectors) or local.dim() != len(shape):
         raise ValueError(
             f"{name}: a part of shape {tuple(local.shape)} of {tuple(shape)} does not fit its indices"
@@ -63,7 +86,7 @@ def fill_(
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
     with torch.no_grad():
         for rows, index in flat_indices(index_vectors, shape, local.device):
-            local[rows] = _normal(index, key).mul_(std)
+            local[rows] = drawn(_uniform(index, key))
     return local
 
 
@@ -101,6 +124,10 @@ def init_part_(
     local: Tensor, spec: ModelSpec, *, seed: int, name: str, index_vectors: list[Tensor], shape: torch.Size
 ) -> None:
     """Fill a part of the parameter `name` as `init_value` says; arguments as in `fill_`."""
+    if name.endswith(LORA_A):  # as in PEFT; kaiming_uniform_ with a = sqrt(5) has this bound
+        bound = shape[-1] ** -0.5
+        fill_uniform_(local, seed=seed, name=name, index_vectors=index_vectors, shape=shape, bound=bound)
+        return
     value = init_value(spec, name)
     if value.std:
         fill_(local, seed=seed, name=name, index_vectors=index_vectors, shape=shape, std=value.std)
@@ -108,9 +135,13 @@ def init_part_(
         local.fill_(value.mean)
 
 
-def _normal(index: Tensor, key: int) -> Tensor:
-    """Standard normals in float64, one for each int64 index."""
+def _uniform(index: Tensor, key: int) -> Tensor:
+    """Numbers between 0 and 1 in float64, one for each int64 index."""
     bits = mix64_(stream(index, key))
-    # 53 bits make a float64 exactly; the half keeps it off 0 and 1, where the inverse is infinite.
-    uniform = shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    # 53 bits make a float64 exactly; the half keeps it off 0 and 1, where the normal's inverse is infinite.
+    return shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+
+def _normal(uniform: Tensor) -> Tensor:
+    """Standard normals, one for each number between 0 and 1."""
     return torch.special.ndtri(uniform.clamp_(max=1 - 2.0**-53))

@@ -11,6 +11,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
+from meshwright.model.lora import attach_adapters
 from meshwright.model.low_precision_linear import LowPrecision, Products, products_of
 from meshwright.model.moe import Moe
 from meshwright.parallel.activation_offload import ActivationOffload
@@ -70,7 +71,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
     hooks = replace(hooks, further=further.attach)
     with torch.device("meta"):
-        decoder = Decoder(model, hooks)
+        decoder = attach_adapters(Decoder(model, hooks), spec.lora)
     pieces = parameter_pieces(spec, mesh)
     if max(mesh.tensor.size, mesh.expert.size) > 1:
         shard_parameters(decoder, pieces)

@@ -7,6 +7,7 @@ layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from meshwright.comm.collectives import (
 )
 from meshwright.comm.mesh import Axis, Pending
 from meshwright.kernels.with_backward import with_backward
+from meshwright.model.linear import Linear
 from meshwright.model.low_precision_linear import Products
 from meshwright.parallel.deferred_wgrad import Gradients, WeightGradStore
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty, own_parameters
@@ -210,3 +212,42 @@ class RowParallel(_TensorOp):
 
     def results_like(self, inputs: Tensors) -> Tensors:
         return [self._like(inputs[0], inputs[1].shape[0], False)]
+
+
+class TensorLinears:
+    """Column- and row-parallel linear layers of the blocks on one rank of the tensor axis.
+
+    With `cache` None they are operators of compiled blocks. `store` takes deferred weight gradients, and
+    knows the sums of others.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        sequence: bool,
+        cache: RecomputeCache | None,
+        store: WeightGradStore,
+        products: Products,
+    ) -> None:
+        sequence = sequence and axis.size > 1
+        self._columns = ColumnParallel(axis, sequence, cache, store, products)
+        self._rows = RowParallel(axis, sequence, cache, store, products)
+        self._enter = EnterParallelRegion(axis, sequence, cache)
+
+    def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """Column-parallel layers of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return tuple(self._columns(x_BTD, *(linear.weight for linear in linears), *biases))
+
+    def gather(self, x_BTD: Tensor) -> Tensor:
+        """Activations of all tokens, which every rank uses: (B, T/n or T, D) -> (B, T, D)."""
+        return self._enter(x_BTD)[0]
+
+    def output(self, x_BTF: Tensor, linear: Linear, read_again: bool = True) -> Tensor:
+        """A row-parallel layer: (B, T, F/n) -> (B, T/n or T, D); the bias is added once, to the sum."""
+        (x_BTD,) = self._rows(x_BTF, linear.weight, read_again=read_again)
+        return x_BTD if linear.bias is None else x_BTD + linear.bias
+
+    def last_output(self, x_BTF: Tensor, linear: Linear) -> Tensor:
+        """`output` for the last layer of a block, whose result no recomputing forward of the block reads."""
+        return self.output(x_BTF, linear, read_again=False)

@@ -23,65 +23,23 @@ needs a transposed copy: a rank's (B, T/n, D) stands for N/n rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
-from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import AttentionHooks, MlpHooks
-from meshwright.model.linear import Linear, project
+from meshwright.model.linear import project
 from meshwright.model.low_precision_linear import Products
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.recompute_cache import RecomputeCache
-from meshwright.parallel.tensor_linears import (
-    ColumnParallel,
-    EnterParallelRegion,
-    RowParallel,
-)
+from meshwright.parallel.tensor_linears import TensorLinears
+from meshwright.parallel.tensor_lora import TensorAdapters
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Piece, expert_piece, piece_of
-
-
-class TensorLinears:
-    """Column- and row-parallel linear layers of the blocks on one rank of the tensor axis.
-
-    With `cache` None they are operators of compiled blocks. `store` takes deferred weight gradients, and
-    knows the sums of others.
-    """
-
-    def __init__(
-        self,
-        axis: Axis,
-        sequence: bool,
-        cache: RecomputeCache | None,
-        store: WeightGradStore,
-        products: Products,
-    ) -> None:
-        sequence = sequence and axis.size > 1
-        self._columns = ColumnParallel(axis, sequence, cache, store, products)
-        self._rows = RowParallel(axis, sequence, cache, store, products)
-        self._enter = EnterParallelRegion(axis, sequence, cache)
-
-    def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """Column-parallel layers of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        return tuple(self._columns(x_BTD, *(linear.weight for linear in linears), *biases))
-
-    def gather(self, x_BTD: Tensor) -> Tensor:
-        """Activations of all tokens, which every rank uses: (B, T/n or T, D) -> (B, T, D)."""
-        return self._enter(x_BTD)[0]
-
-    def output(self, x_BTF: Tensor, linear: Linear, read_again: bool = True) -> Tensor:
-        """A row-parallel layer: (B, T, F/n) -> (B, T/n or T, D); the bias is added once, to the sum."""
-        (x_BTD,) = self._rows(x_BTF, linear.weight, read_again=read_again)
-        return x_BTD if linear.bias is None else x_BTD + linear.bias
-
-    def last_output(self, x_BTF: Tensor, linear: Linear) -> Tensor:
-        """`output` for the last layer of a block, whose result no recomputing forward of the block reads."""
-        return self.output(x_BTF, linear, read_again=False)
 
 
 def tensor_parallel_hooks(
@@ -107,13 +65,17 @@ def tensor_parallel_hooks(
     split = TensorLinears(axis, sequence, cache, store, products)
     whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store, products)
     latents = project if cache is None and not products.low else whole.project
+    adapted = TensorAdapters(split, latents, axis.size > 1)
     attention = AttentionHooks(
-        project=split.project, output=split.output, project_latents=latents, gather_rotary_key=split.gather
+        project=adapted.project,
+        output=adapted.output,
+        project_latents=adapted.project_whole,
+        gather_rotary_key=split.gather,
     )
     # A policy saves operators of one rank whether they are read or not, and norms or gates after them do.
     unread = (axis.size > 1 or splits_backward or bool(products.low)) and not rereads_outputs
-    output = split.last_output if unread else split.output
-    return attention, MlpHooks(project=split.project, output=output)
+    output = adapted.last_output if unread else adapted.output
+    return attention, MlpHooks(project=adapted.project, output=output)
 
 
 def parameter_pieces(spec: RunSpec, mesh: Mesh) -> dict[str, Piece]:

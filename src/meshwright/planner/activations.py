@@ -125,7 +125,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     model, layout, b = spec.model, spec.layout, s.width.compute
     of_kind = [_block(s, layer) for layer in s.kinds.values()]
     whole = [of_kind[number] for number in model.kind_numbers]
-    if spec.train.frozen:
+    if not spec.trains_all:
         whole = [bytes * training_of(spec, layer).feed_forward for layer, bytes in enumerate(whole)]
     moved = _moved(s)
     length = spec.data.seq_len

@@ -146,7 +146,7 @@ ALL_TRAINED = BlockTraining()
 
 def training_of(spec: RunSpec, layer: int) -> BlockTraining:
     """The parameters of a block that are trained."""
-    if not spec.train.frozen:
+    if spec.trains_all:
         return ALL_TRAINED
     listed, first = run_parameters(spec)[f"blocks.{layer}"], first_trained(spec)
     names = frozenset(p.name.split(".", 2)[2] for p in listed if p.trainable)

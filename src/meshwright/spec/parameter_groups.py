@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
+from meshwright.spec.lora import LoraSpec, with_adapters
 from meshwright.spec.mup import rate_factor, widths_are_known
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
@@ -33,19 +34,39 @@ class Group(NamedTuple):
 
 
 def run_parameters(spec: Sections) -> Mapping[str, tuple[Parameter, ...]]:
-    """The parameters of each unit of a run's model; `train.frozen` names those that are not trained."""
-    return parameters(spec.model, spec.train.frozen)
+    """The parameters of each unit of a run, adapters included; `train.frozen` names some that are not
+    trained, and beside adapters none of the model's own are."""
+    return _run_parameters(spec.model, spec.train.frozen, spec.lora)
+
+
+@lru_cache(maxsize=8)  # as `parameters`
+def _run_parameters(
+    model: Architecture, frozen: tuple[str, ...], lora: LoraSpec | None
+) -> Mapping[str, tuple[Parameter, ...]]:
+    units = parameters(model, frozen)
+    return units if lora is None else with_adapters(units, lora)
 
 
 def frozen_names(spec: Sections) -> frozenset[str]:
     """Names of the parameters that a run does not train."""
-    return _frozen_names(spec.model, spec.train.frozen) if spec.train.frozen else frozenset()
+    return frozenset() if spec.trains_all else _frozen_names(spec.model, spec.train.frozen, spec.lora)
 
 
 @lru_cache(maxsize=8)
-def _frozen_names(model: Architecture, frozen: tuple[str, ...]) -> frozenset[str]:
-    every = parameters(model, frozen).values()
+def _frozen_names(model: Architecture, frozen: tuple[str, ...], lora: LoraSpec | None) -> frozenset[str]:
+    every = _run_parameters(model, frozen, lora).values()
     return frozenset(p.name for unit in every for p in unit if not p.trainable)
+
+
+def trained_names(spec: Sections) -> frozenset[str]:
+    """Names of the parameters that a run trains."""
+    return _trained_names(spec.model, spec.train.frozen, spec.lora)
+
+
+@lru_cache(maxsize=8)
+def _trained_names(model: Architecture, frozen: tuple[str, ...], lora: LoraSpec | None) -> frozenset[str]:
+    every = _run_parameters(model, frozen, lora).values()
+    return frozenset(p.name for unit in every for p in unit if p.trainable)
 
 
 def group_of(spec: Sections, name: str, dims: int) -> Group:
@@ -73,6 +94,7 @@ def _specific(pattern: str) -> int:
 
 def patterns_match_parameters(spec: Sections) -> None:
     """Each pattern matches a parameter, and no two that match one are as specific with other values."""
+    freezes = "train.frozen" if spec.lora is None else "[lora]"
     tables = {"lr_factors": spec.train.lr_factors, "weight_decays": spec.train.weight_decays}
     if not any(tables.values()):
         return
@@ -84,7 +106,7 @@ def patterns_match_parameters(spec: Sections) -> None:
             _matches_one_of(names, pattern, f"train.{key}.{pattern}:")
             if not any(fnmatchcase(name, pattern) for name in trained):
                 raise UserError(
-                    f"train.{key}.{pattern}: every parameter that it matches is frozen by train.frozen, so "
+                    f"train.{key}.{pattern}: every parameter that it matches is frozen by {freezes}, so "
                     f"it has no effect; leave it out, or train one of them"
                 )
         for name in names:

@@ -10,6 +10,7 @@ from meshwright.spec.base import MAX_RANKS
 from meshwright.spec.distil_rules import DISTIL_RULES, other_model_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
+from meshwright.spec.lora_rules import LORA_RULES
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.model_rules import MODEL_RULES
@@ -297,6 +298,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     rollbacks_have_checkpoints,
     *EIGHT_BIT_RULES,
     *LOW_PRECISION_RULES,
+    *LORA_RULES,
     *GROUP_RULES,
     *OUTER_RULES,
     *DISTIL_RULES,

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from meshwright.spec.base import MAX_LENGTH, FrozenModel
 from meshwright.spec.distil import DistilSpec
 from meshwright.spec.layout import Layout
+from meshwright.spec.lora import LoraSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
@@ -185,6 +186,7 @@ class Sections(FrozenModel):
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec())
     recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec())
     distil: DistilSpec | None = None
+    lora: LoraSpec | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +208,11 @@ class Sections(FrozenModel):
 
         whole = value("train", "compile") is True or value("recompute", "policy") not in (None, "none")
         return {**given, "layout": {**layout, "schedule": WHOLE_SCHEDULE}} if whole else given
+
+    @property
+    def trains_all(self) -> bool:
+        """True if no parameter of the run is frozen."""
+        return not self.train.frozen and self.lora is None
 
     @property
     def batch_sequences(self) -> int:

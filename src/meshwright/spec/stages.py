@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parameter_groups import run_parameters
-from meshwright.spec.parameters import Parameter, parameters
+from meshwright.spec.parameter_groups import run_parameters, trained_names
+from meshwright.spec.parameters import Parameter
 from meshwright.spec.sections import Sections
 
 
@@ -96,13 +96,12 @@ def first_trained(spec: Sections) -> int:
 
     Modules before it have no backward.
     """
-    return _first_trained(spec.model, spec.train.frozen) if spec.train.frozen else 0
+    return 0 if spec.trains_all else _first_of(spec.model, trained_names(spec))
 
 
 @lru_cache(maxsize=8)
-def _first_trained(model: ModelSpec, frozen: tuple[str, ...]) -> int:
-    names = [p.name for unit in parameters(model, frozen).values() for p in unit if p.trainable]
-    kinds = {tuple(name.split(".")[:2]) for name in names}
+def _first_of(model: ModelSpec, trained: frozenset[str]) -> int:
+    kinds = {tuple(name.split(".")[:2]) for name in trained}
     places = {"embed": 0, "head": model.layers + 1}
     return min(places[kind] if kind in places else int(number) + 1 for kind, number in kinds)
 

@@ -10,7 +10,7 @@ from meshwright.spec.stages import first_trained
 
 def trained_share(spec: Sections, layer: int) -> float:
     """The share of a block's matrices, by the elements that a token is multiplied by, that is trained."""
-    if not spec.train.frozen:
+    if spec.trains_all:
         return 1.0
     matrices = [p for p in run_parameters(spec)[f"blocks.{layer}"] if p.is_matrix]
     trained = sum(active_size(spec.model, p) for p in matrices if p.trainable)

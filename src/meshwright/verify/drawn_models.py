@@ -46,7 +46,7 @@ class DrawnModels:
 
 def weights_of(spec: RunSpec, device: torch.device) -> dict[str, Tensor]:
     """Draw the initial weights of a run's model."""
-    drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
+    drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master, spec.lora)
     return {name: tensor.to(device) for name, tensor in drawn.items()}
 
 

@@ -68,7 +68,7 @@ def reference_losses(
     for of, held in (("", of_model), (AVERAGE, weights.get("ema"))):
         if held is not None:
             tensors = {name: tensor.double() for name, tensor in {**biases, **frozen, **held}.items()}
-            decoder = ReferenceDecoder(spec.model, tensors, linears=linears)
+            decoder = ReferenceDecoder(spec.model, tensors, linears=linears, lora=spec.lora)
             logits = decoder(moved.tokens, moved.positions, moved.documents).logits
             found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()
     return found

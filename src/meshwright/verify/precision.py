@@ -140,7 +140,7 @@ class _Comparison:
         self.vote, self.clipping = Vote(self.trainer), ReferenceClipping(spec.train)
         self.state = gather_state(self.trainer)
         if mesh.rank == 0:
-            drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
+            drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master, spec.lora)
             compute = formats(spec.precision).compute
             drawn |= {name: each.to(compute) for name, each in drawn.items() if is_frozen(spec, name)}
             words = "step 0: the initial value of {} differs"

@@ -144,7 +144,7 @@ class _ComparedRun(Observers):
         self._wanted: ReferenceStep = {}
         """The last step of the reference, on the first rank."""
         if mesh.rank == 0:
-            initial = initial_weights(spec.model, spec.train.seed, spec.precision.master)
+            initial = initial_weights(spec.model, spec.train.seed, spec.precision.master, spec.lora)
             weights = {name: weight.to(mesh.device) for name, weight in initial.items()}
             self._reference = self._steps_from(weights)
 

@@ -56,7 +56,8 @@ def exact_gradients(
     """
     held = {name: weight.double() for name, weight in weights.items()}
     linears.begin_step(targets_of(batch))
-    return _gradients(spec, ReferenceDecoder(spec.model, held, None, linears, chosen), batch, 1.0)
+    decoder = ReferenceDecoder(spec.model, held, None, linears, chosen, spec.lora)
+    return _gradients(spec, decoder, batch, 1.0)
 
 
 def rounded_gradients(
@@ -107,7 +108,7 @@ def rounded_gradients(
     own = copy(linears)
     own.seen, own.factor = {}, 1.0  # gradients are in the run's own scale here
     decoder = ReferenceDecoder(
-        spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own, chosen
+        spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own, chosen, spec.lora
     )
     targets = max(1, targets_of(batch))
     scale = targets * 2.0 ** math.frexp(1 / targets)[1] * loss_scale

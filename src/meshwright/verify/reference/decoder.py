@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.spec import ModelSpec, MoeSpec
 from meshwright.spec.layers import LayerKind
+from meshwright.spec.lora import LoraSpec
+from meshwright.verify.reference.lora import added
 from meshwright.verify.reference.rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
@@ -62,7 +64,8 @@ class ReferenceDecoder:
 
     `tap` is called with every submodule's path and output; the outputs of a mixture's router are its logits,
     those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits. The
-    experts of a layer are `chosen` (n, T, k), where that is given, and not those of the largest scores.
+    experts of a layer are `chosen` (n, T, k), where that is given, and not those of the largest scores. With
+    `lora` the weights have adapters, too.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class ReferenceDecoder:
         tap: Tap | None = None,
         linears: Linears | None = None,
         chosen: Mapping[int, Tensor] | None = None,
+        lora: LoraSpec | None = None,
     ) -> None:
-        self.spec, self.weights, self.chosen = spec, weights, chosen or {}
+        self.spec, self.weights, self.chosen, self.lora = spec, weights, chosen or {}, lora
         self.linears: Linears = linears or (lambda _name, x, weight: x @ weight.T)
         self.tap: Tap = tap or (lambda _path, x: x)
 
@@ -128,7 +132,8 @@ class ReferenceDecoder:
         return _capped(self.spec.logit_scale * (hidden @ weight.T), self.spec.logit_softcap)
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
-        y = self.linears(f"{path}.weight", x, self.weights[f"{path}.weight"])
+        name = f"{path}.weight"
+        y = self.linears(name, x, self.weights[name]) + added(self.lora, name, x, self.weights)
         bias = self.weights.get(f"{path}.bias")
         return self.tap(path, y if bias is None else y + bias)
 

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from meshwright.spec import RunSpec
+from meshwright.verify.reference.lora import is_adapter
+from meshwright.verify.reference.patterns import matches, parts
 
 
 def is_frozen(spec: RunSpec, name: str) -> bool:
     """True for a parameter that is not trained."""
-    return any(_matches(pattern, name) for pattern in spec.train.frozen)
+    if spec.lora is not None:
+        return not is_adapter(name)
+    return any(matches(pattern, name) for pattern in spec.train.frozen)
 
 
 def multiplies(name: str, dims: int) -> bool:
@@ -40,23 +43,7 @@ def _of(table: Mapping[str, float], name: str, usual: float) -> float:
     """The value of the pattern with most characters of its own that matches the whole name."""
     best, found = -1, usual
     for pattern, value in table.items():
-        own = sum(len(part) == 1 and part not in "*?" for part in _parts(pattern))
-        if own > best and _matches(pattern, name):
+        own = sum(len(part) == 1 and part not in "*?" for part in parts(pattern))
+        if own > best and matches(pattern, name):
             best, found = own, value
     return found
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """True if the whole name is as the pattern, where * stands for any characters, ? for one, [abc] for one
-    of these, and [!abc] for another one."""
-    wild = {"*": ".*", "?": "."}
-    parts = [
-        part.replace("[!", "[^", 1) if len(part) > 1 else wild.get(part, re.escape(part))
-        for part in _parts(pattern)
-    ]
-    return re.fullmatch("".join(parts), name) is not None
-
-
-def _parts(pattern: str) -> list[str]:
-    """The sets of characters in a pattern, and its other characters."""
-    return re.findall(r"\[!?[^]]+\]|.", pattern)

@@ -65,7 +65,7 @@ def reference_steps(
     if live is not None:
         live.update(held)
     linears, updates = ReferenceLinears(spec), ReferenceUpdates(spec, parameters)
-    decoder = ReferenceDecoder(spec.model, held, linears=linears)
+    decoder = ReferenceDecoder(spec.model, held, linears=linears, lora=spec.lora)
     for number, batch in enumerate(batches, 1):
         moved, sums = batch.to(held["embed.weight"].device), ReferenceSums()
         linears.begin_step(int((batch.targets != IGNORE).sum()))

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
+from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import parameters
+from meshwright.verify.reference.lora import initial_adapters
 from meshwright.verify.reference.rounding import nearest
 
 
-def initial_weights(model: ModelSpec, seed: int, master: str = "fp32") -> dict[str, Tensor]:
+def initial_weights(
+    model: ModelSpec, seed: int, master: str = "fp32", lora: LoraSpec | None = None
+) -> dict[str, Tensor]:
     """Return every parameter by its name in `Decoder.named_parameters`, whole and in float64.
 
-    With `master` "bf16" they are rounded to the nearest numbers of that format.
+    With `master` "bf16" they are rounded to the nearest numbers of that format. Those of adapters come last.
     """
     kept = nearest if master == "bf16" else Tensor.double
-    return {
-        parameter.name: kept(_initial(model, seed, parameter.name, parameter.shape))
+    drawn = {
+        parameter.name: _initial(model, seed, parameter.name, parameter.shape)
         for unit in parameters(model).values()
         for parameter in unit
     }
+    if lora is not None:
+        drawn |= initial_adapters(lora, drawn, partial(_uniforms, seed))
+    return {name: kept(value) for name, value in drawn.items()}
 
 
 def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -53,6 +61,11 @@ def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> 
 
 def _normals(seed: int, name: str, count: int) -> Tensor:
     """The first `count` standard normals of a parameter's stream."""
+    return torch.special.ndtri(_uniforms(seed, name, count))
+
+
+def _uniforms(seed: int, name: str, count: int) -> Tensor:
+    """The first `count` numbers between 0 and 1 of a parameter's stream."""
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
     bits = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -60,4 +73,4 @@ def _normals(seed: int, name: str, count: int) -> Tensor:
     bits = bits ^ (bits >> np.uint64(31))
     # The middles of 2^53 equal intervals of (0, 1); the last rounds to 1, whose normal is infinite.
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
-    return torch.special.ndtri(torch.from_numpy(np.minimum(uniform, 1 - 2.0**-53)))
+    return torch.from_numpy(np.minimum(uniform, 1 - 2.0**-53))

@@ -1,0 +1,53 @@
+"""Adapters of low rank (Hu et al. 2021, LoRA) in a decoder, and weights with adapters merged into them.
+
+Shapes: I inputs and O outputs of a linear layer, r the rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.model.decoder import Decoder
+from meshwright.model.linear import Linear
+from meshwright.spec.lora import LoraSpec
+from meshwright.spec.parameters import Parameter
+
+
+class LoraLinear(Linear):
+    """x (..., I) -> W x + bias + scale B A x (..., O); A (r, I) is `lora_a`'s weight, B (O, r) `lora_b`'s."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, lora: LoraSpec) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.scale = lora.scale
+        self.lora_a = Linear(inputs, lora.rank, False)
+        self.lora_b = Linear(lora.rank, outputs, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lora_b(self.scale * self.lora_a(x))
+
+
+def attach_adapters(decoder: Decoder, lora: LoraSpec | None) -> Decoder:
+    """Give the linear layers that `lora` names adapters, which have no values yet; returns the decoder.
+
+    Weights and biases stay the same parameters.
+    """
+    for path, linear in [*decoder.named_modules()] if lora is not None else ():
+        if type(linear) is not Linear or lora is None:
+            continue
+        if not lora.adapts(Parameter(f"{path}.weight", tuple(linear.weight.shape))):
+            continue
+        outputs, inputs = linear.weight.shape
+        with linear.weight.device:
+            adapted = LoraLinear(inputs, outputs, linear.bias is not None, lora)
+        adapted.weight, adapted.bias = linear.weight, linear.bias
+        adapted.to(linear.weight.dtype).train(linear.training)
+        parent, _, name = path.rpartition(".")
+        setattr(decoder.get_submodule(parent), name, adapted)
+    return decoder
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale B A (O, I), summed in at least fp32, in the format of W."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)

@@ -1,0 +1,84 @@
+"""Adapters of linear layers that tensor ranks split (Hu et al. 2021, LoRA; `spec/lora.py`).
+
+Splits        B of a column-parallel layer by its outputs, A of a row-parallel one by its inputs, as the
+              weights beside them. The others are whole on each rank, where their gradients are summed like
+              those of norms.
+Wire          for N tokens and rank r, b bytes to compute in, f = (n-1)/n. A column-parallel layer's A x
+              enters its region as the layer's input does, and a row-parallel layer's leaves it as the output:
+                sequence sharded   forward an all-gather or a reduce-scatter of N r b f, backward the other
+                otherwise          an all-reduce of 2 N r b f, in the forward of row-parallel layers and in
+                                   the backward of column-parallel ones
+              Adapters of one input enter in one message.
+Saves         as the layers beside them: that half of the adapters which is split.
+
+What crosses a link is the product with A, of r channels, and never the layer's input a second time: A of a
+column-parallel layer is applied to the tokens that a rank has outside the region. So where the weight itself
+is frozen, its backward gathers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.model.hooks import Project
+from meshwright.model.linear import Linear
+from meshwright.model.lora import LoraLinear
+from meshwright.parallel.tensor_linears import TensorLinears
+
+
+class TensorAdapters:
+    """The linear layers of `split`, with the adapters that some of them have.
+
+    `whole` applies layers that every rank holds, and `several` says that there is more than one rank.
+    """
+
+    def __init__(self, split: TensorLinears, whole: Project, several: bool) -> None:
+        self._split, self._whole, self._several = split, whole, several
+
+    def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """Column-parallel layers of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
+        outputs = self._split.project(x_BTD, linears)
+        return self._added(x_BTD, linears, outputs, self._split.gather if self._several else None)
+
+    def project_whole(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """Layers that every rank holds, of one input: (B, T/n or T, D) -> (B, T/n or T, F) each."""
+        return self._added(x_BTD, linears, self._whole(x_BTD, linears), None)
+
+    def output(self, x_BTF: Tensor, linear: Linear) -> Tensor:
+        """A row-parallel layer: (B, T, F/n) -> (B, T/n or T, D)."""
+        return self._plus_row(x_BTF, linear, self._split.output(x_BTF, linear))
+
+    def last_output(self, x_BTF: Tensor, linear: Linear) -> Tensor:
+        """`output` for the last layer of a block, whose result no recomputing forward of the block reads."""
+        return self._plus_row(x_BTF, linear, self._split.last_output(x_BTF, linear))
+
+    def _added(
+        self,
+        x: Tensor,
+        linears: Sequence[Linear],
+        outputs: tuple[Tensor, ...],
+        enter: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        """The outputs, and what the adapters of one input add to them."""
+        adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+        if not adapted:
+            return outputs
+        low = self._whole(x, [linear.lora_a for linear in adapted])
+        low = tuple(linear.scale * each for linear, each in zip(adapted, low, strict=True))
+        if enter is not None:
+            low = enter(torch.cat(low, -1)).split([each.shape[-1] for each in low], -1)
+        added = {
+            linear: self._whole(each, [linear.lora_b])[0] for linear, each in zip(adapted, low, strict=True)
+        }
+        return tuple(
+            y + added[linear] if linear in added else y for y, linear in zip(outputs, linears, strict=True)
+        )
+
+    def _plus_row(self, x_BTF: Tensor, linear: Linear, y_BTD: Tensor) -> Tensor:
+        if not isinstance(linear, LoraLinear):
+            return y_BTD
+        low = self._split.output(x_BTF, linear.lora_a)
+        return y_BTD + self._whole(linear.scale * low, [linear.lora_b])[0]

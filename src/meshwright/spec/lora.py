@@ -1,0 +1,103 @@
+"""The section `[lora]` of a run file: adapters of low rank beside frozen matrices (Hu et al. 2021, LoRA).
+
+A linear layer with weight W (outputs, inputs) computes y = W x + scale B A x, with A (rank, inputs) and B
+(outputs, rank). Only A and B are trained. They are parameters of the model, beside their weight:
+`blocks.0.attn.q.weight` has `blocks.0.attn.q.lora_a.weight` and `blocks.0.attn.q.lora_b.weight`.
+
+A layer whose outputs tensor ranks split has its A whole on each rank and its B split as W is; one whose
+inputs are split has its A split as W is, and its B whole. The whole ones act on the residual stream's side,
+on the tokens that a rank has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from pydantic import Field, PositiveFloat
+
+from meshwright.spec.base import MAX_WIDTH, FrozenModel
+from meshwright.spec.parameters import Parameter
+
+ALL_LINEAR = "all-linear"
+"""The target that stands for every linear layer of attention and feed-forward layers in blocks."""
+LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
+"""Ends of adapters' names, in place of `.weight`."""
+
+
+class LoraSpec(FrozenModel):
+    """Rank, scale and targets of the adapters; everything else is frozen."""
+
+    rank: int = Field(16, ge=1, le=MAX_WIDTH, description="rows of A and columns of B")
+    alpha: PositiveFloat = Field(32.0, description="B A x is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        (ALL_LINEAR,),
+        min_length=1,
+        description="patterns of the names of weights that get adapters, such as '*.attn.q.weight'; "
+        "'all-linear' for those of all linear layers in blocks",
+    )
+    rslora: bool = Field(
+        False, description="multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, rsLoRA)"
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor on B A x."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def adapts(self, parameter: Parameter) -> bool:
+        """True for a weight that has an adapter."""
+        return is_adaptable(parameter) and any(
+            pattern == ALL_LINEAR or fnmatchcase(parameter.name, pattern) for pattern in self.targets
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of an A or a B."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """The names of A and B beside a weight of this name."""
+    stem = weight.removesuffix(".weight")
+    return stem + LORA_A, stem + LORA_B
+
+
+def is_adaptable(parameter: Parameter) -> bool:
+    """True for the weight of a linear layer of attention or of a feed-forward layer that all tokens take."""
+    *path, layer, leaf = parameter.name.split(".")
+    inside = path[:1] == ["blocks"] and path[2:] in (["attn"], ["mlp"], ["mlp", "shared"])
+    return inside and leaf == "weight" and layer != "router" and len(parameter.shape) == 2
+
+
+def with_adapters(
+    units: Mapping[str, tuple[Parameter, ...]], lora: LoraSpec
+) -> dict[str, tuple[Parameter, ...]]:
+    """The parameters of each unit, frozen, and the adapters that are trained."""
+    return {unit: tuple(_adapted(listed, lora)) for unit, listed in units.items()}
+
+
+def _adapted(listed: tuple[Parameter, ...], lora: LoraSpec) -> Iterator[Parameter]:
+    """Frozen parameters, and behind those of a linear layer its A and B, as the decoder lists them."""
+    waiting: tuple[Parameter, ...] = ()
+    for parameter in listed:
+        if waiting and parameter.name != waiting[0].name.replace(LORA_A, ".bias"):
+            yield from waiting
+            waiting = ()
+        yield replace(parameter, trainable=False)
+        if lora.adapts(parameter):
+            waiting = adapters_of(parameter, lora.rank)
+    yield from waiting
+
+
+def adapters_of(weight: Parameter, rank: int) -> tuple[Parameter, Parameter]:
+    """A and B of a weight: that at the split side is split as the weight is, the other is whole."""
+    outputs, inputs = weight.shape
+    name_a, name_b = adapter_names(weight.name)
+    a, b = Parameter(name_a, (rank, inputs)), Parameter(name_b, (outputs, rank))
+    if weight.split is None:
+        return a, b
+    if weight.dim:
+        return replace(a, split=weight.split, dim=1), b
+    return a, replace(b, split=weight.split)

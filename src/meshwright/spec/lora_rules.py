@@ -1,0 +1,91 @@
+"""Rules on `[lora]` and what goes with it."""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.lora import ALL_LINEAR, is_adaptable
+from meshwright.spec.parameters import Parameter, parameters
+from meshwright.spec.sections import Sections
+
+
+def targets_are_linear(spec: Sections) -> None:
+    """Each pattern of `lora.targets` matches a linear layer that can have an adapter."""
+    if spec.lora is None:
+        return
+    every = [parameter for unit in parameters(spec.model).values() for parameter in unit]
+    names = [parameter.name for parameter in every if is_adaptable(parameter)]
+    for pattern in spec.lora.targets:
+        if pattern == ALL_LINEAR or any(fnmatchcase(name, pattern) for name in names):
+            continue
+        others = [each for each in every if fnmatchcase(each.name, pattern)]
+        if others:
+            raise UserError(
+                f"lora.targets: '{pattern}' matches {others[0].name}, which gets no adapter, since "
+                f"{_reason(others[0])}; give '{ALL_LINEAR}', or names of weights in attention and "
+                f"feed-forward layers"
+            )
+        near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
+        raise UserError(f"lora.targets: '{pattern}' matches no linear layer; the nearest are {near}")
+
+
+def _reason(parameter: Parameter) -> str:
+    if parameter.expert:
+        return "those of routed experts are not supported"
+    return "it is not the weight of a linear layer in attention or a feed-forward layer"
+
+
+def rank_is_low(spec: Sections) -> None:
+    """A and B have fewer rows and columns than the weights that they stand beside."""
+    if (lora := spec.lora) is None:
+        return
+    adapted = [each for unit in parameters(spec.model).values() for each in unit if lora.adapts(each)]
+    least = min(adapted, key=lambda each: min(each.shape))
+    if lora.rank > min(least.shape):
+        raise UserError(
+            f"lora.rank: {lora.rank} is more than {min(least.shape)}, the rank of {least.name} "
+            f"{list(least.shape)} itself; try lora.rank = {min(least.shape)} or less"
+        )
+
+
+def adapters_alone_are_trained(spec: Sections) -> None:
+    """What else changes or names trained parameters does not go with adapters."""
+    if spec.lora is None:
+        return
+    if spec.train.frozen:
+        raise UserError(
+            f"train.frozen: {spec.train.frozen[0]!r} has no effect beside [lora], which freezes all but the "
+            f"adapters; leave it out, or --lora none"
+        )
+    if spec.model.mup_base_hidden is not None:
+        raise UserError(
+            f"model.mup_base_hidden: {spec.model.mup_base_hidden} does not go with [lora], whose rates do "
+            f"not follow from the model's width; leave it out"
+        )
+    if spec.model.mtp_num_layers:
+        raise UserError(
+            f"model.mtp_num_layers: {spec.model.mtp_num_layers} does not go with [lora], which trains for "
+            f"the next token alone; give model.mtp_num_layers = 0"
+        )
+
+
+def adapters_are_not_rounded(spec: Sections) -> None:
+    """Products of adapters have no recipe of low precision."""
+    if spec.lora is None:
+        return
+    precision = spec.precision
+    if precision.low:
+        raise UserError(
+            f"precision.compute: {precision.compute!r} rounds the operands of linear layers, which is not "
+            f"defined for adapters of [lora]; try precision.compute = 'bf16'"
+        )
+    if precision.qat is not None:
+        raise UserError(
+            f"precision.qat: {precision.qat!r} trains weights that are rounded, and [lora] trains none; "
+            f"leave one of them out"
+        )
+
+
+LORA_RULES = (targets_are_linear, rank_is_low, adapters_alone_are_trained, adapters_are_not_rounded)
