@@ -93,7 +93,7 @@ def test_bytes_of_compressed_exchanges_are_the_formulas(
     ranks: Ranks, corpus: Path, flags: dict[str, Any]
 ) -> None:
     spec = spec_of(corpus, **flags)
-    outer, blocks = spec.outer, blocks_of(spec.model)
+    outer, blocks = spec.outer, blocks_of(spec)
     cut = {each.name for unit in parameters(spec.model).values() for each in unit if each.split}
     for found in ranks.run(spec.layout, steps_of, spec):
         for number, (whole, sent) in enumerate(found, 1):

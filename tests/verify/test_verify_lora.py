@@ -20,8 +20,14 @@ MODEL = {
     "lora.rank": 3, "lora.alpha": 40.0,
 }  # fmt: skip
 EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "layout__ep": 2}
-SHARED = {"model__moe__shared_ffn": 24, "model__moe__first": 1}
-MLA = {"model__mla__kv_rank": 8, "model__mla__rope_dim": 2, "model__mla__v_dim": 6, "model__kv_heads": 8}
+SHARED = {"model__moe__shared_ffn": 24, "model__moe__dense_first": 1}
+MLA = {
+    "model__mla__kv_rank": 8,
+    "model__mla__rope_dim": 2,
+    "model__mla__v_dim": 4,
+    "model__kv_heads": 8,
+    "model__head_dim": 6,
+}
 CASES: list[dict[str, object]] = [
     {},
     *({"layout__dp": 4, "layout__zero": zero} for zero in (0, 1, 2)),

@@ -110,7 +110,7 @@ class Outer(NoIslands):
     def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, balance: RouterBalance) -> None:
         self.mesh, self.outer, self._states = mesh, spec.outer, states
         self._spec, self.prefix = spec, f"island.{mesh.replicate.rank}/"
-        self._last, exact, blocks = spec.train.total_steps, states.formats.exact, blocks_of(spec.model)
+        self._last, exact, blocks = spec.train.total_steps, states.formats.exact, blocks_of(spec)
         self._parts: list[list[Anchored]] = [[] for _ in range(self.outer.fragments)]
         for unit in states.trained:
             anchor, momentum = (torch.zeros_like(unit.stored, dtype=exact) for _ in range(2))

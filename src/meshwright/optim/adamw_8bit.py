@@ -61,7 +61,7 @@ class AdamW8bit(AdamW):
 
     def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
         super().__init__(states, spec, memory)
-        device, exact, blocks = states.mesh.device, states.formats.exact, blocks_of(spec.model)
+        device, exact, blocks = states.mesh.device, states.formats.exact, blocks_of(spec)
         self._scale_slots = [_scale_slots(unit, blocks) for unit in states.trained]
         counts = [sum(slot.padded for slot in slots) for slots in self._scale_slots]
         self._eight_bit = {

@@ -17,10 +17,9 @@ from typing_extensions import TypedDict
 
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.step_part import StepPart
-from meshwright.spec import ModelSpec
-from meshwright.spec.parameters import parameters
+from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.records import NotNegative
-from meshwright.spec.train import TrainSpec
 
 
 class ZClipState(TypedDict):
@@ -74,9 +73,9 @@ class ParameterNorms:
     An element counts on one rank only, as in the norm of all (`parallel/grad_norm.py`).
     """
 
-    def __init__(self, states: DataParallel, model: ModelSpec) -> None:
+    def __init__(self, states: DataParallel, spec: RunSpec) -> None:
         self._states = states
-        names = [parameter.name for unit in parameters(model).values() for parameter in unit]
+        names = [parameter.name for unit in run_parameters(spec).values() for parameter in unit]
         self._places = {name: place for place, name in enumerate(names)}
         self.squares: list[float] = []
         """Squares of all parameters' norms in this step, without `Trainer.gradient_factor`."""
@@ -116,9 +115,10 @@ class Clipping(StepPart):
 
     Fields = _Fields
 
-    def __init__(self, train: TrainSpec, states: DataParallel, model: ModelSpec) -> None:
-        self.train, self.states = train, states
-        self.parameters = None if train.clip_parameter is None else ParameterNorms(states, model)
+    def __init__(self, spec: RunSpec, states: DataParallel) -> None:
+        train = self.train = spec.train
+        self.states = states
+        self.parameters = None if train.clip_parameter is None else ParameterNorms(states, spec)
         self.zclip = (
             None if train.zclip is None else ZClip(train.zclip, train.zclip_alpha, train.zclip_warmup)
         )

@@ -12,6 +12,7 @@ from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
 from meshwright.spec.layers import LayerKind
+from meshwright.spec.lora import LORA_A
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.parameters import Parameter, Piece, block_parameters, expert_piece, piece_of
@@ -77,10 +78,33 @@ class BlockTraining(NamedTuple):
         """True if a parameter is trained whose name begins with one of these."""
         return self.names is None or any(name.startswith(prefixes) for name in self.names)
 
+    def trains_layer(self, *layers: str) -> bool:
+        """True if the weight or the bias of one of these linear layers is trained, and not its adapter
+        alone."""
+        return self.trains(*(f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")))
+
+    def adapters(self, *layers: str) -> int:
+        """Number of these linear layers that have an adapter."""
+        return sum(f"{layer}{LORA_A}" in (self.names or ()) for layer in layers)
+
+    @property
+    def attention_input(self) -> bool:
+        """True if the input of attention, after its norm, has a gradient."""
+        return self.before or self.trains("attn_norm.")
+
+    @property
+    def mixed(self) -> bool:
+        """True if the weighted sums of values have a gradient."""
+        return self.attention_input or any(not name.startswith("attn.o.") for name in self._of("attn."))
+
     @property
     def attention(self) -> bool:
         """True if attention has a backward."""
         return self.before or self.trains("attn")
+
+    def _of(self, prefix: str) -> list[str]:
+        """Names of trained parameters that begin so; one stands for all."""
+        return [prefix] if self.names is None else [name for name in self.names if name.startswith(prefix)]
 
     @property
     def feed_forward(self) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd
 
-from meshwright.spec.architecture import Architecture
 from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.errors import UserError
-from meshwright.spec.parameters import Parameter, parameters
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Parameter
 from meshwright.spec.sections import Sections
 
 LARGEST_BLOCK = 256
@@ -44,10 +44,10 @@ def _largest_divisor(number: int) -> int:
     return next(size for size in range(min(number, LARGEST_BLOCK), 0, -1) if number % size == 0)
 
 
-def blocks_of(model: Architecture) -> Mapping[str, int]:
-    """Numbers of a block of each matrix by its name; vectors have none."""
-    every = (parameter for unit in parameters(model).values() for parameter in unit)
-    return {each.name: block_of(each, model.heads) for each in every if each.is_matrix}
+def blocks_of(spec: Sections) -> Mapping[str, int]:
+    """Numbers of a block of each matrix of a run by its name; vectors have none."""
+    every = (parameter for unit in run_parameters(spec).values() for parameter in unit)
+    return {each.name: block_of(each, spec.model.heads) for each in every if each.is_matrix}
 
 
 def slices_of_experts_are_whole_blocks(spec: Sections) -> None:

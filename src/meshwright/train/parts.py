@@ -44,7 +44,7 @@ def parts_of(
         built.balance,
         built.further,
         *delayed_scaling_of(spec, mesh, states, built.products),
-        Clipping(spec.train, states, spec.model),
+        Clipping(spec, states),
         *distillation_of(spec, sources.soft_targets),
         due_gradients(spec, states),
         islands_of(run, run_mesh, states, built.balance, sources.arrivals),

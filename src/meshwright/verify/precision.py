@@ -362,7 +362,7 @@ class _Comparison:
 
     def _as_held(self, kind: str, name: str, moment: Tensor) -> Tensor:
         """A moment rounded to 8 bits; where two values are as near, the one that the layout holds."""
-        held, block = self.state[kind][name].double(), blocks_of(self.spec.model)[name]
+        held, block = self.state[kind][name].double(), blocks_of(self.spec)[name]
         return settled(held, moment, kind == "exp_avg", block, MASTER_TOLERANCE)
 
 

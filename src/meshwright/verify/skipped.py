@@ -61,7 +61,17 @@ def infinite_gradient(trainer: Trainer) -> Iterator[None]:
     if control.rank != last:
         yield
         return
-    handle = own[-1].register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    parameter = own[-1]
+
+    def infinite(gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            return torch.full_like(gradient, math.inf)
+        added = trainer.states.gradient_sum(parameter)  # a product has added it where it is packed
+        assert added is not None
+        added.total.fill_(math.inf)
+        return None
+
+    handle = parameter.register_hook(infinite)
     try:
         yield
     finally:

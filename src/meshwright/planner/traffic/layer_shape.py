@@ -30,6 +30,8 @@ class LayerShape:
     """True if the layer runs on processors, where the loss is computed in smaller chunks."""
     training: BlockTraining = ALL_TRAINED
     """Parameters of the layer that are trained."""
+    rank: int = 0
+    """Rank of the adapters of a run that has any."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -95,6 +97,16 @@ class LayerShape:
         """The operation that sums the outputs of a row-parallel map over tensor ranks."""
         return "reduce_scatter" if self.layout.sequence_parallel else "all_reduce"
 
+    @property
+    def feed_forward_input(self) -> bool:
+        """True if the input of the feed-forward layer, after its norm, has a gradient."""
+        training = self.training
+        return (
+            training.attention_input
+            if self.model.parallel_block
+            else (training.attention or training.trains("mlp_norm."))
+        )
+
     def maps(self, routed: bool) -> int:
         """Parallel regions of a layer: attention, and a feed-forward network that all tokens take."""
         return 1 + (not routed or self.moe.shared_ffn > 0)
@@ -106,7 +118,8 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again = {kind for kind in ("matmul", "attention") if recomputed(spec, kind)}
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
-    return LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu)
+    rank = 0 if spec.lora is None else spec.lora.rank
+    return LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, rank=rank)
 
 
 def routed_tokens(spec: RunSpec) -> int:

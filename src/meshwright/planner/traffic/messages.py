@@ -27,12 +27,14 @@ from meshwright.planner.rank_view import (
     widths,
 )
 from meshwright.planner.traffic import exchange
+from meshwright.planner.traffic.adapters import adapter_messages
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase, Where
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
-from meshwright.spec.parameters import Piece, parameters
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Piece
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.stages import first_trained
 from meshwright.spec.tiling import loss_pieces
@@ -92,17 +94,26 @@ def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
             yield call(shape.reduction, elements, phase=Phase.INPUT)
     if shape.model.qk_norm and shape.model.qk_norm_over == "all":
         repeated = [Phase.RECOMPUTE] * ("exchange" in shape.repeated and training.feed_forward)
-        for phase in (Phase.FORWARD, *repeated, *[Phase.INPUT] * training.attention):
+        back = training.attention_input or training.trains("attn.q", "attn.k")
+        for phase in (Phase.FORWARD, *repeated, *[Phase.INPUT] * back):
             yield call("all_reduce", 2 * shape.tokens, width=shape.exact, phase=phase)
+    yield from adapter_messages(shape, where, again)
     yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
     read = outputs if shape.model.rereads_outputs else 1  # else not of the layer's last map
     yield from (hidden(shape.reduction, phase=phase, count=read) for phase in again)
     if shape.layout.sequence_parallel:
-        back = training.attention + (outputs - 1) * training.feed_forward
-        yield hidden("all_gather", phase=Phase.INPUT, count=back)
+        yield hidden("all_gather", phase=Phase.INPUT, count=_left(shape, where, outputs))
     elif where == "moe":  # each tensor rank routes its own tokens
         phases = Phase.FORWARD, *[Phase.INPUT] * training.feed_forward
         yield from (hidden("all_gather", phase=phase) for phase in phases)
+
+
+def _left(shape: LayerShape, where: Where, maps: int) -> int:
+    """Row-parallel maps whose backward is computed."""
+    training, inner = shape.training, "mlp.shared." if where == "moe" else "mlp."
+    attention = training.mixed or training.trains_layer("attn.o")
+    inside = shape.feed_forward_input or training.trains(f"{inner}gate.", f"{inner}up.")
+    return attention + (maps - 1) * (inside or training.trains_layer(f"{inner}down"))
 
 
 def _entered(shape: LayerShape, maps: int) -> Iterator[tuple[float, bool, bool]]:
@@ -110,17 +121,17 @@ def _entered(shape: LayerShape, maps: int) -> Iterator[tuple[float, bool, bool]]
     column-parallel maps."""
     mla, training = shape.model.mla, shape.training
     if mla is None:
-        yield shape.stream, training.trains("attn.q.", "attn.k.", "attn.v."), training.attention
+        weights = training.trains_layer("attn.q", "attn.k", "attn.v")
+        yield shape.stream, weights, training.attention_input or weights
     else:
-        yield (
-            shape.tokens * (mla.q_rank or shape.model.hidden),
-            training.trains("attn.q."),
-            training.attention,
-        )
-        yield shape.tokens * mla.kv_rank, training.trains("attn.kv."), training.attention
-        yield shape.tokens * mla.rope_dim, False, training.attention
-    names = [f"mlp.{inner}{name}." for inner in ("", "shared.") for name in ("gate", "up")]
-    yield from [(shape.stream, training.trains(*names), training.feed_forward)] * (maps - 1)
+        weights, given = training.trains_layer("attn.q"), training.attention_input
+        latent = given or (mla.q_rank is not None and training.trains("attn.q_a"))
+        yield shape.tokens * (mla.q_rank or shape.model.hidden), weights, latent or weights
+        weights, latent = training.trains_layer("attn.kv"), given or training.trains("attn.kv_a")
+        yield shape.tokens * mla.kv_rank, weights, latent or weights
+        yield shape.tokens * mla.rope_dim, False, given or training.trains("attn.kv_a.")
+    weights = training.trains_layer(*(f"mlp.{inner}{n}" for inner in ("", "shared.") for n in ("gate", "up")))
+    yield from [(shape.stream, weights, shape.feed_forward_input or weights)] * (maps - 1)
 
 
 def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
@@ -129,7 +140,7 @@ def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
     training = shape.training
     again = [Phase.RECOMPUTE] * training.feed_forward
     forwards = [Phase.FORWARD, *again * ("attention" in shape.repeated)]
-    back = [Phase.INPUT] * training.attention
+    back = [Phase.INPUT] * training.mixed
     if ring.ranks > 1 and shape.layout.context_mode == "gather":
         whole = partial(call, elements=keys * ring.ranks, group=ring)
         yield from (whole("all_gather", width=shape.width, phase=phase) for phase in forwards)
@@ -379,7 +390,7 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     numbers = _TOTALS + 2 * (spec.model.mtp_num_layers > 0)
     numbers += balance_counts(spec.model, moe) if moe is not None else 0
     if spec.train.clip_parameter is not None:
-        numbers += sum(len(unit) for unit in parameters(spec.model).values())
+        numbers += sum(len(unit) for unit in run_parameters(spec).values())
     world = step_world(spec)
     yield call("world", "scalars", numbers, _COUNT, world)
     if spec.precision.compute in DELAYED:

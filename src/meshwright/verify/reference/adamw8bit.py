@@ -36,7 +36,7 @@ def round_moments(moments: Mapping[str, Mapping[str, Tensor]], spec: RunSpec, na
     if spec.train.optimiser != "adamw8bit" or not multiplies(name, moments["exp_avg"][name].ndim):
         return
     for kind, held in moments.items():
-        held[name].copy_(rounded(held[name], kind == "exp_avg", blocks_of(spec.model)[name]))
+        held[name].copy_(rounded(held[name], kind == "exp_avg", blocks_of(spec)[name]))
 
 
 def rounded(moment: Tensor, signed: bool, block: int, nudge: float = 0.0) -> Tensor:

@@ -27,7 +27,7 @@ class Messages:
         self.form, self.density = outer.format, outer.top_k
         decay = outer.error_decay
         self.decay = decay if decay is not None else (0.95 if outer.top_k else 0.0)
-        self._blocks = blocks_of(spec.model)
+        self._blocks = blocks_of(spec)
         self.errors: dict[str, Tensor] = {}
         """The movement that `island.<number>/<name>` has not sent, where it is kept."""
         self.last: dict[str, Tensor] = {}
