@@ -9,6 +9,7 @@ from meshwright.data.corpus import Corpus
 from meshwright.infer.generate import generate
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
+from meshwright.model.lora import attach_adapters
 from meshwright.train.step import Trainer
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
@@ -48,7 +49,8 @@ def _whole(trainer: Trainer) -> Decoder | None:
         return None
     decoder = None
     if trainer.mesh.control.rank == 0:
-        decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
+        decoder = attach_adapters(Decoder(trainer.spec.model), trainer.spec.lora)
+        decoder = decoder.to(trainer.mesh.device, trainer.states.formats.master)
     mine = decoder.tensors() if decoder is not None else {}
     stored = [*trainer.states.parameters(), *trainer.balance.biases().items()]
     gather_full(stored, trainer.mesh, into=mine)

@@ -84,7 +84,7 @@ class LatentAttention(nn.Module):
         The weights that would expand latents into keys and values are applied to the queries and to the
         output instead (DeepSeek-V2, §2.1.2). Scores are scaled as for d channels.
         """
-        per_head = self.kv.weight.unflatten(0, (-1, self.plain + self.mla.v_dim))
+        per_head = self.kv.matrix().unflatten(0, (-1, self.plain + self.mla.v_dim))
         to_keys, to_values = per_head.split([self.plain, self.mla.v_dim], 1)
         plain, rotary = q_BTHd.split([self.plain, self.mla.rope_dim], -1)
         q = torch.cat([torch.einsum("bthn,hnc->bthc", plain, to_keys), rotary], -1)

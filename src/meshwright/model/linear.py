@@ -18,6 +18,10 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    def matrix(self) -> Tensor:
+        """All that x is multiplied by (outputs, inputs)."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 

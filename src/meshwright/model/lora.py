@@ -23,6 +23,9 @@ class LoraLinear(Linear):
         self.lora_a = Linear(inputs, lora.rank, False)
         self.lora_b = Linear(lora.rank, outputs, False)
 
+    def matrix(self) -> Tensor:
+        return merged(self.weight, self.lora_a.weight, self.lora_b.weight, self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.lora_b(self.scale * self.lora_a(x))
 

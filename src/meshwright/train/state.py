@@ -30,6 +30,7 @@ FREE = {
         "offload", "offload_dir", "offload_activations", "ema",
     },
     "precision": {"loss_scale", "loss_scale_window", "fp8_gather", "qat", "qat_group"},
+    "lora": set(),
 }  # fmt: skip
 """Keys that may differ between a checkpoint and the run that resumes from it."""
 
@@ -179,7 +180,12 @@ def check_same_run(
     `data_remark` ends the sentence about other data.
     """
     imported = state["data_digest"] is None
-    if differ := _changed(spec, state, ("model",) if imported else ("model", "train", "precision")):
+    if imported and spec.lora is not None:
+        raise UserError(
+            f"{where} holds a whole model and no adapters of [lora]; begin them in another --out, "
+            f"with --from and the folder of this run"
+        )
+    if differ := _changed(spec, state, ("model",) if imported else ("model", "train", "precision", "lora")):
         remedy = "give the same values, or another --out"
         if any(each.startswith("train.frozen") for each in differ):
             remedy += " with model.weights, which may freeze others"
@@ -194,7 +200,7 @@ def check_same_run(
 
 def check_same_model(spec: RunSpec, state: dict[str, Any], where: str) -> None:
     """Refuse a checkpoint whose model is not the one that the run's record describes."""
-    if differ := _changed(spec, state, ("model",)):
+    if differ := _changed(spec, state, ("model", "lora")):
         raise UserError(
             f"{where}: its record was changed after the checkpoint of step {state['step']} was saved: "
             f"{'; '.join(differ)}; put run.json back"
@@ -207,8 +213,9 @@ def _changed(spec: RunSpec, state: dict[str, Any], parts: tuple[str, ...]) -> li
     usual = {"train": TrainSpec(), "precision": PrecisionSpec()}  # for keys that came after the checkpoint
     for part in parts:
         free = FREE[part] | (TRAINING if state["data_digest"] is None else set())
-        before = {**(usual[part].model_dump(mode="json") if part in usual else {}), **state["spec"][part]}
-        for key, (was, is_now) in differences(before, now[part]).items():
+        held = state["spec"].get(part) or {}  # a record may be older than [lora]
+        before = {**(usual[part].model_dump(mode="json") if part in usual else {}), **held}
+        for key, (was, is_now) in differences(before, now[part] or {}).items():
             if key not in free:
                 found.append(f"{part}.{key} was {as_in_file(was)} and is {as_in_file(is_now)}")
     return found

@@ -35,6 +35,7 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.stale_gradients import DueGradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
+from meshwright.spec.lora import is_adapter
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.parts import Sources, parts_of
 
@@ -156,9 +157,10 @@ class Trainer:
 
         Raises `UserError` for weights that are damaged.
         """
-        if weights is None:
-            initialise(self.states, self.spec.model, self.spec.train.seed)
-        else:
+        adapters_alone = weights is not None
+        if weights is None or self.spec.lora is not None:
+            initialise(self.states, self.spec.model, self.spec.train.seed, adapters_alone)
+        if weights is not None:
             fill(self.held, weights)
             round_stored(self.states)
         for part in self.parts:
@@ -166,8 +168,9 @@ class Trainer:
 
     @property
     def held(self) -> Tensors:
-        """This rank's parts of parameters and routers' biases by name."""
-        return {**dict(self.states.parameters()), **self.balance.biases()}
+        """This rank's parts of a model's own parameters and routers' biases by name, without adapters."""
+        parameters = {name: each for name, each in self.states.parameters() if not is_adapter(name)}
+        return {**parameters, **self.balance.biases()}
 
     def part(self, kind: type[P]) -> P:
         """The part of a class. Raises StopIteration if the step has none."""

@@ -33,6 +33,7 @@ from meshwright.spec.load import load
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.sections import DataSpec
 from meshwright.train.state import check_fields, check_same_model, imported_state
+from meshwright.weights.adapters import adapter_shapes, merge_adapters
 
 DTYPE_KEY = "imported_dtype"
 """Key of run.json: the number format of the folder that a run was imported from."""
@@ -69,6 +70,7 @@ def load_tensors(
     """Fill parameters and routers' biases by name from a checkpoint, of any layout, and return its state.
 
     It is that of `step`, by default the newest whole one. All ranks call this, each with what it holds.
+    Adapters are merged into the weights beside them.
     Raises `UserError` as `check_state` does, where there is no such step, and if a parameter is not finite.
     """
     folder = spec.checkpoint.folder(run)
@@ -81,10 +83,14 @@ def load_tensors(
     names = average_names(spec) if average else {}
     tensors = {names.get(name, f"model/{name}"): tensor for name, tensor in parameters.items()}
     tensors |= {f"model/{name}": tensor for name, tensor in biases.items()}
+    wide = torch.float64 if spec.precision.base == "fp64" else torch.float32
+    adapters = {name: torch.empty(shape, dtype=wide) for name, shape in adapter_shapes(spec).items()}
+    tensors |= {names.get(name, f"model/{name}"): tensor for name, tensor in adapters.items()}
     converted = {f"model/{name}" for name in frozen_names(spec)}
     store = CheckpointStore(folder, keep=1, control=ranks)
     with torch.no_grad():
         state = store.load(step, tensors, check, converted)
+        merge_adapters(spec, parameters, adapters)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
 

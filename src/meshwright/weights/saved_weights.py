@@ -21,16 +21,18 @@ from meshwright.checkpoint.reader import (
     read_manifest_text,
     stored_parts,
 )
-from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, fill
+from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, fill, whole
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
+from meshwright.spec.lora import adapter_names
+from meshwright.weights.adapters import adapted_weights, adapter_shapes, merged_parts
 from meshwright.weights.load import average_names, check_finite, check_state
 
 T = TypeVar("T")
 
 
 class SavedWeights:
-    """The weights of a checkpoint: of `step`, or of the newest (`Weights`).
+    """The weights of a checkpoint: of `step`, or of the newest, its adapters merged into them (`Weights`).
 
     `run` is the folder of a run, `spec` its spec, and `shapes` has the shape of each parameter and of each
     router's bias by name. `average` reads the moving average of the weights (`train.ema`) in their place.
@@ -47,7 +49,8 @@ class SavedWeights:
         check_state(run, self.spec, self._manifest.state, average)
         self.shapes = tensor_shapes(self.spec.model)
         self._averages = average_names(self.spec) if average else {}
-        held = {self._key(name): self._empty(name) for name in self.shapes}
+        self._adapters, self._adapted = adapter_shapes(self.spec), {*adapted_weights(self.spec)}
+        held = {self._key(name): self._stored(name) for name in (*self.shapes, *self._adapters)}
         match_tensors(self._manifest, held, self._path)
 
     @property
@@ -80,10 +83,16 @@ class SavedWeights:
         return self.read(name)
 
     def parts(self, wanted: Wanted) -> Iterator[WeightPart]:
-        """Yield the stored pieces that overlap wanted rectangles of parameters and routers' biases.
+        """Yield the stored pieces that overlap wanted rectangles of parameters and routers' biases; of
+        weights with adapters those rectangles, merged.
 
         Errors are those of `read`.
         """
+        return merged_parts(self.spec, self.stored_parts, wanted)
+
+    def stored_parts(self, wanted: Wanted) -> Iterator[WeightPart]:
+        """Yield the stored pieces that overlap wanted rectangles, also of adapters. Errors are those of
+        `read`."""
         names = {self._key(name): name for name in wanted}
         stored = {key: wanted[name] for key, name in names.items()}
         for key, rectangle, value in stored_parts(self._path, self._manifest, stored, self._disk):
@@ -93,6 +102,8 @@ class SavedWeights:
     def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
         stored = {self._key(name): listed for name, listed in wanted.items()}
+        beside = (each for name in wanted if name in self._adapted for each in adapter_names(name))
+        stored |= {self._key(name): [whole(self._adapters[name])] for name in beside}
         sizes = [piece.bytes for _, _, piece in overlapping(self._path, self._manifest, stored, self._disk)]
         return ReadBytes(sum(sizes), max(sizes, default=0))
 
@@ -101,9 +112,16 @@ class SavedWeights:
         return self._averages.get(name, f"model/{name}")
 
     def _empty(self, name: str) -> Tensor:
+        """A tensor of a parameter's shape, in the format that `read` returns it in."""
+        found = self._stored(name)
+        wide = torch.promote_types(found.dtype, torch.float32) if name in self._adapted else found.dtype
+        return found.to(wide)
+
+    def _stored(self, name: str) -> Tensor:
+        """A tensor of the shape and the format of what is stored under a name."""
         entry = self._manifest.tensors.get(self._key(name))
         dtype = DTYPES[entry.dtype] if entry is not None else torch.float32
-        return torch.empty(self.shapes[name], dtype=dtype, device="meta")
+        return torch.empty(self._adapters.get(name) or self.shapes[name], dtype=dtype, device="meta")
 
 
 def of_whole_checkpoint(run: Path, step: int | None, average: bool, use: Callable[[SavedWeights], T]) -> T:
