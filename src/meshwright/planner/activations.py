@@ -38,6 +38,7 @@ from meshwright.planner.activations_head import (
     in_norm,
     waiting_gradient,
 )
+from meshwright.planner.activations_lora import adapters_everything, adapters_kept
 from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.rank_view import added_by_products, embedding_is_trained, sum_width, training_of
 from meshwright.spec import MoeSpec, RunSpec
@@ -126,7 +127,10 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     of_kind = [_block(s, layer) for layer in s.kinds.values()]
     whole = [of_kind[number] for number in model.kind_numbers]
     if not spec.trains_all:
-        whole = [bytes * training_of(spec, layer).feed_forward for layer, bytes in enumerate(whole)]
+        whole = [
+            (bytes + adapters_kept(s, layer)) * training_of(spec, layer).feed_forward
+            for layer, bytes in enumerate(whole)
+        ]
     moved = _moved(s)
     length = spec.data.seq_len
     windows = {kind.window for kind in s.kinds}
@@ -169,7 +173,7 @@ class BackwardPeaks(NamedTuple):
 def backward_peaks(s: Sizes, layer: int, cpu: bool) -> BackwardPeaks:
     """The peaks of a block's backward, on a CPU or on another device."""
     return BackwardPeaks(
-        everything(s, layer),
+        everything(s, layer) + adapters_everything(s, layer),
         _at_feed_forward(s, layer, cpu),
         s.width.compute * s.stream + of_experts(s, layer, partial(experts.routed_backward, cpu=cpu)),
         s.width.compute * s.stream + of_experts(s, layer, partial(experts.routed_packed, cpu=cpu)),
@@ -299,7 +303,8 @@ def at_mask(s: Sizes) -> int:
 def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     """Peak bytes beyond those that the last block keeps, in the backward of its feed-forward layer."""
     weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
-    if added_by_products(s.spec, cpu) and sum_width(s.spec) == s.width.compute:
+    trained = training_of(s.spec, layer).trains_layer("mlp.down", "mlp.shared.down")
+    if not trained or (added_by_products(s.spec, cpu) and sum_width(s.spec) == s.width.compute):
         weight = 0  # its gradient is where it is packed
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
     return s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))

@@ -69,7 +69,7 @@ def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
     """
     b, exact, hidden = s.width.compute, s.width.exact, s.spec.model.hidden
     chunk, piece = (min(s.tokens, rows) * s.rows for rows in loss_rows(s.rows, cpu))
-    weight, mixed = s.rows * hidden, b != exact
+    weight, mixed = s.rows * hidden * head_is_trained(s.spec), b != exact
     slope = b * piece if s.spec.model.logit_softcap is not None else 0
     softmax = b * chunk + piece * (2 * exact if mixed else exact) + slope
     added = b * chunk + (weight * (b + (exact if cpu else 0)) if mixed else 0)

@@ -1,0 +1,45 @@
+"""Bytes that adapters of low rank keep for their backward (`parallel/tensor_lora.py`), beside what the layers
+that they stand at keep: the products with A, and where outputs of products are saved those with B, too."""
+
+from __future__ import annotations
+
+from meshwright.planner.activations_sizes import Sizes
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Parameter
+from meshwright.spec.sections import SelectiveRecompute
+
+
+def adapters_kept(s: Sizes, layer: int) -> int:
+    """Bytes that the adapters of a block keep under the run's policy."""
+    recompute = s.spec.recompute
+    if recompute.policy == "none":
+        return adapters_everything(s, layer)
+    if not isinstance(recompute, SelectiveRecompute) or "matmul" not in recompute.save:
+        return 0
+    return s.width.compute * sum(_outputs(s, each, rank) for each, rank in _adapted(s, layer))
+
+
+def adapters_everything(s: Sizes, layer: int) -> int:
+    """Bytes that the adapters of a block keep without recomputation."""
+    return s.width.compute * sum(_entered(s, each) * rank for each, rank in _adapted(s, layer))
+
+
+def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
+    """The weights of a block that have adapters, with the rank of these."""
+    if (lora := s.spec.lora) is None:
+        return []
+    listed = run_parameters(s.spec)[f"blocks.{layer}"]
+    return [(each, lora.rank) for each in listed if lora.adapts(each)]
+
+
+def _entered(s: Sizes, weight: Parameter) -> int:
+    """Tokens for which a rank has the product with A that B is applied to."""
+    return s.tokens if weight.split is not None and not weight.dim else s.own
+
+
+def _outputs(s: Sizes, weight: Parameter, rank: int) -> int:
+    """Elements of the outputs of an adapter's products, and of messages between them."""
+    outputs, tokens = weight.shape[0], _entered(s, weight)
+    low = s.own * rank + (tokens * rank if tokens > s.own else 0)
+    ranks = s.spec.layout.tp if weight.split is not None and not weight.dim else 1
+    return low + tokens * outputs // ranks
