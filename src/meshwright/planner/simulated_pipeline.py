@@ -23,7 +23,7 @@ from meshwright.schedule import ScheduleError, Simulation, StageCost, StageLink,
 from meshwright.schedule.bubble_formulas import idle
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage, stages
-from meshwright.spec.training_flops import head_has_gradient, head_is_trained, trained_share
+from meshwright.spec.training_flops import adapter_flops, head_has_gradient, head_is_trained, trained_share
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def _block_flops(spec: RunSpec, layers: Sequence[int]) -> tuple[int, int]:
     model = spec.model
     kinds = [model.kind_of(layer) for layer in layers]
     weights = sum(map(model.block_weight_flops, kinds))
+    added = sum(adapter_flops(spec, layer) for layer in layers)
     attention = sum(model.block_flops(spec.data.seq_len, kind) for kind in kinds) - weights
-    return weights + sum(map(model.join_flops, layers)), attention
+    return weights + added + sum(map(model.join_flops, layers)), attention
 
 
 def _counted(spec: RunSpec, stage: Stage, flops: float) -> StageCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.spec.lora import is_adapter
 from meshwright.spec.model import active_size
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.sections import Sections
@@ -15,6 +16,13 @@ def trained_share(spec: Sections, layer: int) -> float:
     matrices = [p for p in run_parameters(spec)[f"blocks.{layer}"] if p.is_matrix]
     trained = sum(active_size(spec.model, p) for p in matrices if p.trainable)
     return trained / sum(active_size(spec.model, p) for p in matrices)
+
+
+def adapter_flops(spec: Sections, layer: int) -> int:
+    """Forward FLOPs of a block's adapters on one token."""
+    if spec.lora is None:
+        return 0
+    return 2 * sum(p.size for p in run_parameters(spec)[f"blocks.{layer}"] if is_adapter(p.name))
 
 
 def head_has_gradient(spec: Sections) -> bool:
@@ -38,10 +46,11 @@ def flops_per_token(spec: Sections, causal: bool = False) -> float:
     if not frozen_names(spec):
         return model.flops_per_token(length, causal)
     total = model.forward_flops(length, causal)
+    total += sum(adapter_flops(spec, layer) for layer in range(model.layers))
     for layer in (*range(max(0, first_trained(spec) - 1), model.layers), *model.mtp_layers):
         kind = model.kind_of(layer)
         keys = kind.keys_visible(length) if causal else kind.keys_seen(length)
-        weights = model.block_weight_flops(kind) + model.join_flops(layer)
+        weights = model.block_weight_flops(kind) + model.join_flops(layer) + adapter_flops(spec, layer)
         total += (1 + trained_share(spec, layer)) * weights
         total += 2 * model.flops_per_key * keys
     heads = 1 + model.mtp_num_layers

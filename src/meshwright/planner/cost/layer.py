@@ -23,12 +23,13 @@ from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share
+from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.planner.traffic.messages import end_messages, layer_messages
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
+from meshwright.spec.parameter_groups import run_parameters
 from meshwright.units import FORMAT_BYTES
 
 # Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
@@ -107,7 +108,8 @@ class LayerCost:
         """Matrix products of a layer's forward."""
         routed = kind.has_experts
         inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else self.spec.model.ffn)
-        return [*self._attention_products(), *inner, *(self._routed_products() if routed else ())]
+        others = [*self._adapter_products(kind), *(self._routed_products() if routed else ())]
+        return [*self._attention_products(), *inner, *others]
 
     @property
     def largest_unit(self) -> float:
@@ -115,7 +117,8 @@ class LayerCost:
         return self.rows * self.spec.model.hidden
 
     def _layer(self, kind: LayerKind) -> PassSeconds:
-        products, listed = self.products(kind), self.messages(kind.has_experts)
+        training = ALL_TRAINED if self.spec.lora is None else training_of(self.spec, self._last(kind))
+        products, listed = self.products(kind), self.messages(kind.has_experts, training)
         (core, scores), (core_back, scores_back) = self._core(kind), self._core(kind, backward=True)
         moved = self.kernels.moved(self._bytes(kind))
         forward = self._exposed(listed, core, Phase.FORWARD)._replace(
@@ -189,6 +192,26 @@ class LayerCost:
     def _feed_forward_products(self, channels: int) -> list[Product]:
         n, inner, hidden = self.tokens, channels // self.spec.layout.tp, self.spec.model.hidden
         return [Product(n, self.gates * inner, hidden), Product(n, hidden, inner)] if channels else []
+
+    def _adapter_products(self, kind: LayerKind) -> list[Product]:
+        """The products with A and B of the adapters in the last layer of a kind."""
+        lora, tp, n, own = self.spec.lora, self.spec.layout.tp, self.tokens, self.own
+        found: list[Product] = []
+        for each in run_parameters(self.spec)[f"blocks.{self._last(kind)}"] if lora is not None else ():
+            if lora is None or not lora.adapts(each):
+                continue
+            (outputs, inputs), rank = each.shape, lora.rank
+            if each.split is None:
+                found += [Product(own, rank, inputs), Product(own, outputs, rank)]
+            elif each.dim:
+                found += [Product(n, rank, inputs // tp), Product(own, outputs, rank)]
+            else:
+                found += [Product(own, rank, inputs), Product(n, outputs // tp, rank)]
+        return found
+
+    def _last(self, kind: LayerKind) -> int:
+        """The last layer of a kind; all are taken to have its adapters."""
+        return self.spec.model.last_layers[kind]
 
     def _routed_products(self) -> list[Product]:
         moe, layout, hidden = self.shape.moe, self.spec.layout, self.spec.model.hidden

@@ -252,7 +252,13 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
         weights.append(trained.head.weight)
     dense = trained.frozen_split // layout.tp + trained.frozen_whole
     dense += weights.count(0.0) * blocks.rows * model.hidden
-    return replace(found, frozen=dense, frozen_routed=trained.frozen_experts / (layout.ep * layout.etp))
+    added = trained.added_split // layout.tp + trained.added_whole
+    return replace(
+        found,
+        dense=found.dense + added,
+        frozen=dense,
+        frozen_routed=trained.frozen_experts / (layout.ep * layout.etp),
+    )
 
 
 def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, StageLink | None]:

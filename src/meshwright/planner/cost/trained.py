@@ -7,6 +7,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.breakdown import PassSeconds, Seconds
 from meshwright.planner.rank_view import embedding_is_trained, training_of
 from meshwright.spec import RunSpec
+from meshwright.spec.lora import is_adapter
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.parameters import Parameter
 from meshwright.spec.stages import Stage
@@ -47,6 +48,9 @@ class Trained(NamedTuple):
     frozen_whole: int = 0
     """Elements that each tensor rank holds."""
     frozen_experts: int = 0
+    added_split: int = 0
+    """Elements of adapters that tensor ranks share."""
+    added_whole: int = 0
 
     @property
     def embed(self) -> Work:
@@ -66,6 +70,8 @@ class Trained(NamedTuple):
             self.frozen_split + other.frozen_split,
             self.frozen_whole + other.frozen_whole,
             self.frozen_experts + other.frozen_experts,
+            self.added_split + other.added_split,
+            self.added_whole + other.added_whole,
         )
 
 
@@ -75,12 +81,13 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
         return None
     model, every = spec.model, run_parameters(spec)
     numbers = {kind: number for number, kind in enumerate(model.kinds)}
-    works, frozen = [Work()] * (len(numbers) + 2), list[Parameter]()
+    works, frozen, added = [Work()] * (len(numbers) + 2), list[Parameter](), list[Parameter]()
     for layer in stage.layers:
         number = numbers[model.kind_of(layer)]
         work = Work(int(training_of(spec, layer).feed_forward), trained_share(spec, layer))
         works[number] = works[number].plus(work)
         frozen += [p for p in every[f"blocks.{layer}"] if not p.trainable]
+        added += [p for p in every[f"blocks.{layer}"] if is_adapter(p.name)]
     if stage.embed or (stage.head and model.head_embeds):
         works[-2] = Work(0, float(embedding_is_trained(spec)))
     if stage.head:
@@ -90,4 +97,6 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
         frozen_split=sum(p.size for p in frozen if p.split and not p.expert),
         frozen_whole=sum(p.size for p in frozen if not p.split and not p.expert),
         frozen_experts=sum(p.size for p in frozen if p.expert),
+        added_split=sum(p.size for p in added if p.split),
+        added_whole=sum(p.size for p in added if not p.split),
     )

@@ -1,0 +1,121 @@
+"""Plans of runs that train adapters: bytes of a dry run, seconds, and bounds that no layout is below."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.dryrun.rank_step import rehearse
+from meshwright.hardware.find import cluster
+from meshwright.planner.activations import activations
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.stages import model_contents, parts, stored
+from meshwright.planner.layout_space import LayoutSpace
+from meshwright.planner.memory.exact import memory_model
+from meshwright.planner.memory.states import states
+from meshwright.planner.search.results import SearchCounts, SearchResult
+from meshwright.planner.search.tree import MeshBranch, SearchTree
+from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import run_parameters
+from meshwright.spec.parameters import Parameter
+from meshwright.spec.training_flops import flops_per_token
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"preset": "tiny", "layers": 4, "kv_heads": 2, "vocab_size": 512},
+    "tied": {"preset": "tiny", "layers": 4, "vocab_size": 512, "tied": True},
+    "experts": {"preset": "moe-tiny", "layers": 3, "moe": {"experts": 8, "ffn": 64, "shared_ffn": 64}},
+}
+LORA: dict[str, Any] = {"rank": 8}
+
+
+def spec_of(model: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
+    given = {"model": model, "data": {"seq_len": 256}, "precision": {"compute": "bf16"}, "lora": LORA}
+    return RunSpec.model_validate(given | {"train": {"batch_tokens": 16 * 256}} | sections)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"layout": {"dp": 4, "zero": 3}},
+    {"layout": {"dp": 2, "zero": 1}, "train": {"batch_tokens": 16 * 256, "optimiser": "adamw8bit"}},
+    {"layout": {"tp": 2}, "lora": LORA | {"targets": ["*.attn.q.weight", "blocks.2.*"]}},
+    {"layout": {"tp": 2, "pp": 2, "sequence_parallel": False}},
+    {"layout": {"pp": 2, "dp": 2, "zero": 3}, "train": {"batch_tokens": 16 * 256, "ema": 0.9}},
+]
+
+
+@pytest.mark.parametrize("sections", LAYOUTS, ids=str)
+def test_states_are_planned_to_the_byte(sections: dict[str, Any]) -> None:
+    spec = spec_of(MODELS["dense"], **sections)
+    assert rehearse(spec, 0, torch.device("cpu")).states == states(spec, 0).total
+
+
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"layout": {"tp": 2}},
+    {"layout": {"tp": 2, "sequence_parallel": False}},
+    {"recompute": {"policy": "selective"}},
+    {"layout": {"tp": 2}, "recompute": {"policy": "selective"}},
+    {"layout": {"tp": 2}, "recompute": {"policy": "full"}},
+]
+
+
+@pytest.mark.parametrize("sections", POLICIES, ids=str)
+def test_what_adapters_keep_is_planned(sections: dict[str, Any]) -> None:
+    wide = {"preset": "tiny", "layers": 4, "hidden": 256, "ffn": 768, "vocab_size": 512}
+    spec = spec_of(wide, **sections, lora={"rank": 128})
+    found = rehearse(spec, 0, torch.device("cpu"))
+    assert activations(spec).kept == pytest.approx(found.most["activations"], rel=0.03)
+
+
+def test_the_work_of_a_step_lacks_the_gradients_of_frozen_matrices() -> None:
+    whole, small, large = (
+        spec_of(MODELS["dense"], lora=given) for given in (None, {"rank": 1}, {"rank": 64})
+    )
+    adapters = [sum(p.size for p in _listed(spec) if p.trainable) for spec in (small, large)]
+    frozen = sum(p.size for p in _listed(whole) if p.is_matrix and p.name != "embed.weight")
+    for spec, added in zip((small, large), adapters, strict=True):
+        assert flops_per_token(spec) == flops_per_token(whole) - 2 * frozen + 6 * added
+    on = CostModel(cluster("h100", 1))
+    seconds = [next(iter(parts(on.blocks(spec), model_contents(spec))))[1] for spec in (small, large)]
+    assert 0 < seconds[0].forward.matmul < seconds[1].forward.matmul
+    held = stored(on.blocks(large), model_contents(large))
+    assert held.dense - held.frozen == adapters[1]
+
+
+def _listed(spec: RunSpec) -> list[Parameter]:
+    return [parameter for unit in run_parameters(spec).values() for parameter in unit]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -> None:
+    chosen = random.Random(name)
+    for _ in range(15):
+        ranks = chosen.choice([1, 2, 4, 8])
+        lora = {"rank": chosen.choice([1, 8, 32])}
+        lora |= chosen.choice([{}, {"targets": ["*.attn.*"]}, {"targets": ["blocks.2.*"]}])
+        batch = ranks * chosen.choice([1, 4]) * 256
+        base = spec_of(MODELS[name], train={"batch_tokens": batch}, lora=lora)
+        on = CostModel(cluster("h100", ranks))
+        space, memory = LayoutSpace(base, ranks, {"cp": 1}), memory_model(on)
+        tree = SearchTree(
+            space, on, memory, inf, SearchResult(1, None, inf, None, 1.0, False, SearchCounts())
+        )
+        inner = chosen.choice(list(space.inner()))
+        meshes = [mesh for pair in space.experts(ranks) for mesh in space.meshes(inner, *pair)]
+        if not meshes:
+            continue
+        mesh = chosen.choice(meshes)
+        sharding = chosen.choice(list(space.shardings(inner, mesh)))
+        cut = chosen.choice(tree._cuts_of(mesh.pp))
+        spec = space.spec(inner, mesh, sharding, cut.split)
+        blocks, exact = on.blocks(spec), memory.peak(spec).device
+        told = f"{lora} {spec.layout.describe()} zero{spec.layout.zero} {spec.recompute.policy}"
+        assert memory.lower_bound(space.spec(inner, mesh, sharding), blocks, tree.model).device <= exact, told
+        if mesh.pp == 1:
+            assert memory.resident(spec, blocks, tree.model).device <= exact * (1 + 1e-9), told
+        else:
+            fitting = MeshBranch(tree, inner, mesh, blocks).fitting(cut, spec, [sharding])
+            assert fitting[sharding] <= exact * (1 + 1e-9), told
