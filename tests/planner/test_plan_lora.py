@@ -12,6 +12,7 @@ import torch
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.hardware.find import cluster
 from meshwright.planner.activations import activations
+from meshwright.planner.cost.breakdown import weighted_sum
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import model_contents, parts, stored
 from meshwright.planner.layout_space import LayoutSpace
@@ -79,8 +80,9 @@ def test_the_work_of_a_step_lacks_the_gradients_of_frozen_matrices() -> None:
     for spec, added in zip((small, large), adapters, strict=True):
         assert flops_per_token(spec) == flops_per_token(whole) - 2 * frozen + 6 * added
     on = CostModel(cluster("h100", 1))
-    seconds = [next(iter(parts(on.blocks(spec), model_contents(spec))))[1] for spec in (small, large)]
-    assert 0 < seconds[0].forward.matmul < seconds[1].forward.matmul
+    of_all, of_lora = (weighted_sum(parts(on.blocks(each), model_contents(each))) for each in (whole, small))
+    assert of_all.forward.matmul < of_lora.forward.matmul
+    assert 0 < of_lora.weight.matmul < of_all.weight.matmul / 4
     held = stored(on.blocks(large), model_contents(large))
     assert held.dense - held.frozen == adapters[1]
 
