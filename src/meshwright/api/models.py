@@ -104,6 +104,8 @@ def export(
         "hf: a folder with safetensors; dcp: one with a checkpoint of torch.distributed; gguf: a file; "
         "default by the name of TARGET", "|".join(FORMATS), choice(*FORMATS))] = None,
     license: License = "other",
+    adapter: Annotated[bool, Option(
+        "write the adapters of [lora] alone, as a folder of PEFT", default=False)] = False,
 ) -> None:  # fmt: skip
     """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16'.
 
@@ -114,6 +116,9 @@ def export(
     average of the weights (`train.ema`). `step` is which checkpoint, by default the newest. `license` is the
     one that the model card names, by its identifier on the Hugging Face hub. One parameter is in memory at a
     time, and with 'dcp' two.
+
+    Adapters of a run with [lora] are merged into the weights; with `adapter` they are written alone, as a
+    folder of PEFT.
     """
     run = existing(run, "the folder of a run")
     check_new(folder, "export")
@@ -132,12 +137,28 @@ def export(
         raise UserError(
             f"--format: {format} does not fit {folder}; the names of GGUF files, and no others, end in .gguf"
         )
-    from meshwright.weights.exports import export_folder, export_gguf_file
+    from meshwright.weights.exports import export_adapter, export_folder, export_gguf_file
 
-    if named == "gguf":
+    if adapter:
+        _check_adapter(folder, dtype, format, named)
+        export_adapter(run, folder, weights == "ema", step)
+    elif named == "gguf":
         export_gguf_file(run, folder, dtype, weights == "ema", step)
     else:
         export_folder(run, folder, dtype, weights == "ema", step, license, dcp=format == "dcp")
+
+
+def _check_adapter(folder: Path | str, dtype: str | None, format: str | None, named: str) -> None:
+    """Raise `UserError` for options that are about a whole model."""
+    if named == "gguf":
+        raise UserError(
+            f"--adapter: writes a folder of PEFT, and {folder} is the name of a GGUF file; give a folder"
+        )
+    for name, value in (("dtype", dtype), ("format", format)):
+        if value is not None:
+            raise UserError(
+                f"--{name}: {value} is about a whole model, and --adapter writes none; leave one of them out"
+            )
 
 
 def import_hf(

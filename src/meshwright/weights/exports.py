@@ -9,8 +9,10 @@ import torch
 
 from meshwright.exchange.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
 from meshwright.exchange.hf import export_hf
+from meshwright.exchange.peft_adapter import write_adapter
 from meshwright.runs.record import read_metrics, read_object
 from meshwright.spec import UserError, load
+from meshwright.spec.architecture import RANDOM
 from meshwright.storage.upload import new_file
 from meshwright.weights.load import DTYPE_KEY
 from meshwright.weights.model_card import model_card
@@ -56,6 +58,23 @@ def export_folder(
             card=card,
             dcp=dcp,
         )
+
+    of_whole_checkpoint(run, step, average, write)
+
+
+def export_adapter(run: Path, folder: Path | str, average: bool, step: int | None) -> None:
+    """Write the adapters of a run's checkpoint as PEFT's folder, to a path or a URL. Raises `UserError`."""
+    spec = load(run)
+    if (lora := spec.lora) is None:
+        raise UserError(
+            f"--adapter: {run} has no adapters, as its run file has no [lora]; leave --adapter out for the "
+            f"whole model"
+        )
+    base = spec.model.weights if spec.model.weights != RANDOM else None
+
+    def write(saved: SavedWeights) -> None:
+        dtype = torch.float64 if saved.exact else torch.float32
+        write_adapter(folder, spec.model, lora, saved, base, dtype)
 
     of_whole_checkpoint(run, step, average, write)
 

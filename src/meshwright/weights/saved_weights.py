@@ -69,7 +69,7 @@ class SavedWeights:
         return self._empty("embed.weight").dtype
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter or a router's bias, in the format that it is stored in.
+        """Return a parameter, also of an adapter, or a router's bias, in the format that it is stored in.
 
         Every byte is checked against its hash. Raises `UserError` for damage and for values that are not
         finite.

@@ -1,0 +1,169 @@
+"""Adapters of a run as a folder of PEFT: adapter_config.json and adapter_model.safetensors, with its names.
+
+A layer of a file may join several of the decoder's (`qkv_proj`). Their adapters become one of the sum of
+their ranks, whose A has the rows of each A, and whose B has a block for each B. Rows of heads are in the
+file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.exchange.foreign.peft import CONFIG
+from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
+from meshwright.exchange.hf_tokenizer import write_json
+from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
+from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.hf.families import FAMILIES
+from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.parameters import Parameter, parameters
+from meshwright.storage.upload import new_folder
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+class PeftLayer(NamedTuple):
+    """A linear layer of the family's files with an adapter: its module, its weight as a tensor of the files,
+    and the weights of the decoder that it joins, with which of these have adapters."""
+
+    module: str
+    piece: HfTensor
+    weights: tuple[Parameter, ...]
+    adapted: tuple[bool, ...]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of A and B in the file."""
+        return f"{_PREFIX}{self.module}.lora_A.weight", f"{_PREFIX}{self.module}.lora_B.weight"
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of A and B in the file, for adapters of the decoder of this rank."""
+        rows, columns = sum(each.shape[0] for each in self.weights), self.weights[0].shape[1]
+        if self.piece.padded is not None:
+            rows, columns = (self.piece.padded, columns) if self.piece.dim == 0 else (rows, self.piece.padded)
+        return (self.rank(rank), columns), (rows, self.rank(rank))
+
+    def rank(self, rank: int) -> int:
+        """Rank of the adapter in the file."""
+        return rank * sum(self.adapted)
+
+
+def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:
+    """Yield each linear layer of the family's files that has an adapter."""
+    listed = {each.name: each for unit in parameters(model).values() for each in unit}
+    for piece in hf_tensors(model):
+        weights = tuple(listed[name] for name in piece.parameters if name in listed)
+        adapted = tuple(map(lora.adapts, weights))
+        if any(adapted):
+            yield PeftLayer(piece.hf.removesuffix(".weight"), piece, weights, adapted)
+
+
+def write_adapter(
+    folder: Path | str,
+    model: ModelSpec,
+    lora: LoraSpec,
+    source: NamedTensors,
+    base: str | None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a folder that `PeftModel.from_pretrained` opens on the model that the adapters were trained on.
+
+    `source` has the adapters; `base` names that model, if it has a name. The folder appears by one rename.
+    Raises `UserError` for a folder that exists and is not empty or cannot be written, and for adapters that
+    PEFT would put elsewhere.
+    """
+    layers = [*peft_layers(model, lora)]
+    _check_names(model, layers)
+    try:
+        with new_folder(folder, "export") as made:
+            write_json(made.path / CONFIG, peft_config(model, lora, layers, base))
+            infos = [
+                TensorInfo(name, shape, dtype)
+                for layer in layers
+                for name, shape in zip(layer.names, layer.shapes(lora.rank), strict=True)
+            ]
+            with SafetensorsStream(made.path / WEIGHTS, infos) as stream:
+                for layer in layers:
+                    values = to_peft(layer, lora.rank, source)
+                    stream.write(zip(layer.names, (value.to(dtype) for value in values), strict=True))
+            made.finished(WEIGHTS)
+    except OSError as error:
+        raise UserError(
+            f"export: {folder} cannot be written ({error.strerror or error}); give another folder"
+        ) from error
+
+
+def _check_names(model: ModelSpec, layers: Sequence[PeftLayer]) -> None:
+    """Raise `UserError` for adapters that PEFT takes for those of routed experts, by the ends of their names
+    (`convert_peft_config_for_transformers` of PEFT 0.21)."""
+    taken = [layer.module for layer in layers if layer.module.rpartition(".")[2] in _OF_EXPERTS]
+    if model.moe is not None and taken:
+        raise UserError(
+            f"--adapter: PEFT takes an adapter of {taken[0]} for one of the model's routed experts; export "
+            f"the merged model without --adapter, or train with lora.targets = ['*.attn.*']"
+        )
+
+
+def to_peft(layer: PeftLayer, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
+    """A and B of a layer of the family's files, from those of the decoder's layers."""
+    shape_a, shape_b = layer.shapes(rank)
+    found: tuple[Tensor, Tensor] | None = None
+    first_row = place = 0
+    rotary = layer.piece.rotary or (None,) * len(layer.weights)
+    for weight, has_adapter, turned in zip(layer.weights, layer.adapted, rotary, strict=True):
+        rows, columns = weight.shape
+        if has_adapter:
+            a, b = (source[name] for name in adapter_names(weight.name))
+            whole_a, whole_b = found = found or (a.new_zeros(shape_a), b.new_zeros(shape_b))
+            whole_a[place : place + rank, :columns] = a
+            whole_b[first_row : first_row + rows, place : place + rank] = (
+                b if turned is None else turned.to_file(b)
+            )
+            place += rank
+        first_row += rows
+    assert found is not None
+    return found
+
+
+def peft_config(
+    model: ModelSpec, lora: LoraSpec, layers: Sequence[PeftLayer], base: str | None
+) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    joined = [layer for layer in layers if sum(layer.adapted) > 1]
+    # alpha / rank, or alpha / sqrt(rank), is to be as before
+    factor = {layer: sum(layer.adapted) ** (0.5 if lora.rslora else 1) for layer in joined}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.rslora,
+        "target_modules": _targets(model, layers),
+        "rank_pattern": {re.escape(layer.module): layer.rank(lora.rank) for layer in joined},
+        "alpha_pattern": {re.escape(layer.module): lora.alpha * factor[layer] for layer in joined},
+        "fan_in_fan_out": FAMILIES[model.family].names.transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _targets(model: ModelSpec, layers: Sequence[PeftLayer]) -> list[str]:
+    """Last parts of the modules' names where these have adapters wherever they occur, else whole names.
+
+    Beside experts names are whole: of last parts PEFT makes those of stacked experts.
+    """
+    modules = {layer.module for layer in layers}
+    leaves = sorted({module.rpartition(".")[2] for module in modules})
+    every = {piece.hf.removesuffix(".weight") for piece in hf_tensors(model)}
+    named = {module for module in every if module.rpartition(".")[2] in leaves}
+    return leaves if named == modules and model.moe is None else sorted(modules)

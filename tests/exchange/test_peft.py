@@ -1,0 +1,159 @@
+"""Adapters against PEFT: logits, gradients and merged weights in float64, and folders that it opens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from hf_models import CASES, TOKENS, save_theirs
+from meshwright.checkpoint.weights import fill
+from meshwright.exchange.foreign.caller import IMPORT
+from meshwright.exchange.foreign.source import open_source
+from meshwright.exchange.hf import import_hf
+from meshwright.exchange.peft_adapter import peft_layers, to_peft, write_adapter
+from meshwright.model.decoder import Decoder
+from meshwright.model.lora import attach_adapters, merged
+from meshwright.spec import UserError
+from meshwright.spec.lora import LoraSpec, adapter_names, is_adapter
+from meshwright.spec.parameters import parameters
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SPECS: dict[str, dict[str, Any]] = {
+    "all": {"rank": 3, "alpha": 7.0},
+    "rslora": {"rank": 4, "alpha": 7.0, "rslora": True},
+    "attention": {"rank": 2, "targets": ["*.attn.*"]},
+    "some": {"rank": 5, "targets": ["*.attn.q.weight", "*.attn.v.weight", "blocks.1.mlp.*"]},
+}
+FAMILIES = [
+    "llama", "llama biases, wide heads", "qwen2", "qwen3 tied, biases", "phi3", "gpt2", "glm4", "gemma2",
+    "cohere2", "starcoder2",
+]  # fmt: skip
+EXPERTS = ["deepseek_v3", "deepseek_v2", "qwen2_moe"]
+QUICK = {("llama", "all"), ("llama", "rslora"), ("phi3", "some"), ("gpt2", "all"), ("glm4", "all")}
+
+
+def decoder_of(folder: Path, lora: LoraSpec) -> Decoder:
+    """The decoder of an HF folder in float64, frozen, with adapters that are not zero."""
+    spec, weights = import_hf(folder)
+    decoder = Decoder(spec).double()
+    fill(decoder.tensors(), weights)
+    decoder.requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in attach_adapters(decoder, lora).named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+            parameter.requires_grad_()
+    return decoder.eval()
+
+
+class InFloat64(TorchFunctionMode):
+    """Makes float64 of every fp32 that is asked for, in which transformers computes norms and rotations."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+def their_model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def theirs_with(decoder: Decoder, lora: LoraSpec, folder: Path, out: Path) -> Any:
+    """PEFT's model of a folder, with the decoder's adapters by way of a folder of PEFT."""
+    tensors = {name: each.detach() for name, each in decoder.named_parameters()}
+    write_adapter(out, decoder.spec, lora, tensors, str(folder), torch.float64)
+    model = peft.PeftModel.from_pretrained(their_model(folder), out, is_trainable=True).eval()
+    written = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert len(written) == 2 * len([*peft_layers(decoder.spec, lora)])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(family, kind, marks=() if (family, kind) in QUICK else pytest.mark.full)
+        for family in FAMILIES
+        for kind in SPECS
+    ]
+    + [(family, "attention") for family in EXPERTS],
+)
+def test_a_folder_of_peft_has_the_same_logits_and_gradients(family: str, kind: str, tmp_path: Path) -> None:
+    lora = LoraSpec.model_validate(SPECS[kind])
+    save_theirs(tmp_path / "hf", *CASES[family])
+    decoder = decoder_of(tmp_path / "hf", lora)
+    with InFloat64():
+        model = theirs_with(decoder, lora, tmp_path / "hf", tmp_path / "adapter")
+        theirs = model(TOKENS).logits
+    ours = decoder(TOKENS)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for logits in (ours, theirs):
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+    found = {name: each.grad for name, each in decoder.named_parameters() if each.grad is not None}
+    wanted = {
+        name.replace(".default.", "."): each.grad
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
+    layers = [*peft_layers(decoder.spec, lora)]
+    assert {name for layer in layers for name in layer.names} == wanted.keys()
+    assert len(found) == 2 * sum(sum(layer.adapted) for layer in layers)
+    for layer in layers:
+        a, b = (wanted[name] for name in layer.names)
+        mine_a, mine_b = to_peft(layer, lora.rank, found)
+        torch.testing.assert_close(mine_a, a, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(mine_b, b * (mine_b != 0), rtol=1e-10, atol=1e-13)
+
+
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "hf", *CASES["qwen2_moe"])
+    decoder = decoder_of(tmp_path / "hf", lora := LoraSpec(rank=2))
+    with pytest.raises(
+        UserError, match=r"--adapter: PEFT takes an adapter of model\.layers\.0\.mlp\.shared_e"
+    ):
+        theirs_with(decoder, lora, tmp_path / "hf", tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_merged_weights_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+    lora = LoraSpec.model_validate(SPECS[kind])
+    save_theirs(tmp_path / "hf", *CASES["llama"])
+    decoder = decoder_of(tmp_path / "hf", lora)
+    model = theirs_with(decoder, lora, tmp_path / "hf", tmp_path / "adapter")
+    mine = {name: each.detach() for name, each in decoder.named_parameters()}
+    whole = model.merge_and_unload().state_dict()
+    for layer in peft_layers(decoder.spec, lora):
+        (weight,) = layer.weights
+        a, b = (mine[name] for name in adapter_names(weight.name))
+        found = merged(mine[weight.name], a, b, lora.scale)
+        torch.testing.assert_close(found, whole[f"{layer.module}.weight"], rtol=1e-12, atol=1e-14)
+    read = dict[str, Tensor]()
+    spec, weights, *_ = open_source(tmp_path / "adapter", IMPORT, None, None)
+    read = {
+        each.name: torch.empty(each.shape).double() for unit in parameters(spec).values() for each in unit
+    }
+    fill(read, weights)
+    for piece in peft_layers(decoder.spec, lora):
+        torch.testing.assert_close(
+            read[piece.weights[0].name], whole[f"{piece.module}.weight"], rtol=1e-6, atol=1e-7
+        )
+
+
+def test_the_config_names_modules_shortly_where_all_of_them_have_adapters(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "hf", *CASES["llama"])
+    for number, (kind, wanted) in enumerate({"all": 7, "some": 3 + 3 + 3}.items()):
+        lora = LoraSpec.model_validate(SPECS[kind])
+        decoder = decoder_of(tmp_path / "hf", lora)
+        theirs_with(decoder, lora, tmp_path / "hf", tmp_path / str(number))
+        config = json.loads((tmp_path / str(number) / "adapter_config.json").read_text())
+        assert len(config["target_modules"]) == wanted
