@@ -12,7 +12,8 @@ from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.layers import LayerType, LongRope
-from meshwright.spec.parameters import parameters
+from meshwright.spec.lora import ALL_LINEAR, LoraSpec, adapter_names, is_adaptable
+from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.stages import stages
 
 MOST_WORK = 2e9
@@ -94,9 +95,12 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
 
 
 def _drop_patterns(tree: dict[str, Any]) -> None:
-    """Remove patterns of `[train]` that match none of the parameters that are left."""
+    """Remove patterns of `[train]` and `[lora]` that match none of the parameters that are left."""
     units = parameters(ModelSpec.model_validate(tree["model"])).values()
-    names = [parameter.name for unit in units for parameter in unit]
+    every = [parameter for unit in units for parameter in unit]
+    names = [parameter.name for parameter in every]
+    if tree["lora"] is not None:
+        names += _narrow_adapters(tree["lora"], every)
     frozen = [p for p in tree["train"]["frozen"] if any(fnmatchcase(n, p) for n in names)]
     while all(any(fnmatchcase(n, p) for p in frozen) for n in names):  # of blocks that are left out
         frozen.pop()
@@ -105,6 +109,18 @@ def _drop_patterns(tree: dict[str, Any]) -> None:
     for key in ("lr_factors", "weight_decays"):
         table = tree["train"][key].items()
         tree["train"][key] = {p: value for p, value in table if any(fnmatchcase(n, p) for n in trained)}
+
+
+def _narrow_adapters(lora: dict[str, Any], every: Sequence[Parameter]) -> list[str]:
+    """Leave out targets that match nothing, and lower the rank to what narrow matrices have; returns the
+    names of the adapters."""
+    linear = [parameter for parameter in every if is_adaptable(parameter)]
+    lora["targets"] = [
+        target for target in lora["targets"] if any(LoraSpec(targets=(target,)).adapts(p) for p in linear)
+    ] or [ALL_LINEAR]
+    adapted = [parameter for parameter in linear if LoraSpec.model_validate(lora).adapts(parameter)]
+    lora["rank"] = min(lora["rank"], *(size for parameter in adapted for size in parameter.shape))
+    return [name for parameter in adapted for name in adapter_names(parameter.name)]
 
 
 def _note(small: RunSpec, spec: RunSpec) -> str:
