@@ -70,7 +70,7 @@ def test_generate_evaluate_and_average_take_the_merged_model(
     assert ours == hf
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat, " * 40)
-    how: dict[str, Any] = {"data": {"text": text}, "only_data": True}
+    how: dict[str, Any] = {"data": {"text": text}, "only_data": True, "seq_len": 16}
     rows = [api.evaluate(model, **how) for model in (run, merged)]
     bits = [_bits(row) for row in rows]
     assert bits[0] == pytest.approx(bits[1], rel=1e-5) and bits[0] != pytest.approx(
