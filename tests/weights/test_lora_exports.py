@@ -76,7 +76,7 @@ def test_generate_evaluate_and_average_take_the_merged_model(
     assert bits[0] == pytest.approx(bits[1], rel=1e-5) and bits[0] != pytest.approx(
         _bits(api.evaluate(theirs, **how))
     )
-    api.merge([run, merged], tmp_path / "mean")
+    api.merge([run, merged], tmp_path / "mean", method="linear")
     api.export(tmp_path / "mean", tmp_path / "mean-hf")
     mean, once = (load_file(folder / "model.safetensors") for folder in (tmp_path / "mean-hf", merged))
     for name, value in once.items():
