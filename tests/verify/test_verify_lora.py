@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,6 +11,8 @@ from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
+from meshwright.train.step import Trainer
+from meshwright.verify import verify as subject
 from meshwright.verify.precision import verify_in_own_precision
 from ranks import Ranks
 from small import spec_of
@@ -78,3 +81,47 @@ def test_adapters_are_equal_in_their_own_precision(ranks: Ranks) -> None:
     spec = spec_of(MODEL, precision__compute="bf16", layout__tp=2)
     found, _ = ranks.run(spec.layout, in_own_precision, spec)
     assert found is not None and found["equal"], found["first"]
+
+
+def not_summed(mesh: Mesh, spec: RunSpec, rank: int, parameter: str) -> dict[str, Any] | None:
+    """`verify` where one tensor rank leaves out the sum of a parameter's partial gradients."""
+
+    class Broken(Trainer):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            reduction = self.states._reduction
+            honest = reduction._sum_over_tensor
+
+            def harmed() -> None:
+                unit, slot = next(
+                    (unit, slot)
+                    for unit in self.states.trained
+                    for slot in unit.slots
+                    if slot.key == parameter
+                )
+                partial = unit.gradient_of(slot).clone()
+                honest()
+                if self.mesh.tensor.rank == rank:
+                    unit.gradient_of(slot).copy_(partial)
+
+            reduction._sum_over_tensor = harmed  # type: ignore[method-assign]
+
+    with patch.object(subject, "Trainer", Broken):
+        return subject.verify(spec, mesh, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "parameter", "kind", "name"),
+    [
+        (0, "blocks.1.attn.o.lora_b.weight", "gradient", "blocks.1.attn.o.lora_b.weight"),
+        (0, "blocks.1.attn.k.lora_a.weight", "gradient", "blocks.1.attn.k.lora_a.weight"),
+        (1, "blocks.1.mlp.up.lora_a.weight", "replicas", "up.lora_a.weight"),
+    ],
+)
+def test_a_gradient_that_one_tensor_rank_does_not_sum_is_named(
+    ranks: Ranks, rank: int, parameter: str, kind: str, name: str
+) -> None:
+    spec = spec_of(MODEL, layout__tp=2)
+    found, _ = ranks.run(spec.layout, not_summed, spec, rank, parameter)
+    assert found is not None and not found["equal"]
+    assert kind in found["first"]["kind"] and name in found["first"]["sentence"]
