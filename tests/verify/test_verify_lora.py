@@ -31,6 +31,16 @@ MLA = {
     "model__kv_heads": 8,
     "model__head_dim": 6,
 }
+DROPPING: list[dict[str, object]] = [
+    {"layout__dp": 2, "layout__zero": 3, "recompute__policy": "full"},
+    {"layout__tp": 2, "recompute__policy": "selective"},
+    {"layout__tp": 4, "layout__sequence_parallel": "false", "model__kv_heads": 2},
+    {"layout__cp": 2, "layout__tp": 2, "recompute__policy": "full"},
+    {"layout__pp": 2, "layout__schedule": "zb-h1", "train__batch_tokens": 16 * 32},
+    {"layout__pp": 2, "layout__schedule": "1f1b", "recompute__policy": "full", "layout__dp": 2},
+    {"layout__dp": 2, "layout__tp": 2, **EXPERTS, **SHARED},
+    {"layout__tp": 2, **MLA, "model__mla__q_rank": 12},
+]
 CASES: list[dict[str, object]] = [
     {},
     *({"layout__dp": 4, "layout__zero": zero} for zero in (0, 1, 2)),
@@ -56,6 +66,7 @@ CASES: list[dict[str, object]] = [
     {"layout__dp": 2, "layout__zero": 3, **EXPERTS},
     {"layout__dp": 2, "layout__tp": 2, "layout__zero": 1, **EXPERTS, **SHARED},
     {"layout__dp": 2, "layout__tp": 2, **EXPERTS, **SHARED, "layout__sequence_parallel": "false"},
+    *({"lora__dropout": 0.3} | layout for layout in DROPPING),
     {"layout__tp": 2, "layout__pp": 2, **MLA, "layout__schedule": "zb-h1", "model__mla__q_rank": 12},
     {"layout__tp": 2, "layout__dp": 2, **MLA, "layout__sequence_parallel": "false", "layout__zero": 2},
     {"layout__tp": 2, "model__parallel_block": "true", "model__norm_placement": "pre"},

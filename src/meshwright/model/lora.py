@@ -10,16 +10,17 @@ from torch import Tensor
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.linear import Linear
+from meshwright.model.lora_dropout import Dropout, TokenKeys
 from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import Parameter
 
 
 class LoraLinear(Linear):
-    """x (..., I) -> W x + bias + scale B A x (..., O); A (r, I) is `lora_a`'s weight, B (O, r) `lora_b`'s."""
+    """x (B, T, I) -> W x + bias + scale B A dropout(x), with A (r, I) in `lora_a` and B (O, r) in `lora_b`."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, lora: LoraSpec) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool, lora: LoraSpec, dropout: Dropout) -> None:
         super().__init__(inputs, outputs, bias)
-        self.scale = lora.scale
+        self.scale, self.dropout = lora.scale, dropout
         self.lora_a = Linear(inputs, lora.rank, False)
         self.lora_b = Linear(lora.rank, outputs, False)
 
@@ -27,14 +28,16 @@ class LoraLinear(Linear):
         return merged(self.weight, self.lora_a.weight, self.lora_b.weight, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.lora_b(self.scale * self.lora_a(x))
+        return super().forward(x) + self.lora_b(self.scale * self.lora_a(self.dropout(x)))
 
 
-def attach_adapters(decoder: Decoder, lora: LoraSpec | None) -> Decoder:
+def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | None = None) -> Decoder:
     """Give the linear layers that `lora` names adapters, which have no values yet; returns the decoder.
 
-    Weights and biases stay the same parameters.
+    Weights and biases stay the same parameters. What adapters drop of their inputs follows from `keys`;
+    without these nothing is dropped.
     """
+    keys = keys or TokenKeys()
     for path, linear in [*decoder.named_modules()] if lora is not None else ():
         if type(linear) is not Linear or lora is None:
             continue
@@ -42,7 +45,8 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None) -> Decoder:
             continue
         outputs, inputs = linear.weight.shape
         with linear.weight.device:
-            adapted = LoraLinear(inputs, outputs, linear.bias is not None, lora)
+            dropout = Dropout(lora.dropout, f"{path}.weight", keys)
+            adapted = LoraLinear(inputs, outputs, linear.bias is not None, lora, dropout)
         adapted.weight, adapted.bias = linear.weight, linear.bias
         adapted.to(linear.weight.dtype).train(linear.training)
         parent, _, name = path.rpartition(".")

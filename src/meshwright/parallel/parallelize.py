@@ -15,6 +15,7 @@ from meshwright.model.lora import attach_adapters
 from meshwright.model.low_precision_linear import LowPrecision, Products, products_of
 from meshwright.model.moe import Moe
 from meshwright.parallel.activation_offload import ActivationOffload
+from meshwright.parallel.adapter_dropout import AdapterDropout
 from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
@@ -51,6 +52,7 @@ class ParallelDecoder:
     further: FurtherLoss
     pipeline: Pipeline
     products: Products
+    dropout: AdapterDropout
     offload: ActivationOffload | None
     """None if activations stay on the device."""
 
@@ -71,15 +73,18 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     further = further_loss_of(spec, mesh, schedule.rank_of[-1] == mesh.pipeline.rank)
     hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
     hooks = replace(hooks, further=further.attach)
+    dropout = AdapterDropout(spec, mesh)
     with torch.device("meta"):
-        decoder = attach_adapters(Decoder(model, hooks), spec.lora)
+        decoder = attach_adapters(Decoder(model, hooks), spec.lora, dropout.keys)
     pieces = parameter_pieces(spec, mesh)
     if max(mesh.tensor.size, mesh.expert.size) > 1:
         shard_parameters(decoder, pieces)
     names = {parameter: name for name, parameter in decoder.named_parameters()}
     communicates = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward or products.low
     offload = ActivationOffload(mesh.device) if spec.train.offload_activations == "host" else None
+    dropout.before_recompute(decoder.blocks)
     recompute_and_compile(decoder, spec, cache if communicates else None, moe_cache, offload)
+    dropout.after_recompute(decoder.blocks)
     every = stages(model, layout, spec.data.seq_len)
     own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
     if offload is not None:
@@ -96,7 +101,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
         units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first, own[-1].beyond
     )
     store.gradient_sum = states.gradient_sum
-    modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
+    modules = {stage.index: DecoderStage(decoder, stage, spec, mesh, dropout.begin) for stage in own}
     pipeline = Pipeline(
         modules,
         mesh,
@@ -106,7 +111,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
         states.take,
         first_trained_stage(spec, every),
     )
-    return ParallelDecoder(decoder, states, balance, further, pipeline, products, offload)
+    return ParallelDecoder(decoder, states, balance, further, pipeline, products, dropout, offload)
 
 
 def decoder_hooks(

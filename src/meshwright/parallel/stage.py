@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,13 +20,14 @@ from meshwright.spec.stages import Stage
 
 
 class Microbatch(Protocol):
-    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, and
-    soft targets, or another loss, and further tokens, if the loss takes any."""
+    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, slots
+    (B,) of the global batch, and soft targets, or another loss, and further tokens, if the loss takes any."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor
+    slots: Tensor
     soft_targets: SoftTargets | LogProbLoss | None
     further: FurtherTokens | None
 
@@ -34,8 +35,16 @@ class Microbatch(Protocol):
 class DecoderStage:
     """One pipeline stage of a decoder on one rank: embedding, blocks and head as `Stage` lists them."""
 
-    def __init__(self, decoder: Decoder, stage: Stage, spec: RunSpec, mesh: Mesh) -> None:
-        self.decoder, self.stage, self.mesh = decoder, stage, mesh
+    def __init__(
+        self,
+        decoder: Decoder,
+        stage: Stage,
+        spec: RunSpec,
+        mesh: Mesh,
+        begin: Callable[[Microbatch], None] = lambda _: None,
+    ) -> None:
+        """`begin` is called before each forward of a microbatch."""
+        self.decoder, self.stage, self.mesh, self._begin = decoder, stage, mesh, begin
         self._dtype = formats(spec.precision).compute
         self._token_shards = mesh.tensor.size if spec.layout.sequence_parallel else 1
         self.target_weight = 1.0
@@ -43,6 +52,7 @@ class DecoderStage:
     def __call__(self, microbatch: Microbatch, x_BTD: Tensor | None) -> Tensor:
         """Activations (B, T, D) for the next stage, or on the last the summed loss times `target_weight`."""
         decoder, stage = self.decoder, self.stage
+        self._begin(microbatch)
         if x_BTD is None:
             x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
         around = microbatch.tokens.shape[1], microbatch.positions, microbatch.documents

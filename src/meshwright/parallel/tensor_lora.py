@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from meshwright.comm.mesh import Axis
 from meshwright.model.hooks import Project
 from meshwright.model.linear import Linear
 from meshwright.model.lora import LoraLinear
@@ -32,16 +33,16 @@ from meshwright.parallel.tensor_linears import TensorLinears
 class TensorAdapters:
     """The linear layers of `split`, with the adapters that some of them have.
 
-    `whole` applies layers that every rank holds, and `several` says that there is more than one rank.
+    `whole` applies layers that every rank of the axis holds.
     """
 
-    def __init__(self, split: TensorLinears, whole: Project, several: bool) -> None:
-        self._split, self._whole, self._several = split, whole, several
+    def __init__(self, split: TensorLinears, whole: Project, axis: Axis) -> None:
+        self._split, self._whole, self._axis = split, whole, axis
 
     def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Column-parallel layers of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
         outputs = self._split.project(x_BTD, linears)
-        return self._added(x_BTD, linears, outputs, self._split.gather if self._several else None)
+        return self._added(x_BTD, linears, outputs, self._split.gather if self._axis.size > 1 else None)
 
     def project_whole(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Layers that every rank holds, of one input: (B, T/n or T, D) -> (B, T/n or T, F) each."""
@@ -66,7 +67,7 @@ class TensorAdapters:
         adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
         if not adapted:
             return outputs
-        low = self._whole(x, [linear.lora_a for linear in adapted])
+        low = self._products_with_a(x, adapted)
         low = tuple(linear.scale * each for linear, each in zip(adapted, low, strict=True))
         if enter is not None:
             low = enter(torch.cat(low, -1)).split([each.shape[-1] for each in low], -1)
@@ -77,8 +78,18 @@ class TensorAdapters:
             y + added[linear] if linear in added else y for y, linear in zip(outputs, linears, strict=True)
         )
 
+    def _products_with_a(self, x: Tensor, adapted: Sequence[LoraLinear]) -> tuple[Tensor, ...]:
+        """A x of each adapter, of the same x if nothing is dropped."""
+        given = [linear.dropout(x, shard=self._axis.rank) for linear in adapted]
+        if all(each is x for each in given):
+            return self._whole(x, [linear.lora_a for linear in adapted])
+        return tuple(
+            self._whole(each, [linear.lora_a])[0] for each, linear in zip(given, adapted, strict=True)
+        )
+
     def _plus_row(self, x_BTF: Tensor, linear: Linear, y_BTD: Tensor) -> Tensor:
         if not isinstance(linear, LoraLinear):
             return y_BTD
-        low = self._split.output(x_BTF, linear.lora_a)
+        dropped = linear.dropout(x_BTF, first=self._axis.rank * x_BTF.shape[-1])
+        low = self._split.output(dropped, linear.lora_a)
         return y_BTD + self._whole(linear.scale * low, [linear.lora_b])[0]

@@ -31,6 +31,7 @@ class LoraSpec(FrozenModel):
 
     rank: int = Field(16, ge=1, le=MAX_WIDTH, description="rows of A and columns of B")
     alpha: PositiveFloat = Field(32.0, description="B A x is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of A's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         (ALL_LINEAR,),
         min_length=1,

@@ -88,4 +88,19 @@ def adapters_are_not_rounded(spec: Sections) -> None:
         )
 
 
-LORA_RULES = (targets_are_linear, rank_is_low, adapters_alone_are_trained, adapters_are_not_rounded)
+def dropout_is_not_compiled(spec: Sections) -> None:
+    """What is dropped changes with each step, and a compiled block would keep what its first one has."""
+    if spec.lora is not None and spec.lora.dropout and spec.train.compile:
+        raise UserError(
+            f"lora.dropout: {spec.lora.dropout:g} does not go with train.compile = true; give one of "
+            f"lora.dropout = 0 and train.compile = false"
+        )
+
+
+LORA_RULES = (
+    targets_are_linear,
+    rank_is_low,
+    adapters_alone_are_trained,
+    adapters_are_not_rounded,
+    dropout_is_not_compiled,
+)

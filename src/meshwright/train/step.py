@@ -126,6 +126,7 @@ class Trainer:
         built = parallelize(spec, mesh, observer)
         self.decoder, self.states, self.pipeline = built.decoder, built.states, built.pipeline
         self.balance, self.further, self.offload = built.balance, built.further, built.offload
+        self.dropout = built.dropout
         memory = memory or MomentMemory(spec.train, mesh.device, mesh.control)
         self.optimiser = OPTIMISER_CLASSES[spec.train.optimiser](self.states, spec, memory)
         self.parts = parts_of(self.run_spec, self.run_mesh, mesh, built, sources or Sources())
@@ -242,6 +243,7 @@ class Trainer:
         `gradients`.
         """
         micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
+        self.dropout.update = self.optimiser.updates
         self.states.begin_step(len(micros))
         self.sequences = sequences
         begin = StepBegin(self.sequences, self.loss_scale.value / self.rest)

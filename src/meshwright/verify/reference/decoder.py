@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.spec import ModelSpec, MoeSpec
 from meshwright.spec.layers import LayerKind
 from meshwright.spec.lora import LoraSpec
-from meshwright.verify.reference.lora import added
+from meshwright.verify.reference.lora import Drop, added, no_dropout
 from meshwright.verify.reference.rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
@@ -65,7 +65,7 @@ class ReferenceDecoder:
     `tap` is called with every submodule's path and output; the outputs of a mixture's router are its logits,
     those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits. The
     experts of a layer are `chosen` (n, T, k), where that is given, and not those of the largest scores. With
-    `lora` the weights have adapters, too.
+    `lora` the weights have adapters, too, whose inputs `drop` changes.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class ReferenceDecoder:
     ) -> None:
         self.spec, self.weights, self.chosen, self.lora = spec, weights, chosen or {}, lora
         self.linears: Linears = linears or (lambda _name, x, weight: x @ weight.T)
+        self.drop: Drop = no_dropout
         self.tap: Tap = tap or (lambda _path, x: x)
 
     def __call__(
@@ -133,7 +134,7 @@ class ReferenceDecoder:
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
         name = f"{path}.weight"
-        y = self.linears(name, x, self.weights[name]) + added(self.lora, name, x, self.weights)
+        y = self.linears(name, x, self.weights[name]) + added(self.lora, name, x, self.weights, self.drop)
         bias = self.weights.get(f"{path}.bias")
         return self.tap(path, y if bias is None else y + bias)
 

@@ -1,19 +1,23 @@
 """Adapters of low rank (Hu et al. 2021, LoRA) on one device, written apart from `spec/lora.py` and
 `model/lora.py`.
 
-A linear layer with weight W and an adapter computes W x + s B A x, where s is alpha / rank, or alpha /
-sqrt(rank) (Kalajdzievski 2023, rsLoRA). All but A and B is frozen.
+A linear layer with weight W and an adapter computes W x + s B A d(x), where s is alpha / rank, or alpha /
+sqrt(rank) (Kalajdzievski 2023, rsLoRA), and d the dropout of this layer by the rule of docs/lora.md. All but
+A and B is frozen.
 
 Shapes: n sequences of T tokens, I inputs and O outputs of a linear layer, r the rank.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.spec.lora import LoraSpec
@@ -21,6 +25,7 @@ from meshwright.verify.reference.patterns import matches
 
 LINEAR = re.compile(r"blocks\.\d+\.(attn\.(q|k|v|o|q_a|kv_a|kv)|mlp\.(shared\.)?(gate|up|down))\.weight")
 """Names of the matrices that may have adapters."""
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def has_adapter(lora: LoraSpec, name: str) -> bool:
@@ -58,10 +63,51 @@ def initial_adapters(
     return found
 
 
-def added(lora: LoraSpec | None, name: str, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor | float:
+Drop = Callable[[str, Tensor], Tensor]
+"""(name of a matrix, x (n, T, I)) -> the input of its adapter's A."""
+
+
+def added(
+    lora: LoraSpec | None, name: str, x: Tensor, weights: Mapping[str, Tensor], drop: Drop
+) -> Tensor | float:
     """What the adapter beside the matrix of this name adds (n, T, O) for x (n, T, I); 0 without one."""
     if lora is None or not has_adapter(lora, name):
         return 0.0
     a, b = (weights[each] for each in names_of(name))
     scale = lora.alpha / math.sqrt(lora.rank) if lora.rslora else lora.alpha / lora.rank
-    return scale * (x @ a.T @ b.T)
+    return scale * (drop(name, x) @ a.T @ b.T)
+
+
+def no_dropout(_name: str, x: Tensor) -> Tensor:
+    """x itself."""
+    return x
+
+
+class ReferenceDropout:
+    """Dropout of whole samples in these `slots` (n,) of the batch, after a number of updates."""
+
+    def __init__(self, lora: LoraSpec, seed: int, update: int, slots: Tensor) -> None:
+        self.dropped = round(lora.dropout * 2**16)
+        self._key, self._slots = _key(f"{seed}:dropout:{update}"), slots.cpu().numpy().astype(np.uint64)
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        """x (n, T, I) with numbers that are 0, and the others divided by the share of them."""
+        _, length, channels = x.shape
+        places = self._slots[:, None] * np.uint64(2**31) + np.arange(length, dtype=np.uint64)
+        tokens = _mixed(self._key + places * GOLDEN) ^ _key(name)
+        channel = np.arange(channels, dtype=np.uint64)
+        bits = _mixed(tokens[:, :, None] + channel // np.uint64(4) * GOLDEN)
+        drawn = (bits >> (np.uint64(16) * (channel % np.uint64(4)))) & np.uint64(0xFFFF)
+        kept = torch.from_numpy(drawn.astype(np.int64)).to(x.device) >= self.dropped
+        return torch.where(kept, x, 0) * (2**16 / (2**16 - self.dropped))
+
+
+def _key(text: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+
+def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele et al. 2014)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -18,6 +18,7 @@ from meshwright.spec import MoeSpec, RunSpec
 from meshwright.verify.reference.clipping import norm_of
 from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouting
 from meshwright.verify.reference.groups import is_frozen
+from meshwright.verify.reference.lora import ReferenceDropout
 from meshwright.verify.reference.low_precision import ReferenceLinears
 from meshwright.verify.reference.router import move_bias, router_losses, router_statistics
 from meshwright.verify.reference.sums import ReferenceSums
@@ -70,6 +71,8 @@ def reference_steps(
         moved, sums = batch.to(held["embed.weight"].device), ReferenceSums()
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
+        if spec.lora is not None:
+            decoder.drop = ReferenceDropout(spec.lora, spec.train.seed, updates.count, batch.slots)
         losses = losses_of(spec, decoder, moved, other_loss)
         found = torch.autograd.grad(losses.objective, list(parameters.values()))
         gradients = updates.take(number, dict(zip(parameters, found, strict=True)))

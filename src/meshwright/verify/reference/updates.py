@@ -28,7 +28,7 @@ class ReferenceUpdates:
                 self.moments[kind][name] = torch.zeros_like(parameter)
         kept = parameters if spec.train.ema else {}
         self.averages = {name: parameter.detach().clone() for name, parameter in kept.items()}
-        self._spec, self._count = spec, 0
+        self._spec, self.count = spec, 0
         self._clipping, self._queue = ReferenceClipping(spec.train), GradientQueue(spec)
 
     def take(self, number: int, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -40,15 +40,15 @@ class ReferenceUpdates:
         if due is None:
             return {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
         clipped = self._clipping.clip(due)
-        self._count += 1
+        self.count += 1
         for name, parameter in self.parameters.items():
             own = [kept[name] for kept in self.moments.values() if name in kept]
             factor, decay = factor_and_decay(spec, name, parameter.ndim)
             factor *= self._queue.rate_factor
-            update(parameter, clipped[name], own, spec.train, number, factor, decay, self._count)
+            update(parameter, clipped[name], own, spec.train, number, factor, decay, self.count)
             round_moments(self.moments, spec, name)
             if spec.precision.master == "bf16":
-                parameter.data = stochastic(parameter, spec.train.seed, self._count, name)
+                parameter.data = stochastic(parameter, spec.train.seed, self.count, name)
             if spec.train.ema is not None:
                 self.averages[name] = averaged(self.averages[name], parameter.detach(), spec.train.ema)
         return due
