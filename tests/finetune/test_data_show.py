@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 from chat_models import chats, tokenizer_in, written
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
+from meshwright.api.training_samples import text_parts
+from meshwright.cli import output
 from meshwright.cli.main import main
+from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 
 
 @pytest.fixture
@@ -59,3 +64,33 @@ def test_all_of_a_text_but_its_begin_is_trained_on(
     told = capsys.readouterr().out
     assert "<|endoftext|>⟦a cat and a dog⟧" in told
     assert "(15 of 16 tokens are trained on)" in told
+
+
+def parts(text: str, trained: str) -> list[tuple[str, bool]]:
+    """Parts of a text by bytes; those under an x are trained on."""
+    ids = byte_tokenizer().encode(text)
+    return [*text_parts(byte_tokenizer(), ids, [char == "x" for char in trained.ljust(len(ids))])]
+
+
+def test_letters_of_several_tokens_stay_whole() -> None:
+    assert parts("é☃.", "xx   x") == [("é", True), ("☃", False), (".", True)]
+    assert parts("☃", "x") == [("\ufffd", True), ("\ufffd\ufffd", False)]  # a part of a letter is none
+    assert parts("", "") == []
+
+
+def test_words_keep_the_spaces_that_a_decoder_drops_in_front() -> None:
+    backend = Backend(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "</s>": 2}, unk_token="</s>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = Tokenizer(backend, 2, None)
+    ids = tokenizer.encode("a b a")
+    assert [*text_parts(tokenizer, ids, [False, True, True])] == [("a", False), (" b a", True)]
+
+
+def test_a_terminal_shows_colours_and_obeys_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for terminal, told in ((True, "a\x1b[1;32m\\x1b[31mb\n\x1b[0m\n"), (False, "a⟦\\x1b[31mb\n⟧\n")):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        output.marked([("a", False), ("\x1b[31mb\n", True)])
+        assert capsys.readouterr().out == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from meshwright.spec import RunSpec
 
 if TYPE_CHECKING:
     from meshwright.data.corpus import Corpus
+    from meshwright.data.tokenizer import Tokenizer
 
 Result = dict[str, Any]
 
@@ -51,10 +53,28 @@ def _sample(corpus: Corpus, source: int, index: int) -> Result:
     trained &= np.diff(documents, prepend=-1) == 0  # the first token of a document follows none of its own
     found = []
     for number in range(int(documents[used - 1]) + 1):
-        places = np.flatnonzero(documents[:used] == number)
+        own = np.flatnonzero(documents[:used] == number)
         parts = [
-            {"text": corpus.tokenizer.decode(tokens[[*group]].tolist()), "trained": bool(key)}
-            for key, group in groupby(places.tolist(), key=lambda place: bool(trained[place]))
+            {"text": text, "trained": learned}
+            for text, learned in text_parts(corpus.tokenizer, tokens[own].tolist(), trained[own].tolist())
         ]
-        found.append({"tokens": len(places), "trained": int(trained[places].sum()), "parts": parts})
+        found.append({"tokens": len(own), "trained": int(trained[own].sum()), "parts": parts})
     return {"documents": found, "padding": len(tokens) - used}
+
+
+def text_parts(
+    tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool]
+) -> Iterator[tuple[str, bool]]:
+    """Yield the text of tokens in parts that are trained on or not, with which.
+
+    Bytes of a character that is divided between two parts become U+FFFD.
+    """
+    start, told = 0, 0
+    for learned, group in groupby(trained):
+        end = start + len([*group])
+        if tokenizer.is_byte_level:
+            text = tokenizer.decode(ids[start:end])
+        else:  # a first word would lose its space
+            text = tokenizer.decode(ids[:end])[told:]
+        yield text, learned
+        start, told = end, told + len(text)

@@ -6,7 +6,7 @@ sorts its words, `help` writes its help, `output` prints its result, and `ending
 Verbs on runs: `init` writes their file, `train`, `runs` (corpora, and arguments that name a run), `chaos`,
 `distil`, `verify`, `spec`.
 Verbs on trained models: `models` (generate, export, import, checkpoint), `evaluate`, `quantise`, and
-`weights` (average, merge). `trained_tokens` shows what of a text is trained on. Pages of runs: `report`.
+`weights` (average, merge). Pages of runs: `report`.
 Verbs that predict: `plan` (plan, explain), `simulate`, `dryrun`, `goodput`, `validate`, and `hardware`
 (profile, clusters).
 """
