@@ -119,6 +119,17 @@ def test_a_run_without_files_names_none(
     assert shown.splitlines()[-1] == f'next        meshwright generate {tmp_path} --prompt "def "'
 
 
+def test_a_model_with_a_chat_template_is_talked_to(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, "train", {"final_loss": 1.5})
+    (run / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["train", "--layout.dp", "1", "--out", str(run), "--data.corpus", "it.txt"]) == 0
+    command = capsys.readouterr().out.splitlines()[-2].removeprefix("next").strip()
+    assert command == f"meshwright generate {run} --chat"
+    parse(find("generate"), shlex.split(command)[2:])
+
+
 def test_a_mistake_and_a_damaged_record_have_an_object_too(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

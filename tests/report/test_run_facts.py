@@ -60,6 +60,11 @@ def test_the_commands_are_those_that_the_folder_allows(tmp_path: Path) -> None:
     assert ended["train longer"].endswith("my run' --resume auto --train.steps 80")
     assert ended["write text"].endswith("--prompt 'def main():'")
     assert all("my run'" in command for command in ended.values())
+    (tmp_path / "my run" / "chat_template.jinja").write_text("{{ messages }}")
+    ended = dict(facts.next_commands(read_run(tmp_path / "my run")))
+    assert (
+        ended["talk to it"] == f"meshwright generate '{tmp_path}/my run' --chat" and "write text" not in ended
+    )
     going = dict(facts.next_commands(read_run(record_run(tmp_path / "going", result=None))))
     assert "go on" in going and "write text" in going and "train longer" not in going
     (tmp_path / "going" / "events.jsonl").write_text("")

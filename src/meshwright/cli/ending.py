@@ -15,6 +15,7 @@ from meshwright.rank.failure import RanksFailed, exit_code
 from meshwright.runs.record import RUN, read_run
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
+from meshwright.spec.hf.chat_template_files import chat_template_files
 
 NO_READER = 141
 """Exit code where the reader of standard output has closed it: 128 + SIGPIPE, as of `yes | head`."""
@@ -85,7 +86,9 @@ def shown_at_end(ending: Ending, spec: RunSpec) -> Iterator[str]:
     yield f"{'checkpoint':<10}  {ending.checkpoints / step_name(step)}"
     run = shlex.quote(str(ending.out))
     commands = [f"meshwright export {run} {shlex.quote(f'{ending.out}-hf')}"]
-    if spec.data.corpus != "synthetic":  # whose tokens are no text
+    if chat_template_files(ending.out, "--out"):
+        commands.insert(0, f"meshwright generate {run} --chat")
+    elif spec.data.corpus != "synthetic":  # whose tokens are no text
         prompt = "def " if spec.data.corpus == "stdlib" else "The "
         commands.insert(0, f'meshwright generate {run} --prompt "{prompt}"')
     if export_remark(spec.model):

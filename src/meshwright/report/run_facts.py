@@ -11,6 +11,7 @@ from meshwright.report import format as fmt
 from meshwright.report.curves import axes, rows_with
 from meshwright.runs.record import RecordedRun, Row
 from meshwright.spec.differences import differences, flat
+from meshwright.spec.hf.chat_template_files import chat_template_files
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.toml import usual
 
@@ -146,7 +147,9 @@ def next_commands(run: RecordedRun) -> list[tuple[str, str]]:
     commands: list[tuple[str, str]] = []
     if result is None:
         commands.append(("go on", f"meshwright train {out} --resume auto"))
-    if saved and (run.out / "tokenizer.json").is_file():
+    if saved and chat_template_files(run.out, "report"):
+        commands.append(("talk to it", f"meshwright generate {out} --chat"))
+    elif saved and (run.out / "tokenizer.json").is_file():
         prompt = shlex.quote(_prompt(result))
         commands.append(("write text", f"meshwright generate {out} --prompt {prompt}"))
     if saved and (result is None or fmt.is_number(result.get("val_bits_per_byte"))):
