@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models import MODELS, PROMPTS, train
+from models import CHAT, MODELS, PROMPTS, QUESTIONS, train
 from tasks import TEXTS, difference, scores_of, write_tasks
 
 from meshwright import api
+from meshwright.api.chats import open_chat
+from meshwright.api.generation import Generation
+from meshwright.api.options import completed
 from meshwright.spec import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +99,8 @@ class Export:
     """Why there is no GGUF file; '' where there is one."""
     texts: Sequence[str]
     scores: Mapping[str, float]
+    chat: Sequence[str] = ()
+    """Answers to a conversation, of a model that has a chat template."""
 
 
 def prepared(name: str, work: Path) -> Export:
@@ -114,7 +119,14 @@ def prepared(name: str, work: Path) -> Export:
         except UserError as error:
             refusal = str(error)
     texts = api.generate(run, PROMPTS, max_new_tokens=COUNT)
-    return Export(folder, file, refusal, texts, scores_of(run, work / "tasks"))
+    chat = conversation(run) if name == CHAT else ()
+    return Export(folder, file, refusal, texts, scores_of(run, work / "tasks"), chat)
+
+
+def conversation(run: Path) -> list[str]:
+    """Return the answers that `generate --chat` gives to one question after the other."""
+    with open_chat(run, completed(Generation, {"max_new_tokens": COUNT})) as chat:
+        return [chat.answer(question) for question in QUESTIONS]
 
 
 def opened(name: str, client: Client, targets: Sequence[Path], work: Path) -> list[dict[str, object]]:
@@ -133,6 +145,9 @@ def compared(export: Export, row: Mapping[str, Any], tolerance: float) -> tuple[
         return str(row["error"])[:200].replace("\n", " "), False
     same = sum(ours == theirs for ours, theirs in zip(export.texts, row["texts"], strict=True))
     told, equal = f"{same} of {len(PROMPTS)}", same == len(PROMPTS)
+    if "chat" in row:
+        same = sum(ours == theirs for ours, theirs in zip(export.chat, row["chat"], strict=True))
+        told, equal = f"{told}, {same} of {len(QUESTIONS)} turns of a chat", equal and same == len(QUESTIONS)
     if "scores" in row:
         gap = difference(export.scores, row["scores"])
         told, equal = f"{told}, scores to {gap:.0e}", equal and gap < tolerance
@@ -146,7 +161,7 @@ def main() -> int:
     parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    asked = {"prompts": PROMPTS, "count": COUNT, "texts": TEXTS}
+    asked = {"prompts": PROMPTS, "count": COUNT, "texts": TEXTS, "questions": QUESTIONS}
     (options.work / "asked.json").write_text(json.dumps(asked))
     write_tasks(options.work / "tasks", COUNT)
     made = {name: prepared(name, options.work) for name in options.models}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from meshwright import api
 from meshwright.spec.load import load
@@ -25,6 +28,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"family": "mixtral", "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128},
     "qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 128},
     "qwen2": {"family": "qwen2", "qkv_bias": True},
+    "chat": {"family": "qwen2", "qkv_bias": True, "train.steps": 120},
     "qwen3": {"family": "qwen3", "qk_norm": True},
     "gemma3_text": {
         "family": "gemma3_text", "tied": True, "norm_placement": "both", "norm_unit_offset": True,
@@ -82,6 +86,46 @@ CAPITALS = {
 PROMPTS = [f"The capital of {country} is" for country in list(CAPITALS)[:5]]
 
 
+CHAT = "chat"
+"""The model of `MODELS` that learns chats by heart."""
+QUESTIONS = [f"What is the capital of {country}?" for country in list(CAPITALS)[:8]]
+"""Turns of a conversation."""
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def _chats(folder: Path) -> Path:
+    """Write chats of eight turns, in several orders, and a tokenizer with a template into a folder."""
+    rows = []
+    for first in range(len(QUESTIONS)):
+        turns = [*QUESTIONS[first:], *QUESTIONS[:first]] if first % 2 else QUESTIONS
+        messages = []
+        for question in turns:
+            city = CAPITALS[question.removesuffix("?").split()[-1]]
+            answer = f"It is {city}."
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": messages})
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    backend.train_from_iterator([*QUESTIONS, *map("It is {}.".format, CAPITALS.values())] * 9, trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return file
+
+
 def train(name: str, out: Path) -> None:
     """Train a model of `MODELS` in this process, in seconds."""
     text = out.parent / "capitals"
@@ -97,9 +141,13 @@ def train(name: str, out: Path) -> None:
         )
         for key, value in ({"train.steps": 60} | keys).items()
     ]
+    corpus, tokenizer, seq_len, batch = str(text), "bpe:320", 64, 512
+    if name == CHAT:
+        file = _chats(out.parent / "chats")
+        corpus, tokenizer, seq_len, batch = str(file), str(file.parent), 384, 8 * 384
     flags += [
-        ("data.corpus", str(text)), ("data.tokenizer", "bpe:320"), ("data.seq_len", "64"),
-        ("data.val_fraction", "0"), ("train.batch_tokens", "512"), 
+        ("data.corpus", corpus), ("data.tokenizer", tokenizer), ("data.seq_len", str(seq_len)),
+        ("data.val_fraction", "0"), ("train.batch_tokens", str(batch)),
         ("train.lr", "3e-3"), ("data.cache", str(out.parent / "tokens")),
     ]  # fmt: skip
     api.train(load(None, flags), out=out, quiet=True)

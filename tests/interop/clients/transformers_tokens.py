@@ -9,6 +9,15 @@ import sys
 from pathlib import Path
 
 
+def conversation(generate, questions: list[str], count: int) -> list[str]:
+    """Return the answers to one question after the other."""
+    messages = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        messages = generate(messages, max_new_tokens=count, do_sample=False)[0]["generated_text"]
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
 def main() -> None:
     import transformers
 
@@ -23,6 +32,8 @@ def main() -> None:
                 for prompt in prompts
             ]
             found = {"texts": [row[0]["generated_text"] for row in rows]}
+            if (Path(folder) / "chat_template.jinja").is_file():
+                found["chat"] = conversation(generate, asked["questions"], count)
         except Exception as error:  # whatever a client says of a folder is its row
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"folder": folder, **found}), flush=True)

@@ -25,6 +25,16 @@ def bits_per_byte(model, texts: list[str]) -> float:
     return -sum(nats) / math.log(2) / sum(len(text.encode()) for text in texts)
 
 
+def conversation(model, questions: list[str], sampling) -> list[str]:
+    """Return the answers to one question after the other."""
+    messages = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        told = model.chat(messages, sampling, use_tqdm=False)[0].outputs[0].text
+        messages.append({"role": "assistant", "content": told})
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
 def answer(folder: str, asked: dict) -> None:
     import vllm
 
@@ -34,6 +44,8 @@ def answer(folder: str, asked: dict) -> None:
         texts = [each.outputs[0].text for each in model.generate(asked["prompts"], sampling)]
         scores = {"sentences bits_per_byte": bits_per_byte(model, asked["texts"])}
         found = {"texts": texts, "scores": scores}
+        if (Path(folder) / "chat_template.jinja").is_file():
+            found["chat"] = conversation(model, asked["questions"], sampling)
     except Exception as error:  # whatever a client says of a folder is its row
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"folder": folder, **found}), flush=True)
