@@ -66,8 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.4, tie_word_embeddings=False,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.4,
+        tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=ENDS,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).double()  # in which no rounding tips a choice
@@ -192,6 +193,22 @@ def test_answers_end_at_the_templates_end_of_turn(folder: Path, model: Any, tmp_
         chats.answer_chats(folder, rows[:1], HOW)
 
 
+def test_no_first_token_is_put_before_a_rendered_chat(folder: Path, model: Any, tmp_path: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    first = {"SpecialToken": {"id": SPECIAL[0], "type_id": 0}}
+    tree["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {SPECIAL[0]: {"id": SPECIAL[0], "ids": [0], "tokens": [SPECIAL[0]]}},
+    }
+    other = copied(folder, tmp_path / "other", tokenizer=json.dumps(tree))
+    assert transformers.AutoTokenizer.from_pretrained(other)("a").input_ids[0] == 0
+    (found,) = chats.answer_chats(other, [(ROWS[0], chats.chat_of(ROWS[0], "x"))], HOW)
+    prompt, text, _ = wanted(other, model, ROWS[0]["messages"])
+    assert (found["prompt_tokens"], found["text"]) == (len(prompt), text)
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "a layout": (["--chat", "--layout.tp", "2"], "--chat: a conversation is held on one device"),
     "a system without a chat": (
@@ -217,14 +234,17 @@ def test_flags_that_do_not_go_together(name: str, folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": "a"}, r"line 1 of .* is no chat; write objects such as \{\"messages\""),
+        (
+            {"text": "a"},
+            r"the keys of line 1 of .* are text, which hold no chat; write objects such as \{\"messages\"",
+        ),
         ({"messages": []}, r"line 1 of .* asks nothing; give a message"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, r"line 1 of .* asks nothing"),
         (
             {"messages": [{"role": "bot", "content": "a"}]},
             r"line 1 of .*key 'messages\[0\]\.role': it is \"bot\"",
         ),
-        ("a", r"line 1 of .* is no object; write objects such as \{\"messages\""),
+        ("a", r"line 1 of .* is \"a\", not an object; write objects such as \{\"messages\""),
     ],
 )
 def test_rows_that_are_no_chats_are_told(row: Any, words: str, folder: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def theirs(source: str, messages: Any, tools: Any, marked: bool = False, **variables: Any) -> Any:
-    """What transformers renders: text and spans, or the error that it raises."""
+    """The text and spans that transformers renders, or the error that it raises."""
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         text, spans = utils.render_jinja_template(
@@ -48,7 +48,7 @@ def theirs(source: str, messages: Any, tools: Any, marked: bool = False, **varia
 
 
 def ours(template: ChatTemplate, messages: Any, tools: Any, marked: bool = False, **variables: Any) -> Any:
-    """What we render: text and spans, or the error."""
+    """The text and spans that we render, or the error."""
     try:
         if marked:
             return template.render_with_spans(messages, tools, **variables)
@@ -65,8 +65,7 @@ def test_there_are_templates() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.usefixtures("clock")
 def test_texts_are_those_of_transformers(name: str) -> None:
-    template, rendered = template_of(name), 0
-    template.now = NOW
+    template, rendered = template_of(name).at(NOW), 0
     for chat, tools in chats_of(name).values():
         for way in WAYS:
             for marked in (False, True):
@@ -157,7 +156,9 @@ def test_pythons_own_attributes_render_nothing(source: str) -> None:
 
 
 def test_what_is_no_template_is_told_with_its_line() -> None:
-    with pytest.raises(UserError, match=r"^x: it is no Jinja2 template \(.*endfor.* at line 2\); mend it"):
+    with pytest.raises(
+        UserError, match=r"^x cannot be read as a Jinja2 template \(.*endfor.* at line 2\); mend it"
+    ):
         ChatTemplate("a\n{% for m in messages %}", "x")
 
 

@@ -1,4 +1,4 @@
-"""What is trained on of chats whose template has no markers, beside the same templates with markers."""
+"""Tokens that are trained on of chats whose template has no markers, beside the same with markers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ def chat_of(row: Row, place: str) -> Conversation:
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return conversation_of({**row, "messages": asked}, "chat", place)
     if "messages" not in row:
-        raise UserError(f"--prompts: {place} is no chat; write objects such as {WANTED}, one a line")
+        keys = ", ".join(row) or "none"
+        raise UserError(
+            f"--prompts: the keys of {place} are {keys}, which hold no chat; write objects such as {WANTED}"
+        )
     return conversation_of(row, "chat", place)
 
 

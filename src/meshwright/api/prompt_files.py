@@ -11,6 +11,7 @@ from typing import Any
 from meshwright import atomic
 from meshwright.spec import UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
+from meshwright.spec.records import show
 
 Row = dict[str, Any]
 
@@ -46,7 +47,9 @@ def read_rows(file: Path, wanted: str) -> list[tuple[str, Row]]:
         except ValueError as error:
             raise UserError(f"--prompts: {place} is not JSON ({error}); mend or remove it") from None
         if not isinstance(row, dict):
-            raise UserError(f"--prompts: {place} is no object; write objects such as {wanted}, one a line")
+            raise UserError(
+                f"--prompts: {place} is {show(row)}, not an object; write objects such as {wanted}"
+            )
         rows.append((place, row))
     if not rows:
         raise UserError(f"--prompts: {file} has no prompt; write objects such as {wanted}")

@@ -31,7 +31,7 @@ FROM = {
 }  # fmt: skip
 """The role of each speaker of ShareGPT."""
 EMPTY = "rows without a message"
-"""What is counted of rows that have no message at all."""
+"""Name of the count of rows that have no message at all."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -37,7 +37,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Marked(NamedTuple):
-    """What a rendering has written so far, and the spans of its generation blocks."""
+    """The pieces that a rendering has written so far, and the spans of its generation blocks."""
 
     written: list[str]
     spans: list[Span]
@@ -72,7 +72,9 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             line = getattr(error, "lineno", None)
             place = f" at line {line}" if line else ""
-            raise UserError(f"{name}: it is no Jinja2 template ({_reason(error)}{place}); mend it") from error
+            raise UserError(
+                f"{name} cannot be read as a Jinja2 template ({_reason(error)}{place}); mend it"
+            ) from error
 
     @staticmethod
     def open(folder: Path, key: str, name: str | None = None, now: datetime | None = None) -> ChatTemplate:
@@ -184,7 +186,7 @@ class ChatTemplate:
 class GenerationBlock(jinja2.ext.Extension):
     """The block `{% generation %}...{% endgeneration %}`, which is around what the assistant writes."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Return a call of `_mark` with the body of the block."""

@@ -87,7 +87,7 @@ class ChatEncoder:
                 f"{template.name} puts none of the assistant's words between its generation markers; put "
                 "{% generation %} and {% endgeneration %} around them"
             )
-        self.unended += trained.any() and not self._ends(ids[trained])
+        self.unended += int(trained.any() and not self._ends(ids[trained]))
         return ChatTokens(ids, trained)
 
     def _ends(self, trained: IDs) -> bool:
@@ -114,7 +114,7 @@ class ChatEncoder:
         """Return the tokens `whole`, trained on from where they differ from those of the prompt alone."""
         pairs = zip(prompt, whole, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.changed_prompts += common < len(prompt)
+        self.changed_prompts += int(common < len(prompt))
         trained = np.arange(len(whole)) >= common
         return ChatTokens(np.asarray(whole, dtype=np.uint32), trained)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from meshwright.data.chat_template import ChatTemplate, Span
@@ -27,7 +27,7 @@ MARK = "Q7zMarkJ4x"
 _WORDS = ("0kQ", "Zq9")
 """Answers that differ in their first characters."""
 _REASONING = re.compile(r"<[^<>\s]*think[^<>\s]*>|\[THINK\]|◁think▷")
-"""What opens a block of reasoning."""
+"""Texts that open a block of reasoning."""
 
 
 def assistant_spans(
@@ -87,14 +87,16 @@ class _Turns:
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         return self.template.render(messages, self._tools, prompt, **self._variables)
 
-    def behind_mark(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
-        """Return what is rendered behind the mark, or all of it where no message has one; None where the
+    def behind_mark(
+        self, messages: Sequence[Message], prompt: bool = False, marked: bool = True
+    ) -> str | None:
+        """Return what is rendered behind the mark, or all of it if no message is marked; None where the
         template refuses the chat or drops the mark."""
         try:
             text = self.render(messages, prompt)
         except UserError:
             return None
-        if not any(MARK in str(message) for message in messages):
+        if not marked:
             return text
         _, mark, rest = text.partition(MARK)
         return rest.replace(MARK, "") if mark else None
@@ -135,16 +137,20 @@ class _Turns:
 
     def _header(self, number: int, ahead: list[Message], text: str) -> str:
         """Return what `text` has in front of the words of a turn, whose chat is `ahead` before it."""
-        others = [text, *filter(None, map(self.behind_mark, _other_turns(self.messages[number], ahead)))]
+        marked = bool(ahead)
+        chats = _other_turns(self.messages[number], ahead)
+        rendered = (self.behind_mark(chat, marked=marked) for chat in chats)
+        others = [text, *(each for each in rendered if each is not None)]
         if len(others) == 1:
             raise self.unsure(number, "the template refuses a turn of other words there")
         header = self._common(others)
-        prompt, without = (self.behind_mark(ahead, asked) for asked in (True, False))
+        prompt, without = (self.behind_mark(ahead, asked, marked) for asked in (True, False))
         if prompt is None or (prompt == without and self._cue and header.endswith(self._cue)):
             return header
         own = self._common([header, prompt])
-        cue = prompt != without and without is not None
-        if cue and len(own) <= len(self._common([prompt, without])) < len(header):
+        if without not in (None, prompt) and len(own) <= len(self._common([prompt, without or ""])) < len(
+            header
+        ):
             raise self.unsure(
                 number,
                 f"the turn begins with {header[len(own) :]!r}, and prompts with {prompt[len(own) :]!r}",
@@ -160,8 +166,9 @@ class _Turns:
         rest = self.text[place:]
         if number == len(self.messages) - 1:
             return place + len(rest.rstrip(" ") or rest)
-        endings = list(self._endings([*self.messages[:number], marked]))
-        for ending in endings:
+        endings = []
+        for ending in self._endings([*self.messages[:number], marked]):
+            endings.append(ending)
             if ending and rest.startswith(ending):
                 return place + len(ending.rstrip(" ") or ending)
         for ending in endings:  # a line end that only the last turn, or no other, has
@@ -173,15 +180,15 @@ class _Turns:
 
     def _endings(self, chat: list[Message]) -> Iterator[str]:
         """Yield what may end the turn at the end of a chat, which has the mark."""
-        alone, prompted = (self.behind_mark(chat, asked) for asked in (False, True))
-        if alone is not None:
+        if (alone := self.behind_mark(chat)) is not None:
             yield alone
+        prompted = self.behind_mark(chat, True)
         if prompted is not None and (cue := self._cue) and prompted.endswith(cue):
             yield prompted[: -len(cue)]
 
-    @property
+    @cached_property
     def _cue(self) -> str:
-        """What a prompt for generation adds behind a question; empty where it adds nothing."""
+        """The text that a prompt for generation adds behind a question; empty where it adds nothing."""
         first = next((n for n, message in enumerate(self.messages) if message["role"] == "user"), None)
         if first is None:
             return ""

@@ -62,10 +62,10 @@ def _named(value: Any, file: Path, key: str) -> Iterator[tuple[str, str]]:
         yield DEFAULT, value
         return
     for entry in value if isinstance(value, list) else [value]:
-        texts = [entry.get(each) for each in ("name", "template")] if isinstance(entry, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        name, source = map(entry.get, ("name", "template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
             raise UserError(
                 f"{key}: chat_template in {file} has {show(entry)}; give the template as a text, or a list "
                 'of objects with the texts "name" and "template"'
             )
-        yield texts[0], texts[1]
+        yield name, source
