@@ -133,7 +133,7 @@ OBJECTIVES = {
 
 @dataclass
 class Steps:
-    """Numbers of some steps: the loss, gradient norm and whole gradients of each, and the weights after all."""
+    """Numbers of some steps: loss, gradient norm and whole gradients of each, and the weights after all."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -211,14 +211,12 @@ def their_steps(folder: Path, objective: str) -> Steps:
 
 
 def gradients_of(engine: Engine) -> Named:
-    """The whole gradients of an engine before its step, by the names of HF."""
+    """The whole gradients of an engine before its step, by the names of HF; of routers' biases these."""
     trainer, held = engine._trainer, engine._gradients
     factor = 1 / (held.count * held._power)
-    named = dict(trainer.states.gradients())
-    return {
-        name: each * factor
-        for name, each in hf_state(engine.spec.model, named, engine.mesh, torch.float64, None)
-    }
+    named = {**dict(trainer.states.gradients()), **trainer.balance.biases()}
+    found = hf_state(engine.spec.model, named, engine.mesh, torch.float64, None)
+    return {name: each if name.endswith("_bias") else each * factor for name, each in found}
 
 
 def engine_steps(

@@ -148,6 +148,16 @@ def test_experts_with_losses_of_their_own_equal_one_device(
                 assert_same_steps(found, wanted)
 
 
+def test_biases_of_experts_follow_the_load_of_all_batches(ranks: Ranks, tmp_path: Path) -> None:
+    save_theirs(tmp_path / "float32", *CASES["deepseek_v3"]).double().save_pretrained(tmp_path / "moe")
+    spec = spec_of(tmp_path / "moe", {"dp": 2, "ep": 2})
+    whole, halves = (
+        ranks.run(spec.layout, engine_steps, spec, "policy", parts, 8, 12)[0] for parts in (1, 2)
+    )
+    assert any(name.endswith("e_score_correction_bias") for name in whole.weights)
+    assert_same_steps(halves, whole)
+
+
 def test_padding_does_not_enter_the_balance_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     save_theirs(tmp_path / "float32", *CASES["qwen3_moe"]).double().save_pretrained(tmp_path / "moe")
     for length, layout in ((11, {"tp": 2}), (12, {"dp": 2})):

@@ -235,7 +235,15 @@ def test_a_rate_that_is_given_is_taken_and_a_step_without_gradients_is_told(fold
     with Engine(spec_of(folders["llama"], {})) as engine:
         with pytest.raises(UserError, match="step: there is no gradient"):
             engine.step()
-        engine.forward_backward(whole_batch())
+        engine.forward_backward(whole_batch(1))
+        engine.zero_grad()
+        with pytest.raises(UserError, match="step: there is no gradient"):
+            engine.step()
+        wanted = engine.forward_backward(whole_batch(), micro_batch=1)["loss"]
+        engine.zero_grad()
+        assert engine.forward_backward(whole_batch(), micro_batch=6)["loss"] == pytest.approx(
+            wanted, rel=1e-12
+        )
         before = dict(engine.hf_state())
         assert engine.step(lr=0.0)["lr"] == 0.0
         assert_same_tensors(dict(engine.hf_state()), before)

@@ -148,6 +148,7 @@ class Engine:
         count: float | None = None,
         *,
         entropy: bool = False,
+        micro_batch: int | None = None,
     ) -> Row:
         """Add the gradient of a batch's loss to those since the last `step`; return its numbers.
 
@@ -163,7 +164,8 @@ class Engine:
         tensors. With `entropy` the third argument has the entropies (B, T) of the predictions. It runs on
         ranks of the last stage alone, and gives those with the same samples the same number.
 
-        Returns `loss`, and `count`, the sum of all counts. Raises `UserError`.
+        `micro_batch` is the number of samples that are computed at a time, alike on all ranks, by default the
+        run's. Returns `loss`, and `count`, the sum of all counts. Raises `UserError`.
         """
         self._check_onloaded("forward_backward")
         if self._gradients.batches == 0:
@@ -178,7 +180,7 @@ class Engine:
             by_sample, others = self._split(given)
             axis, length = self.mesh.context, given.length
             own = replace(own, soft_targets=SampleLoss(axis, length, by_sample, entropy, loss_fn, others))
-        share = self._gradients.add(own, rows * self.data_ranks, total)
+        share = self._gradients.add(own, rows * self.data_ranks, total, micro_batch)
         summed = share.clone()
         start_all_reduce(summed, self.mesh.world, "scalars").wait()
         return {"loss": float(summed), "count": total}
@@ -208,17 +210,24 @@ class Engine:
             called(self.callbacks, "on_log", self, row)
         return row
 
-    def log_probs(self, batch: Mapping[str, Any], *, entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step, as a step does by itself."""
+        self._gradients.drop()
+
+    def log_probs(
+        self, batch: Mapping[str, Any], *, entropy: bool = False, micro_batch: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities (n, T) of this rank's labels, as `loss_fn` has them, without gradients.
 
         With `entropy` also the entropies (n, T) of their predictions. Every rank gets those of its samples.
+        `micro_batch` is as in `forward_backward`.
         """
         self._check_onloaded("log_probs")
         given, rows, _ = self._agreed(batch, None)
         whole = given.with_rows(rows).batch
         what = SampleLogProbs(self.mesh.context, given.length, {"input_ids": given.batch.tokens}, entropy)
         own = replace(own_tokens(whole, self.mesh), soft_targets=what)
-        micros = list(microbatches(own, self.spec.micro_batch, self.device))
+        micros = list(microbatches(own, micro_batch or self.spec.micro_batch, self.device))
         parts = self._trainer.pipeline.forward(micros)
         exact = torch.promote_types(self._trainer.states.formats.compute, torch.float32)
         shape = (2 if entropy else 1, given.samples, given.length)
@@ -322,7 +331,7 @@ class Engine:
         Its layout may be any, its model, optimiser and precision are this run's. Raises `UserError`.
         """
         self._check_onloaded("load")
-        self._gradients.clear()
+        self.zero_grad()
         self.steps = load_checkpoint(self._trainer, self.mesh, Path(path), step)
 
     def offload(self) -> int:

@@ -42,6 +42,7 @@ class GatheredParameters:
         whole = gather_full(own, mesh).get(name)
         bias = name.endswith(".router.bias")  # fp32 in any run
         if whole is None:
+            assert mesh.rank > 0, f"no rank holds {name}"
             dtype = torch.float32 if bias else self.dtype
             whole = torch.empty(tuple(self.shapes[name]), dtype=dtype, device=mesh.device)
         elif not bias:  # frozen parameters are kept in the format to compute in

@@ -26,11 +26,11 @@ class Accumulation:
         self.batches, self.count, self._power = 0, 0.0, 1.0
         self._loss = torch.zeros((), dtype=torch.float64, device=trainer.mesh.device)
 
-    def add(self, own: Batch, sequences: int, count: float) -> Tensor:
+    def add(self, own: Batch, sequences: int, count: float, micro_batch: int | None = None) -> Tensor:
         """Forward and backward of this rank's tokens of a batch of `sequences` samples over all ranks.
 
-        `count` is that of all ranks. Returns this rank's share of the sum of losses divided by it, a scalar
-        in float64 on the device.
+        `count` is that of all ranks, `micro_batch` as in `Trainer.backward`. Returns this rank's share of the
+        sum of losses divided by the count, a scalar in float64 on the device.
         """
         trainer, weight = self._trainer, weight_of_a_count(count)
         held, counted = None, [each.clone() for each in trainer.balance.counted()]
@@ -39,7 +39,7 @@ class Accumulation:
         else:
             self._power, _ = power_and_rest(weight)
         trainer.rest = weight / self._power
-        loss = trainer.backward(own, sequences, self._power)
+        loss = trainer.backward(own, sequences, self._power, micro_batch)
         if held is not None:
             new = trainer.states.take_gradients()
             torch._foreach_add_(held, new)
@@ -57,6 +57,12 @@ class Accumulation:
         result = trainer.apply(trainer.sums(self._loss * weight), number, rate)
         self.clear()
         return result
+
+    def drop(self) -> None:
+        """Forget the gradients of all batches since the last step."""
+        if self.batches:
+            self._trainer.states.end_step()
+            self.clear()
 
     def clear(self) -> None:
         """Begin with no batch."""

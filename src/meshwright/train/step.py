@@ -236,13 +236,13 @@ class Trainer:
             own = part.with_answers(batch, own)
         return self.backward(own, batch.tokens.shape[0] * self.spec.layout.data_ranks, power)
 
-    def backward(self, own: Batch, sequences: int, power: float) -> Tensor:
+    def backward(self, own: Batch, sequences: int, power: float, micro_batch: int | None = None) -> Tensor:
         """Forward and backward of this rank's tokens `own` of a batch of `sequences` samples over all ranks.
 
-        `power` is the factor of a target's loss, which with `rest` gives its weight; the rest is as in
-        `gradients`.
+        `power` is the factor of a target's loss, which with `rest` gives its weight, and `micro_batch` the
+        samples of a microbatch, by default the run's; the rest is as in `gradients`.
         """
-        micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
+        micros = list(microbatches(own, micro_batch or self.spec.micro_batch, self.mesh.device))
         self.dropout.update = self.optimiser.updates
         self.states.begin_step(len(micros))
         self.sequences = sequences
