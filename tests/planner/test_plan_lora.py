@@ -60,13 +60,14 @@ POLICIES: list[dict[str, Any]] = [
     {"recompute": {"policy": "selective"}},
     {"layout": {"tp": 2}, "recompute": {"policy": "selective"}},
     {"layout": {"tp": 2}, "recompute": {"policy": "full"}},
+    {"layout": {"tp": 2}, "lora": {"rank": 128, "dropout": 0.1}},
 ]
 
 
 @pytest.mark.parametrize("sections", POLICIES, ids=str)
 def test_what_adapters_keep_is_planned(sections: dict[str, Any]) -> None:
     wide = {"preset": "tiny", "layers": 4, "hidden": 256, "ffn": 768, "vocab_size": 512}
-    spec = spec_of(wide, **sections, lora={"rank": 128})
+    spec = spec_of(wide, **{"lora": {"rank": 128}} | sections)
     found = rehearse(spec, 0, torch.device("cpu"))
     assert activations(spec).kept == pytest.approx(found.most["activations"], rel=0.03)
 

@@ -22,7 +22,13 @@ LORA = {"lora__rank": 4, "lora__alpha": 16.0}
 LAYOUTS: list[dict[str, object]] = [
     {"layout__dp": 2, "layout__zero": 3, "precision__compute": "bf16"},
     {"layout__tp": 2, "train__optimiser": "adamw8bit", "train__ema": 0.9},
-    {"layout__pp": 2, "precision__compute": "bf16", "precision__master": "bf16"},
+    {
+        "layout__pp": 2,
+        "lora__dropout": 0.2,
+        "recompute__policy": "full",
+        "precision__compute": "bf16",
+        "precision__master": "bf16",
+    },
 ]
 
 

@@ -6,10 +6,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
+from meshwright.parallel import adapter_dropout
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.verify import verify as subject
@@ -136,3 +138,21 @@ def test_a_gradient_that_one_tensor_rank_does_not_sum_is_named(
     found, _ = ranks.run(spec.layout, not_summed, spec, rank, parameter)
     assert found is not None and not found["equal"]
     assert kind in found["first"]["kind"] and name in found["first"]["sentence"]
+
+
+def dropped_by_rank(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    """`verify` where each data rank numbers its samples from 0, and so drops what the first rank does."""
+    honest = adapter_dropout.token_keys
+
+    def harmed(seed: int, update: int, slots: Tensor, places: Tensor) -> Tensor:
+        return honest(seed, update, slots - slots.min(), places)
+
+    with patch.object(adapter_dropout, "token_keys", harmed):
+        return subject.verify(spec, mesh, 2)
+
+
+def test_dropout_that_depends_on_the_rank_is_named(ranks: Ranks) -> None:
+    spec = spec_of(MODEL, layout__dp=2, layout__micro_batch=4, lora__dropout=0.3)
+    found, _ = ranks.run(spec.layout, dropped_by_rank, spec)
+    assert found is not None and not found["equal"]
+    assert ".lora_b.weight" in found["first"]["sentence"], found["first"]

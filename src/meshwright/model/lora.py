@@ -16,7 +16,7 @@ from meshwright.spec.parameters import Parameter
 
 
 class LoraLinear(Linear):
-    """x (B, T, I) -> W x + bias + scale B A dropout(x), with A (r, I) in `lora_a` and B (O, r) in `lora_b`."""
+    """x (B, T, I) -> W x + bias + scale B A dropout(x), A (r, I) being in `lora_a`, B (O, r) in `lora_b`."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, lora: LoraSpec, dropout: Dropout) -> None:
         super().__init__(inputs, outputs, bias)

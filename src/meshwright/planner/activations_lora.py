@@ -21,7 +21,10 @@ def adapters_kept(s: Sizes, layer: int) -> int:
 
 def adapters_everything(s: Sizes, layer: int) -> int:
     """Bytes that the adapters of a block keep without recomputation."""
-    return s.width.compute * sum(_entered(s, each) * rank for each, rank in _adapted(s, layer))
+    adapted = _adapted(s, layer)
+    dropped = s.spec.lora is not None and s.spec.lora.dropout > 0
+    inputs = sum(_input(s, each) for each, _ in adapted) if dropped else 0  # each has its own
+    return s.width.compute * (inputs + sum(_entered(s, each) * rank for each, rank in adapted))
 
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
@@ -30,6 +33,12 @@ def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
         return []
     listed = run_parameters(s.spec)[f"blocks.{layer}"]
     return [(each, lora.rank) for each in listed if lora.adapts(each)]
+
+
+def _input(s: Sizes, weight: Parameter) -> int:
+    """Elements of the input of an adapter's A on a rank."""
+    inputs = weight.shape[1]
+    return s.tokens * inputs // s.spec.layout.tp if weight.dim else s.own * inputs
 
 
 def _entered(s: Sizes, weight: Parameter) -> int:
