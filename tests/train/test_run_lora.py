@@ -29,7 +29,7 @@ LAYOUTS: list[dict[str, object]] = [
         "precision__compute": "bf16",
         "precision__master": "bf16",
     },
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

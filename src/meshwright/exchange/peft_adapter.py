@@ -146,7 +146,7 @@ def peft_config(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "target_modules": _targets(model, layers),
         "rank_pattern": {re.escape(layer.module): layer.rank(lora.rank) for layer in joined},

@@ -6,6 +6,7 @@ Data: `data_parallel` (replicas and ZeRO) gathers each `fsdp_unit`, whose parame
 `flat_param`, and `gradient_reduction` sums their gradients; `fp8_gather` gathers weights in 8 bits, and
 `microbatches` is a rank's part of a batch.
 Tensor: `tensor_parallel` splits the layers of `tensor_linears`, with the messages of `fused_comm_ops`;
+`tensor_lora` has the adapters of such layers, and `adapter_dropout` what they drop of their inputs;
 `heads_norm` norms the queries of all ranks together, and `vocab_parallel` splits the embedding and the loss.
 Context: `context_parallel` splits a sequence by `ring_attention` or `ulysses`.
 Pipeline: `pipeline_parallel` runs a schedule; `deferred_wgrad` computes gradients of weights later.

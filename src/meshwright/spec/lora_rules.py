@@ -51,7 +51,7 @@ def rank_is_low(spec: Sections) -> None:
 
 
 def adapters_alone_are_trained(spec: Sections) -> None:
-    """What else changes or names trained parameters does not go with adapters."""
+    """Keys that choose trained parameters, or what is trained for, do not go with adapters."""
     if spec.lora is None:
         return
     if spec.train.frozen:
@@ -89,7 +89,7 @@ def adapters_are_not_rounded(spec: Sections) -> None:
 
 
 def dropout_is_not_compiled(spec: Sections) -> None:
-    """What is dropped changes with each step, and a compiled block would keep what its first one has."""
+    """Dropout changes with each step, and a compiled block would keep that of its first one."""
     if spec.lora is not None and spec.lora.dropout and spec.train.compile:
         raise UserError(
             f"lora.dropout: {spec.lora.dropout:g} does not go with train.compile = true; give one of "

@@ -70,7 +70,7 @@ Drop = Callable[[str, Tensor], Tensor]
 def added(
     lora: LoraSpec | None, name: str, x: Tensor, weights: Mapping[str, Tensor], drop: Drop
 ) -> Tensor | float:
-    """What the adapter beside the matrix of this name adds (n, T, O) for x (n, T, I); 0 without one."""
+    """The share (n, T, O) of the adapter beside the matrix of this name for x (n, T, I); 0 without one."""
     if lora is None or not has_adapter(lora, name):
         return 0.0
     a, b = (weights[each] for each in names_of(name))
