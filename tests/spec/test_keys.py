@@ -24,7 +24,12 @@ def test_every_field_of_a_spec_is_a_known_key() -> None:
         "mla": {"kv_rank": 8, "rope_dim": 8, "v_dim": 8},
     }
     preset = {"preset": "tiny", "kv_heads": ModelSpec(preset="tiny").heads}
-    given = {"model": preset | tables, "recompute": {"policy": "selective"}, "distil": {"teacher": "x"}}
+    given = {
+        "model": preset | tables,
+        "recompute": {"policy": "selective"},
+        "distil": {"teacher": "x"},
+        "lora": {},
+    }
     tree = from_tree(given).to_json()
     known = set(known_keys())
     assert leaves(tree) <= known
@@ -44,7 +49,7 @@ def test_defaults_shown_are_the_defaults_used() -> None:
 def test_unions_merge_their_branches() -> None:
     assert known_keys()["recompute.policy"].choices == ("none", "full", "selective")
     assert len(parts_of("recompute")) == 3
-    assert optional_tables() == {"model.rope_scaling", "model.moe", "model.mla", "distil"}
+    assert optional_tables() == {"model.rope_scaling", "model.moe", "model.mla", "distil", "lora"}
 
 
 def test_bounds_are_shown() -> None:

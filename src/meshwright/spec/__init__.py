@@ -1,8 +1,8 @@
 """The one immutable spec of a run. It imports neither torch nor torch.distributed.
 
 The spec: `run` is the whole, of the `sections`: `model`, whose fields are in `architecture` and
-`moe_mla`, `layout`, `train`, `precision`, `outer`, `distil` and `lora`, all made of `base`. `presets` are named
-models.
+`moe_mla`, `layout`, `train`, `precision`, `outer`, `distil` and `lora`, all made of `base`. `presets` are
+named models.
 Tables: `optimisers`, kinds of `layers`, `pipeline_schedules`.
 Reading: `load` takes TOML and flags, `toml` writes it, `schema` lists the keys, `files` reads what users
 name, `foreign_run_files` recognises those of other trainers, `records` are checked dataclasses,
