@@ -61,7 +61,7 @@ class ChatSource(TextSource):
     def __init__(self, source: TextSource, format: DataFormat, template: ChatTemplate | None) -> None:
         super().__init__(source.name, text_key="")
         self._source, self.format, self._template = source, format, template
-        self.changed_prompts = 0
+        self.changed_prompts = self.unended = 0
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the rows."""
@@ -69,8 +69,9 @@ class ChatSource(TextSource):
 
     def recipe(self) -> dict[str, Any]:
         """Return what decides the chats' tokens beside the rows and the tokenizer."""
-        source = "" if self._template is None else self._template.source
-        return {"format": self.format, "template": hashlib.sha256(source.encode()).hexdigest()}
+        found = [] if self._template is None else [self._template, self._template.of([])]
+        said = json.dumps([[each.source, sorted(each.variables.items())] for each in found])
+        return {"format": self.format, "template": hashlib.sha256(said.encode()).hexdigest()}
 
     def documents(self) -> Iterator[str]:
         """Raise `UserError`: chats are not text."""
@@ -97,7 +98,7 @@ class ChatSource(TextSource):
             spelt = trained_bytes(tokenizer, ids[trained].astype(np.int64))
             yield EncodedChat(ids, trained, spelt, _content_hash(conversation))
         self.skipped.update(self._source.skipped)
-        self.changed_prompts = encoder.changed_prompts
+        self.changed_prompts, self.unended = encoder.changed_prompts, encoder.unended
 
     def tell(self, documents: int) -> None:
         """Warn of rows that were left out, and of prompts that have other tokens alone."""
@@ -105,6 +106,12 @@ class ChatSource(TextSource):
         if reasons:
             warnings.warn(
                 f"data.corpus: {self.name}: left out {reasons}; {documents:,} chats are left", stacklevel=3
+            )
+        if self.unended:
+            warnings.warn(
+                f"data.corpus: {self.name}: in {self.unended:,} of {documents:,} chats no token ends the last "
+                "turn, so a model does not learn to stop; give a template that puts one there",
+                stacklevel=3,
             )
         if self.changed_prompts:
             warnings.warn(
