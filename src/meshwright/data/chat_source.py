@@ -109,8 +109,8 @@ class ChatSource(TextSource):
             )
         if self.unended:
             warnings.warn(
-                f"data.corpus: {self.name}: in {self.unended:,} of {documents:,} chats no token ends the last "
-                "turn, so a model does not learn to stop; give a template that puts one there",
+                f"data.corpus: {self.name}: in {self.unended:,} of {documents:,} chats no token ends the "
+                "last turn, so a model does not learn to stop; give a template that puts one there",
                 stacklevel=3,
             )
         if self.changed_prompts:

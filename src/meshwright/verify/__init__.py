@@ -8,5 +8,6 @@ The run that is compared: `narrow` makes it small, `tiles` cuts its tiles, `unev
 What is compared: `gather_state` has the state, `samples` the batches, `held_out` the validation,
 `learning_rates` and `clip_factors` the numbers of steps, `skipped` the steps that change nothing,
 `routing` the experts that are chosen, and `module_sums` the output of each module. `compare` finds the
-first difference among `kinds` of values; `rounding` and `measured` say what rounding explains of it.
+first difference among `kinds` of values; `rounding` and `measured` say what rounding explains of it, and
+`own_gradients` which updates are due to gradients as they were rounded.
 """
