@@ -28,7 +28,7 @@ MARKERS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 def encode(name: str, chat: list[dict[str, Any]], tools: Any, beside: str = "") -> ChatTokens:
     """Tokens by a template, with the special tokens of this one and of `beside`."""
-    stops = ("<|user|>",) if "glm" in name else ()
+    stops = ("<|user|>", "<|observation|>") if "glm" in name else ()
     tokenizer = tokenizer_of(TEMPLATES[name] + TEMPLATES.get(beside, ""), stops)
     return ChatEncoder(tokenizer, template_of(name)).encode(Conversation(tuple(chat), tools))
 
@@ -93,7 +93,7 @@ def test_without_its_markers_a_template_tells_the_same(name: str) -> None:
         text = is_rendered(template_of(name), chat, tools)
         if text is None or is_rendered(template, chat, tools) != text:
             continue
-        tokenizer = tokenizer_of(TEMPLATES[name], ("<|user|>",) if "glm" in name else ())
+        tokenizer = tokenizer_of(TEMPLATES[name], ("<|user|>", "<|observation|>") if "glm" in name else ())
         wanted = ChatEncoder(tokenizer, template_of(name)).encode(Conversation(tuple(chat), tools))
         try:
             found = ChatEncoder(tokenizer, template).encode(Conversation(tuple(chat), tools))

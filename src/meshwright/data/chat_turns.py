@@ -160,7 +160,8 @@ class _Turns:
     def end(self, number: int) -> int:
         """Return where an assistant's turn ends, with what the template puts there.
 
-        Spaces behind that are left out: a tokenizer joins them with the next turn's first word.
+        Spaces behind that are left out: a tokenizer joins them with the next turn's first word. Where it is
+        no token that ends a generation, and the next turn begins with one, this ends the turn, as in GLM-4.5.
         """
         place, marked = self.after(number)
         rest = self.text[place:]
@@ -170,13 +171,19 @@ class _Turns:
         for ending in self._endings([*self.messages[:number], marked]):
             endings.append(ending)
             if ending and rest.startswith(ending):
-                return place + len(ending.rstrip(" ") or ending)
+                return place + max(len(ending.rstrip(" ") or ending), self._stopped(ending, rest))
         for ending in endings:  # a line end that only the last turn, or no other, has
             if ending.strip() and rest.startswith(ending.rstrip()):
                 return place + len(self._common([ending, rest]))
-        if not any(endings):  # nothing ends a turn but the token that begins the next one
-            return place + max((len(stop) for stop in self.stops if rest.startswith(stop)), default=0)
+        if not any(endings):
+            return place + self._stopped("", rest)
         raise self.unsure(number, f"it ends with {endings!r} alone, and here {rest[:40]!r} follows")
+
+    def _stopped(self, ending: str, rest: str) -> int:
+        """Return how long an ending is with the token behind it, if that and not it ends a generation."""
+        if any(stop in ending for stop in self.stops):
+            return 0
+        return max((len(ending + stop) for stop in self.stops if rest.startswith(ending + stop)), default=0)
 
     def _endings(self, chat: list[Message]) -> Iterator[str]:
         """Yield what may end the turn at the end of a chat, which has the mark."""
@@ -197,13 +204,13 @@ class _Turns:
         return "" if prompt is None or without is None else prompt[len(self._common([prompt, without])) :]
 
     def _common(self, texts: Sequence[str]) -> str:
-        """Return the longest text that all begin with, which divides no special token of the first."""
+        """Return the longest text that all begin with, which divides no special token of any."""
         first, last = min(texts), max(texts)  # between which the others lie
         pairs = enumerate(zip(first, last, strict=False))
         length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
         for token in self.special:
             for place in range(max(0, length - len(token) + 1), length):
-                if texts[0].startswith(token, place):
+                if any(text.startswith(token, place) for text in texts):
                     length = place
         return texts[0][:length]
 
