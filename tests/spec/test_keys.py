@@ -28,7 +28,7 @@ def test_every_field_of_a_spec_is_a_known_key() -> None:
         "model": preset | tables,
         "recompute": {"policy": "selective"},
         "distil": {"teacher": "x"},
-        "lora": {},
+        "lora": {"rank": 4},
     }
     tree = from_tree(given).to_json()
     known = set(known_keys())

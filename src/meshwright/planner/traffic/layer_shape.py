@@ -30,6 +30,8 @@ class LayerShape:
     """True if the layer runs on processors, where the loss is computed in smaller chunks."""
     training: BlockTraining = ALL_TRAINED
     """Parameters of the layer that are trained."""
+    compiled: bool = False
+    """True if operators do not know which weights are trained, and compute all gradients."""
     rank: int = 0
     """Rank of the adapters of a run that has any."""
     busiest: float = 1.0
@@ -119,7 +121,9 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
     rank = 0 if spec.lora is None else spec.lora.rank
-    return LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, rank=rank)
+    return LayerShape(
+        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank
+    )
 
 
 def routed_tokens(spec: RunSpec) -> int:

@@ -88,12 +88,14 @@ class ReferenceDropout:
 
     def __init__(self, lora: LoraSpec, seed: int, update: int, slots: Tensor) -> None:
         self.dropped = round(lora.dropout * 2**16)
-        self._key, self._slots = _key(f"{seed}:dropout:{update}"), slots.cpu().numpy().astype(np.uint64)
+        self._key = _key(f"{seed}:dropout:{update}")
+        self._slots: NDArray[np.uint64] = slots.cpu().numpy().astype(np.uint64)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """x (n, T, I) with numbers that are 0, and the others divided by the share of them."""
         _, length, channels = x.shape
-        places = self._slots[:, None] * np.uint64(2**31) + np.arange(length, dtype=np.uint64)
+        slots = np.left_shift(self._slots[:, None], np.uint64(31))
+        places = np.add(slots, np.arange(length, dtype=np.uint64), dtype=np.uint64)
         tokens = _mixed(self._key + places * GOLDEN) ^ _key(name)
         channel = np.arange(channels, dtype=np.uint64)
         bits = _mixed(tokens[:, :, None] + channel // np.uint64(4) * GOLDEN)
