@@ -47,7 +47,7 @@ class MeshwrightEngineConfig(EngineConfig):
 
 
 @EngineRegistry.register(model_type="language_model", backend="meshwright", device=["cuda", "cpu"])
-class MeshwrightEngine(BaseEngine):  # type: ignore[misc]  # verl has no annotations
+class MeshwrightEngine(BaseEngine):
     """A `meshwright.Engine` with the methods that verl's workers call; it joins their process group."""
 
     def __init__(
