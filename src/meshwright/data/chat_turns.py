@@ -111,8 +111,9 @@ class _Turns:
 
     def _after(self, number: int) -> tuple[int, Message]:
         """Return where the words of a message end in the text, and the message with a mark there."""
-        why = "the template does not render it"
+        why = "its content is neither a text nor a list of parts"
         for marked in _marked(self.messages[number]):
+            why = "the template does not render it"
             text = self.render([*self.messages[:number], marked, *self.messages[number + 1 :]])
             before, mark, rest = text.partition(MARK)
             if not mark:
