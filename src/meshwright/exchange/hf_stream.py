@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.exchange.hf_state_dict import HfTensor, copies, hf_tensors
 from meshwright.exchange.parameter_source import LastRead
 from meshwright.exchange.stored_weights import tensor_shapes
-from meshwright.parallel.flat_param import UnpaddedDTensor
+from meshwright.parallel.flat_param import Stored, UnpaddedDTensor
 from meshwright.spec import ModelSpec, UserError
 
 Held = Tensor | UnpaddedDTensor
@@ -38,7 +39,7 @@ class GatheredParameters:
 
     def __getitem__(self, name: str, /) -> Tensor:
         """Return one of them in its own format, on the mesh's device."""
-        mesh, own = self._mesh, [(name, self._held[name])] if name in self._held else []
+        mesh, own = self._mesh, [(name, cast(Stored, self._held[name]))] if name in self._held else []
         whole = gather_full(own, mesh).get(name)
         bias = name.endswith(".router.bias")  # fp32 in any run
         if whole is None:
