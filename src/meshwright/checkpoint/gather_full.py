@@ -13,7 +13,7 @@ from meshwright.checkpoint.replicas import Replicas
 from meshwright.checkpoint.save_plan import local_chunks
 from meshwright.comm.collectives import start_receive, start_send
 from meshwright.comm.mesh import Mesh
-from meshwright.parallel.flat_param import Stored
+from meshwright.parallel.flat_param import UnpaddedDTensor
 
 Kinds = dict[str, tuple[list[int], str]]
 """Shape and dtype of whole tensors, by name."""
@@ -22,7 +22,7 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def gather_full(
-    named: Iterable[tuple[str, Stored]], mesh: Mesh, into: dict[str, Tensor] | None = None
+    named: Iterable[tuple[str, Tensor | UnpaddedDTensor]], mesh: Mesh, into: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Gather every tensor on rank 0, and return {name: whole tensor}; an empty dict on the other ranks.
 
