@@ -121,7 +121,7 @@ def their_steps(folder: Path, name: str) -> Steps:
 
 
 def our_steps(folder: Path, name: str, layout: dict[str, object], out: Path) -> tuple[bool, Steps]:
-    """Take them by the calls of verl's TrainingWorker, on this rank."""
+    """Steps of this rank by the calls of verl's TrainingWorker."""
     from verl.workers.config.optimizer import OptimizerConfig
     from verl.workers.engine.base import EngineRegistry
 
