@@ -1,0 +1,65 @@
+"""The section [lora]: which parameters it adds, in the decoder's order, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.model.decoder import Decoder
+from meshwright.model.lora import attach_adapters
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.lora import is_adapter
+from meshwright.spec.parameter_groups import run_parameters
+
+SMALL: dict[str, Any] = {"preset": "tiny", "layers": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"qkv_bias": True, "mlp_bias": True, "qk_norm": True},
+    "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 32, "dense_first": 1}},
+    "latents": {"heads": 4, "kv_heads": 4, "mla": {"q_rank": 24, "kv_rank": 16, "rope_dim": 8, "v_dim": 16}},
+}
+
+
+def spec_of(model: dict[str, Any], lora: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
+    return RunSpec.model_validate({"model": SMALL | model, "lora": {"rank": 4} | lora} | sections)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("targets", [["all-linear"], ["*.attn.*"], ["blocks.1.*.down.weight", "*.q.weight"]])
+def test_parameters_are_those_of_the_decoder(name: str, targets: list[str]) -> None:
+    spec = spec_of(MODELS[name], {"targets": targets})
+    with torch.device("meta"):
+        decoder = attach_adapters(Decoder(spec.model), spec.lora)
+    found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
+    listed = [parameter for unit in run_parameters(spec).values() for parameter in unit]
+    assert found == [(each.name, each.shape) for each in listed]
+    assert {each.trainable == is_adapter(each.name) for each in listed} == {True}
+    assert any(each.trainable for each in listed)
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (r"lora\.rank: 4096 is more than \d+, the rank of", {}, {"rank": 4096}, {}),
+    (r"lora\.targets: '\*\.q_proj' matches no linear layer; the near", {}, {"targets": ["*.q_proj"]}, {}),
+    (r"matches embed\.weight, which gets no adapter", {}, {"targets": ["embed.*"]}, {}),
+    (r"those of routed experts are not supported", MODELS["experts"], {"targets": ["*.experts.*"]}, {}),
+    (r"train\.frozen: 'embed\.\*' has no effect beside \[lora\]", {}, {}, {"train": {"frozen": ["embed.*"]}}),
+    (r"train\.lr_factors\.embed\.\*: every parameter that it matches is frozen by \[lora\]", {}, {},
+     {"train": {"lr_factors": {"embed.*": 2.0}}}),
+    (r"model\.mup_base_hidden: 64 does not go with \[lora\]", {"mup_base_hidden": 64, "tied": False}, {}, {}),
+    (r"model\.mtp_num_layers: 1 does not go with \[lora\]", {"mtp_num_layers": 1}, {}, {}),
+    (r"precision\.qat: 'int8' trains weights that are rounded", {}, {}, {"precision": {"qat": "int8"}}),
+    (r"precision\.compute: 'fp8' rounds the operands", {}, {}, {"precision": {"compute": "fp8"}}),
+    (r"lora\.dropout: 0\.1 does not go with train\.com", {}, {"dropout": 0.1}, {"train": {"compile": True}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sentence", "model", "lora", "sections"), REFUSED, ids=[each[0][:24] for each in REFUSED]
+)
+def test_what_does_not_go_with_adapters_is_refused(
+    sentence: str, model: dict[str, Any], lora: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        spec_of(model, lora, **sections)
