@@ -78,6 +78,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "lora": {"tp": 2, "lora__rank": 4, "train__lr": 0.01},
     "lora-full": {"tp": 2, "sequence_parallel": "false", "lora__rank": 4, "recompute__policy": "full"},
+    "lora-latents": LATENTS | {"tp": 2, "lora__rank": 4, "train__lr": 0.01},
     "lora-alone": {"lora__rank": 4},
     "latents": LATENTS | {"tp": 2, "recompute__policy": "full"},
     "latents-cp2": LATENTS | {"tp": 2, "cp": 2, "sequence_parallel": "false"},

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.mesh import Axis
@@ -30,10 +31,15 @@ from meshwright.model.lora import LoraLinear
 from meshwright.parallel.tensor_linears import TensorLinears
 
 
+def without_adapters(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """Apply each of `linears` to x (..., inputs), but not the adapters that they may have."""
+    return tuple(F.linear(x, linear.weight, linear.bias) for linear in linears)
+
+
 class TensorAdapters:
     """The linear layers of `split`, with the adapters that some of them have.
 
-    `whole` applies layers that every rank of the axis holds.
+    `whole` applies layers that every rank of the axis holds, without adapters.
     """
 
     def __init__(self, split: TensorLinears, whole: Project, axis: Axis) -> None:

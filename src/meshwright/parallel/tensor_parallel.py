@@ -31,12 +31,11 @@ from torch import nn
 from meshwright.comm.mesh import Mesh
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import AttentionHooks, MlpHooks
-from meshwright.model.linear import project
 from meshwright.model.low_precision_linear import Products
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import TensorLinears
-from meshwright.parallel.tensor_lora import TensorAdapters
+from meshwright.parallel.tensor_lora import TensorAdapters, without_adapters
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Piece, expert_piece, piece_of
@@ -64,7 +63,7 @@ def tensor_parallel_hooks(
         return AttentionHooks(), MlpHooks()
     split = TensorLinears(axis, sequence, cache, store, products)
     whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store, products)
-    latents = project if cache is None and not products.low else whole.project
+    latents = without_adapters if cache is None and not products.low else whole.project
     adapted = TensorAdapters(split, latents, axis)
     attention = AttentionHooks(
         project=adapted.project,
