@@ -7,7 +7,7 @@ CHAOS ?= runs/chaos-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all exam interop lint format bench bench-peers chaos gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all exam interop verl lint format bench bench-peers chaos gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -46,6 +46,16 @@ exam: .venv/run.done
 ## .interop, which the first time takes several gigabytes; ARGS="--models dense --clients vllm" for a part
 interop: .venv/dev.done
 	$(PY) tests/interop/interop.py --work .interop/work $(ARGS)
+
+## verl: the engine under verl's losses, in an environment of its own under .interop, as verl takes another
+## transformers
+verl: .interop/verl/verl.done
+	.interop/verl/bin/python -m pytest tests/api/test_verl_engine.py $(ARGS)
+
+.interop/verl/verl.done:
+	$(PYTHON) -m venv .interop/verl
+	.interop/verl/bin/python -m pip install -q torch==2.13.0 verl==0.9.1 pytest pytest-timeout hypothesis -e .
+	touch $@
 
 ## lint: ruff, mypy, the contract that imports go down the floors only, and the prose of docstrings and errors
 lint: .venv/dev.done
