@@ -74,6 +74,7 @@ def asked(
 @verb(
     "tokenize",
     RUN,
+    FROM,
     Flag("out", "folder to write", "DIR", folder_name, required=True),
     JSON,
 )
