@@ -49,6 +49,10 @@ def check_runnable(spec: RunSpec) -> None:
         )
     if spec.distil is not None:
         raise UserError("distil: an engine has no teacher; remove the table, and give a loss_fn")
+    if spec.preference is not None:
+        raise UserError(
+            "preference: an engine takes batches of a caller; remove the table, and give a loss_fn"
+        )
 
 
 def _ranks() -> int:

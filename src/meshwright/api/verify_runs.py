@@ -78,10 +78,13 @@ def verify(
 
 
 def on_chats(spec: RunSpec) -> RunSpec:
-    """Return the run with `data.format` "chat" if a corpus has chats: then samples are synthetic chats."""
+    """Return the run with `data.format` "chat" if a corpus has chats: then samples are synthetic chats.
+
+    Those of a run with [preference] are synthetic pairs whatever its corpus says.
+    """
     from meshwright.data.chat_source import has_chats
 
-    if spec.data.format != "auto" or not has_chats(spec.data):
+    if spec.preference is not None or spec.data.format != "auto" or not has_chats(spec.data):
         return spec
     return spec.model_copy(update={"data": spec.data.model_copy(update={"format": "chat"})})
 

@@ -12,7 +12,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.records import show
 
-DataFormat = Literal["chat", "prompt", "alpaca", "sharegpt", "text"]
+DataFormat = Literal["chat", "prompt", "alpaca", "sharegpt", "preference", "text"]
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -21,6 +21,7 @@ KEYS: Mapping[DataFormat, tuple[str, ...]] = MappingProxyType({
     "prompt": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
+    "preference": ("chosen", "rejected"),
     "text": ("text",),
 })  # fmt: skip
 """The keys that a row of each format has."""
@@ -38,8 +39,9 @@ EMPTY = "rows without a message"
 class Conversation:
     """The messages of a row, as chat templates take them, or its prompt and completion.
 
-    For the format 'prompt', `prompt` and `completion` are both texts or both messages, and `messages` is
-    empty for texts. `tools` is None for none, and `variables` are the row's own for the template. `place` is
+    For the formats 'prompt' and 'preference', `prompt` and `completion` are both texts or both messages, and
+    `messages` is empty for texts. In a pair of answers `completion` is the chosen one, and `rejected` the
+    other, of the same kind. `tools` is None for none, and `variables` are the row's own for the template. `place` is
     where messages say that the row is.
     """
 
@@ -48,6 +50,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | tuple[Message, ...] | None = None
     completion: str | tuple[Message, ...] | None = None
+    rejected: str | tuple[Message, ...] | None = None
     place: str = "a row"
 
     @property
@@ -217,6 +220,43 @@ def _prompt(reader: _Reader) -> Conversation:
     return reader.conversation((*asked, *answered), prompt=asked, completion=answered)
 
 
+def _preference(reader: _Reader) -> Conversation:
+    """A pair of answers to one prompt, which is the row's, or else what both begin with."""
+    keys = ("chosen", "rejected")
+    prompt = reader.row.get("prompt")
+    if any(isinstance(reader.row.get(key), str) for key in keys):
+        chosen, rejected = (str(reader.plain(reader.text(key, needed=True), key)) for key in keys)
+        if prompt is not None:
+            asked = str(reader.plain(reader.text("prompt", needed=True), "prompt"))
+        else:
+            length = common_beginning(chosen, rejected)
+            asked, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        return reader.conversation((), prompt=asked, completion=chosen, rejected=rejected)
+    answers = [reader.messages(key) for key in keys]
+    for key, found in zip(keys, answers, strict=True):
+        if not found:
+            reader.wrong(key, "it has no message; give a text, or a list with one or more messages")
+    if prompt is None or isinstance(prompt, str):  # a text beside messages repeats what these begin with
+        length = common_beginning(*answers)
+        before, answers = answers[0][:length], [each[length:] for each in answers]
+    else:
+        before = reader.messages("prompt")
+    chosen_messages, rejected_messages = answers
+    return reader.conversation(
+        (*before, *chosen_messages), prompt=before, completion=chosen_messages, rejected=rejected_messages
+    )
+
+
+def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Return how many messages, or characters, of both answers are their prompt, as TRL's `extract_prompt`.
+
+    Something is left of each; a space in front of the first difference belongs to the answers.
+    """
+    shorter = min(len(chosen), len(rejected))
+    found = next((n for n in range(shorter) if chosen[n] != rejected[n]), max(shorter - 1, 0))
+    return found - (found > 0 and chosen[found - 1] == " ")
+
+
 def _alpaca(reader: _Reader) -> Conversation:
     """A system message, earlier pairs of question and answer, the instruction over its input, the output."""
     pairs = []
@@ -275,5 +315,11 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 _READERS: Mapping[str, Callable[[_Reader], Conversation]] = MappingProxyType(
-    {"chat": _chat, "prompt": _prompt, "alpaca": _alpaca, "sharegpt": _sharegpt}
+    {
+        "chat": _chat,
+        "prompt": _prompt,
+        "alpaca": _alpaca,
+        "sharegpt": _sharegpt,
+        "preference": _preference,
+    }
 )

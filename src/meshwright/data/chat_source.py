@@ -38,6 +38,8 @@ from meshwright.storage.remote import is_url
 
 NOTHING_TRAINED = "chats without a token to train on"
 """Name by which chats are counted in which the assistant says nothing, or nothing but the first token."""
+NOTHING_TO_COMPARE = "pairs with an answer without a token to train on"
+"""Name by which pairs of answers are counted of which one is empty."""
 
 
 class EncodedChat(NamedTuple):
@@ -57,6 +59,11 @@ class ChatSource(TextSource):
     """
 
     is_text = False
+
+    @property
+    def pairs(self) -> bool:
+        """True for rows with a chosen and a rejected answer, which are two chats that follow each other."""
+        return self.format == "preference"
 
     def __init__(self, source: TextSource, format: DataFormat, template: ChatTemplate | None) -> None:
         super().__init__(source.name, text_key="")
@@ -86,27 +93,32 @@ class ChatSource(TextSource):
         )
 
     def chats(self, tokenizer: Tokenizer) -> Iterator[EncodedChat]:
-        """Yield each chat, but for those with no token to train on, which are counted. Raises `UserError`."""
+        """Yield each chat, but for those with no token to train on, which are counted. Raises `UserError`.
+
+        Of a pair the chosen answer comes first. The two have one hash, so they are held out together.
+        """
         encoder = ChatEncoder(tokenizer, self._template)
         self.skipped.clear()
         for conversation in conversations_of(self._source.rows(), self.format, self.skipped):
-            ids, trained = encoder.encode(conversation)
-            trained[:1] = False  # nothing is in front of the first token to predict it from
-            if not trained.any():
-                self.skipped[NOTHING_TRAINED] += 1
+            found = encoder.encode_pair(conversation) if self.pairs else (encoder.encode(conversation),)
+            for _, trained in found:
+                trained[:1] = False  # nothing is in front of the first token to predict it from
+            if not all(trained.any() for _, trained in found):
+                self.skipped[NOTHING_TO_COMPARE if self.pairs else NOTHING_TRAINED] += 1
                 continue
-            spelt = trained_bytes(tokenizer, ids[trained].astype(np.int64))
-            yield EncodedChat(ids, trained, spelt, _content_hash(conversation))
+            hashed = _content_hash(conversation)
+            for ids, trained in found:
+                spelt = trained_bytes(tokenizer, ids[trained].astype(np.int64))
+                yield EncodedChat(ids, trained, spelt, hashed)
         self.skipped.update(self._source.skipped)
         self.changed_prompts, self.unended = encoder.changed_prompts, encoder.unended
 
     def tell(self, documents: int) -> None:
         """Warn of rows that were left out, and of prompts that have other tokens alone."""
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
+        left = f"{documents // 2:,} pairs" if self.pairs else f"{documents:,} chats"
         if reasons:
-            warnings.warn(
-                f"data.corpus: {self.name}: left out {reasons}; {documents:,} chats are left", stacklevel=3
-            )
+            warnings.warn(f"data.corpus: {self.name}: left out {reasons}; {left} are left", stacklevel=3)
         if self.unended:
             warnings.warn(
                 f"data.corpus: {self.name}: in {self.unended:,} of {documents:,} chats no token ends the "
@@ -125,7 +137,11 @@ class ChatSource(TextSource):
         row = self._source.first_row()
         if row is not None:
             conversation = conversation_of(row, self.format, f"the first row of {self.name}")
-            ChatEncoder(tokenizer, self._template).encode(conversation)
+            encoder = ChatEncoder(tokenizer, self._template)
+            if self.pairs:
+                encoder.encode_pair(conversation)
+            else:
+                encoder.encode(conversation)
 
 
 def with_chats(source: TextSource, data: DataSpec) -> TextSource:
@@ -156,7 +172,7 @@ def has_chats(data: DataSpec) -> bool:
         try:
             folder = shards_of(name)
             if folder is not None:
-                found = read_manifest(folder, "tokenize the corpus again").targets == "marked"
+                found = read_manifest(folder, "tokenize the corpus again").targets is not None
             else:
                 found = isinstance(with_chats(open_source(name, data.text_key), data), ChatSource)
         except UserError:  # a start tells it; here it decides nothing
@@ -194,4 +210,5 @@ def _read(path: Path) -> str:
 
 def _content_hash(conversation: Conversation) -> int:
     said = [conversation.messages, conversation.tools, conversation.prompt, conversation.completion]
+    said += [] if conversation.rejected is None else [conversation.rejected]
     return int(content_hash(json.dumps(said, sort_keys=True).encode())[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from itertools import takewhile
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_formats import Conversation
+from meshwright.data.chat_formats import Conversation, Message
 from meshwright.data.chat_template import ChatTemplate, Span
 from meshwright.data.chat_turns import assistant_spans
 from meshwright.data.tokenizer import IDs, Tokenizer
@@ -63,6 +64,23 @@ class ChatEncoder:
             return self._messages(template, conversation)
         except UserError as error:
             raise UserError(f"{error} ({conversation.place})") from error
+
+    def encode_pair(self, conversation: Conversation) -> tuple[ChatTokens, ChatTokens]:
+        """Return the tokens of the chosen and the rejected answer, each behind the prompt, as TRL's DPOTrainer.
+
+        Both are trained on from where one of them differs from the prompt alone. Raises `UserError`.
+        """
+        answers = [replace(conversation, rejected=None)]
+        answers.append(
+            replace(answers[0], completion=conversation.rejected, messages=_rejected(conversation))
+        )
+        changed_before = self.changed_prompts
+        chosen, rejected = (self.encode(each) for each in answers)
+        self.changed_prompts = min(self.changed_prompts, changed_before + 1)  # it is one prompt
+        if chosen.trained.any() and rejected.trained.any():
+            first = min(int(each.trained.argmax()) for each in (chosen, rejected))
+            chosen.trained[first:], rejected.trained[first:] = True, True
+        return chosen, rejected
 
     def _chosen(self, conversation: Conversation) -> ChatTemplate:
         if self._template is None:
@@ -117,6 +135,12 @@ class ChatEncoder:
         self.changed_prompts += int(common < len(prompt))
         trained = np.arange(len(whole)) >= common
         return ChatTokens(np.asarray(whole, dtype=np.uint32), trained)
+
+
+def _rejected(conversation: Conversation) -> tuple[Message, ...]:
+    """The messages of the prompt and the rejected answer; none of texts."""
+    prompt, rejected = conversation.prompt, conversation.rejected
+    return (*prompt, *rejected) if isinstance(prompt, tuple) and isinstance(rejected, tuple) else ()
 
 
 def tokens_in(spans: Sequence[Span], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:

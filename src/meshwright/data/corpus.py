@@ -21,7 +21,7 @@ from meshwright.data.readers import SYNTHETIC, TextSource
 from meshwright.data.shards import TokenShards, tokenizer_of
 from meshwright.data.sources import open_source
 from meshwright.data.split_samples import Split
-from meshwright.data.synthetic import SyntheticTokens, synthetic_chats, synthetic_tokens
+from meshwright.data.synthetic import SyntheticTokens, synthetic_chats, synthetic_pairs, synthetic_tokens
 from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import (
     bpe_size,
@@ -52,7 +52,7 @@ XZ_BYTES = 8 * 10**6
 class Corpus:
     """Result of `open_corpus`: the training samples and the held-out ones.
 
-    `names` are those of the sources, and `marked` says which have chats. `has_text` is False for synthetic
+    `names` are those of the sources, `marked` says which have chats, and `pairs` which have pairs of answers. `has_text` is False for synthetic
     tokens, which spell nothing. `digest` is the SHA-256 of everything but the seed that decides samples: a
     resume with another is refused.
     """
@@ -63,7 +63,7 @@ class Corpus:
         data = spec.data
         self.tokenizer, self.names = tokenizer, _names(spec)
         self.has_text = not any(isinstance(source, SyntheticTokens) for source in sources)
-        self.marked = [source.marked for source in sources]
+        self.marked, self.pairs = ([getattr(each, kind) for each in sources] for kind in ("marked", "pairs"))
         if any(self.marked) and data.pack and not data.document_mask:
             raise UserError(
                 "data.document_mask: false lets chats that share a sample see each other; leave it out, or "
@@ -126,6 +126,7 @@ def _side(source: TokenSource, tokenizer: Tokenizer, data: DataSpec, held: bool)
 def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
     """Open the corpora of a run, as `open_sources` does, which must have a sample to train on each."""
     corpus = open_sources(spec, check)
+    _check_pairs(corpus, spec)
     sources = zip(corpus.names, corpus.train.tokens_by_source, corpus.marked, strict=True)
     for name, count, marked in sources:
         if spec.data.pack and count < spec.data.seq_len and not marked:
@@ -138,9 +139,35 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
     return corpus
 
 
+def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
+    """Raise `UserError` unless pairs of answers meet a loss of pairs, and that nothing else."""
+    for name, pairs in zip(corpus.names, corpus.pairs, strict=True):
+        if pairs and spec.preference is None:
+            raise UserError(
+                f"data.corpus: {name} has pairs of chosen and rejected answers, which need a loss of pairs; "
+                f"give --preference.loss dpo, or tokenize its chosen answers as chats"
+            )
+        if not pairs and spec.preference is not None:
+            raise UserError(
+                f"preference.loss: {spec.preference.loss!r} compares two answers, and {name} has no pairs; "
+                f"give rows with chosen and rejected (data.format = 'preference'), or --preference none"
+            )
+    if spec.preference is not None and not corpus.train.samples:
+        raise UserError(
+            f"data.seq_len: no pair of {', '.join(corpus.names)} has tokens to train on of both answers within "
+            f"{spec.data.seq_len} tokens; give a larger data.seq_len"
+        )
+
+
 def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
     """Warn of chats that lose their ends, since a sample is shorter."""
     for name, side in zip(corpus.names, corpus.train.sides, strict=True):
+        if isinstance(side, WholeDocuments) and side.left_out:
+            warnings.warn(
+                f"data.seq_len: left out {side.left_out // 2:,} pairs of {name} whose prompts leave no room "
+                f"for both answers in {seq_len:,} tokens; give a larger data.seq_len if they matter",
+                stacklevel=3,
+            )
         if isinstance(side, WholeDocuments) and side.cut_documents:
             warnings.warn(
                 f"data.seq_len: {side.cut_documents:,} of {side.documents:,} chats of {name} are longer than "
@@ -174,8 +201,10 @@ def open_sources(spec: RunSpec, check: Check = "files") -> Corpus:
             f"data.mixture: '{SYNTHETIC}' has no text and no tokenizer, and cannot be mixed; remove it"
         )
     seed, vocab_size = spec.train.seed, spec.model.vocab_size
-    if spec.data.has_chats:
-        tokens: SyntheticTokens = synthetic_chats(seed, vocab_size, spec.data.seq_len)
+    if spec.preference is not None:
+        tokens: SyntheticTokens = synthetic_pairs(seed, vocab_size, spec.data.seq_len)
+    elif spec.data.has_chats:
+        tokens = synthetic_chats(seed, vocab_size, spec.data.seq_len)
     else:
         tokens = synthetic_tokens(seed, vocab_size)
     return Corpus(spec, [tokens], weights, number_tokenizer(vocab_size))

@@ -47,7 +47,8 @@ class Documents(NamedTuple):
 class TokenSource(Protocol):
     """A stream of documents [END, t1..tn], one after the other, that can be read at any place.
 
-    Those of a `marked` source are [t1..tn], with a mark for each token (`whole_documents.MarkedSource`).
+    Those of a `marked` source are [t1..tn], with a mark for each token (`whole_documents.MarkedSource`). Of
+    `pairs` each two documents are a chosen and a rejected answer.
     """
 
     digest: str
@@ -57,6 +58,11 @@ class TokenSource(Protocol):
     @property
     def marked(self) -> bool:
         """True for documents of which some tokens are trained on: chats."""
+        ...
+
+    @property
+    def pairs(self) -> bool:
+        """True for marked documents that are a chosen and a rejected answer in turn."""
         ...
 
     def take(self, place: I64) -> I64:

@@ -5,12 +5,13 @@
     00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn], whatever
                                token is read in front of it (`begin_id`)
     00000.documents.bin        one record per document, see `DOCUMENT`
-    00000.trained.bin          of chats alone: a byte per token, 1 for tokens that are trained on
+    00000.trained.bin          of chats and pairs of answers alone: a byte per token, 1 for those trained on
     .meshwright/               derived files: the record of a verification, indices (may be deleted)
 
 A document lies in one shard. UTF-8 bytes are kept per document, so bits per byte are exact for any tokenizer.
 Documents of chats are [t1..tn] as they were rendered, with nothing in front; their bytes are those that the
-trained tokens spell.
+trained tokens spell. Of pairs document 2k is the chosen answer of pair k behind its prompt, and 2k + 1 the
+rejected one.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class TokenManifest(FrozenModel):
     """The token that is read in front of a document in END's place; None for END itself."""
     special_tokens: Literal["read"] | None = None
     """"read" where special tokens that texts spell were read as those tokens."""
-    targets: Literal["marked"] | None = None
-    """"marked" where not every token is trained on, but those that the trained files mark."""
+    targets: Literal["marked", "pairs"] | None = None
+    """"marked" where not every token is trained on, but those that the trained files mark; "pairs" where
+    these are of chosen and rejected answers in turn."""
     tokenizer: str
     utf8_bytes: int
     shards: tuple[ShardEntry, ...]
@@ -109,7 +111,7 @@ class TokenManifest(FrozenModel):
         for number, shard in enumerate(self.shards):
             sizes[tokens_file(number)] = shard.tokens * self.token_dtype.itemsize
             sizes[documents_file(number)] = shard.documents * DOCUMENT.itemsize
-            if self.targets == "marked":
+            if self.targets is not None:
                 sizes[trained_file(number)] = shard.tokens
         return sizes
 

@@ -43,6 +43,8 @@ class SplitSide(Protocol):
     """
 
     documents: int
+    pairs: bool
+    """True for samples of pairs of answers, whose targets count together."""
     count: int
     """Samples."""
     target_tokens: int
@@ -87,6 +89,8 @@ class _Documents(NamedTuple):
 
 class Windows:
     """The samples of one side of a source's split, read in any order; with `held` the held-out side."""
+
+    pairs = False
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ _WRITE_BUFFER = 2**22  # tokens
 class ShardWriter:
     """Writes documents into a folder of shards, in bounded memory; `finish` writes the manifest.
 
-    Those of `marked` ones are chats, with a mark for each token. The caller makes the folder appear in one
+    Those of `marked` ones are chats, with a mark for each token, and of `pairs` chosen and rejected answers in
+    turn. The caller makes the folder appear in one
     step (`publish.publishing`).
     """
 
@@ -40,9 +41,10 @@ class ShardWriter:
         tokens_per_shard: int = TOKENS_PER_SHARD,
         *,
         marked: bool = False,
+        pairs: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._marked = folder, marked
+        self._folder, self._marked, self._pairs = folder, marked, pairs
         self._tokenizer = tokenizer
         self._tokens_per_shard = tokens_per_shard
         self._dtype = np.dtype(f"<u{tokenizer.id_bytes}")
@@ -117,7 +119,7 @@ class ShardWriter:
             end_id=self._tokenizer.end_id,
             begin_id=None if self._tokenizer.begin_id == self._tokenizer.end_id else self._tokenizer.begin_id,
             special_tokens="read" if self._tokenizer.reads_special else None,
-            targets="marked" if self._marked else None,
+            targets="pairs" if self._pairs else "marked" if self._marked else None,
             tokenizer=self._tokenizer.digest,
             utf8_bytes=self._utf8_bytes,
             shards=tuple(self._shards),

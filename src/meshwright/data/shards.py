@@ -75,7 +75,12 @@ class TokenShards:
     @property
     def marked(self) -> bool:
         """True for chats, of which the tokens that `trained` marks are trained on."""
-        return self.manifest.targets == "marked"
+        return self.manifest.targets is not None
+
+    @property
+    def pairs(self) -> bool:
+        """True for marked documents that are a chosen and a rejected answer in turn."""
+        return self.manifest.targets == "pairs"
 
     def take(self, place: I64) -> I64:
         """Return the token ids at these places of the stream, in the shape of `place`."""

@@ -99,7 +99,8 @@ class Split:
 class FirstSamples:
     """The first samples of each source of a split, numbered one source after the other.
 
-    `samples` is their number. Only the first `shares[i]` targets of source i count.
+    `samples` is their number. Only the first `shares[i]` targets of source i count; of pairs of answers all
+    that are in these samples.
     """
 
     def __init__(self, windows: Sequence[SplitSide], bounds: I64, shares: Sequence[int]) -> None:
@@ -116,4 +117,6 @@ class FirstSamples:
         for source in np.unique(source_N).tolist():
             here = source_N == source
             before_N[here] = self.sides[source].targets_before(index_N[here])
-        return self._in_split[source_N] + index_N, self._shares[source_N] - before_N
+        counted_N = self._shares[source_N] - before_N
+        pairs_N = np.array([side.pairs for side in self.sides])[source_N]
+        return self._in_split[source_N] + index_N, np.where(pairs_N, np.iinfo(np.int64).max, counted_N)

@@ -15,7 +15,7 @@ DOCUMENTS = 4096
 SHORTEST, LONGEST = 16, 1024
 TURN = 4
 """Tokens of a turn of a chat."""
-_LENGTH, _CONTENT, _TOKEN, _TRAINED = 1, 2, 3, 4  # streams of the seed
+_LENGTH, _CONTENT, _TOKEN, _TRAINED, _PROMPT = 1, 2, 3, 4, 5  # streams of the seed
 
 
 class SyntheticTokens:
@@ -25,7 +25,7 @@ class SyntheticTokens:
     that a model has something to learn: the skew, and nothing else.
     """
 
-    marked = False
+    marked = pairs = False
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
@@ -103,6 +103,47 @@ class SyntheticChats(SyntheticTokens):
         return np.maximum(of_chats - 1, 0)
 
 
+class SyntheticPairs(SyntheticChats):
+    """`DOCUMENTS` answers in pairs, each [END, t2..tn] of as many tokens as half a chat of `SyntheticChats`.
+
+    Both of a pair begin with the tokens of its first, which are their prompt, of a length that is uniform
+    below that of the shorter one. What follows is trained on.
+    """
+
+    pairs = True
+
+    def __init__(self, seed: int, vocab_size: int, seq_len: int) -> None:
+        document = np.arange(DOCUMENTS)
+        shortest, longest = max(2, seq_len // 16), 5 * seq_len // 8 + 1
+        uniform = _uniform(hash64(seed, _LENGTH, document))
+        lengths = (shortest * np.exp(np.log(longest / shortest) * uniform)).astype(np.int64)
+        room = lengths.reshape(-1, 2).min(1) - 1
+        drawn = _uniform(hash64(seed, _PROMPT, document[::2]))
+        self._prompts = np.repeat(1 + (drawn * room).astype(np.int64), 2)
+        super().__init__(seed, vocab_size, seq_len)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._hashes = np.repeat(self._hashes[::2], 2)
+        self._bytes = self._count_trained_bytes()
+        self.digest = digest_of([], synthetic_pairs=1, seed=seed, vocab_size=vocab_size, seq_len=seq_len)
+
+    def take(self, place: I64) -> I64:
+        """Return the token ids at these places of the stream, in the shape of `place`."""
+        document, position = self._document(place)
+        inside = position < self._prompts[document]
+        first = self._starts[document - document % 2] + position
+        return super().take(np.where(inside, first, place))
+
+    def trained(self, place: I64) -> NDArray[np.bool_]:
+        """Return True for the tokens at these places of the stream that are trained on."""
+        document, position = self._document(place)
+        return position >= self._prompts[document]
+
+    def _document(self, place: I64) -> tuple[I64, I64]:
+        """The documents of places of the stream, and the positions in them."""
+        document = np.searchsorted(self._starts, place, side="right") - 1
+        return document, place - self._starts[document]
+
+
 @lru_cache(maxsize=4)
 def synthetic_tokens(seed: int, vocab_size: int) -> SyntheticTokens:
     """Return the corpus of a seed and a vocabulary; a process makes it once, since its bytes take long."""
@@ -113,6 +154,12 @@ def synthetic_tokens(seed: int, vocab_size: int) -> SyntheticTokens:
 def synthetic_chats(seed: int, vocab_size: int, seq_len: int) -> SyntheticChats:
     """Return the chats of a seed and a vocabulary for samples of `seq_len`, made once in a process, too."""
     return SyntheticChats(seed, vocab_size, seq_len)
+
+
+@lru_cache(maxsize=4)
+def synthetic_pairs(seed: int, vocab_size: int, seq_len: int) -> SyntheticPairs:
+    """Return the pairs of a seed and a vocabulary for samples of `seq_len`, made once in a process, too."""
+    return SyntheticPairs(seed, vocab_size, seq_len)
 
 
 def _uniform(word: U64) -> np.ndarray:

@@ -101,7 +101,9 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
     """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
     split: Counter[str] = Counter()
     trained = 0
-    with ShardWriter(folder, tokenizer, marked=isinstance(source, ChatSource)) as writer:
+    marked = isinstance(source, ChatSource)
+    pairs = isinstance(source, ChatSource) and source.pairs
+    with ShardWriter(folder, tokenizer, marked=marked, pairs=pairs) as writer:
         if isinstance(source, ChatSource):
             for chat in source.chats(tokenizer):
                 writer.add_marked(*chat)

@@ -5,6 +5,7 @@ what follows tn never are. One of more than T tokens is cut behind the first T.
 
 packed      documents share samples of T tokens by `best_fit`
 unpacked    a sample is one document
+pairs       of answers are arranged in the place of single documents (`pairs.py`)
 
 The rest of a sample is padding: END with the target `IGNORE`, which belongs to the last document.
 """
@@ -26,12 +27,13 @@ from numpy.typing import NDArray
 from meshwright.data.best_fit import best_fit
 from meshwright.data.document_index import DocumentIndex, TokenSource
 from meshwright.data.packing import IGNORE, Samples
+from meshwright.data.pairs import both_or_none, cut_pairs, fit_pairs, whole_pairs
 from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec.sections import DataSpec
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files of `WholeSamples`."""
 _SAMPLES = "samples.npz"
 
@@ -61,7 +63,8 @@ class WholeSamples(NamedTuple):
     first: I64
     """(samples + 1,) documents before each sample."""
     cut: I64
-    """(3,) documents that were cut, and the tokens, and trained tokens, that they lost."""
+    """(4,) documents that were cut, the tokens, and trained tokens, that they lost, and documents that were
+    left out, as nothing was left to train on of one of their pair."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +92,30 @@ def trained_bytes(tokenizer: Tokenizer, ids: I64) -> int:
 def whole_samples(reader: TrainedTokens, index: DocumentIndex, data: DataSpec, held: bool) -> WholeSamples:
     """Arrange the documents of a side in samples."""
     rows = reader.source.rows(0, reader.source.documents)
-    here = index.held_out.mask(rows.hashes) == held
+    here, pairs = index.held_out.mask(rows.hashes) == held, reader.source.pairs
+    here = both_or_none(here) if pairs else here
     start, whole, size = rows.starts[:-1][here], np.diff(rows.starts)[here], rows.bytes[here].copy()
-    length = np.minimum(whole, data.seq_len)
-    cut = np.flatnonzero(whole > length)
-    lost = 0
-    for number in cut.tolist():
-        end = int(start[number] + length[number])
-        lost += len(reader.trained(end, int(start[number] + whole[number])))
-        size[number] = reader.bytes(int(start[number]), end)
+    length = cut_pairs(whole, data.seq_len) if pairs else np.minimum(whole, data.seq_len)
+    lost, trains = np.zeros_like(length), np.ones(len(length), dtype=bool)
+    for number in np.flatnonzero(whole > length).tolist():
+        first, end = int(start[number]), int(start[number] + length[number])
+        lost[number] = len(reader.trained(end, first + int(whole[number])))
+        size[number] = reader.bytes(first, end)
+        trains[number] = len(reader.trained(first, end)) > 0
+    kept = whole_pairs(trains) if pairs else np.ones_like(trains)
+    start, whole, length, size, lost = (each[kept] for each in (start, whole, length, size, lost))
+    counts = np.array([(whole > length).sum(), (whole - length).sum(), lost.sum(), (~kept).sum()])
+    order, behind = _arranged(length, data, pairs)
+    return WholeSamples(start[order], length[order], size[order], behind, counts)
+
+
+def _arranged(length_D: I64, data: DataSpec, pairs: bool) -> tuple[I64, I64]:
+    """Documents of these lengths in the order of samples, and where each sample begins in it."""
+    if pairs:
+        return fit_pairs(length_D, data.seq_len, data.pack)
     if data.pack:
-        order, first = best_fit(length, data.seq_len)
-    else:
-        order, first = np.arange(len(length)), np.arange(len(length) + 1)
-    counts = np.array([len(cut), int((whole - length).sum()), lost])
-    return WholeSamples(start[order], length[order], size[order], first, counts)
+        return best_fit(length_D, data.seq_len)
+    return np.arange(len(length_D)), np.arange(len(length_D) + 1)
 
 
 class WholeDocuments:
@@ -116,6 +128,7 @@ class WholeDocuments:
         index = source.index(data.val_fraction, 0)
         self._reader = TrainedTokens(source, tokenizer)
         self._source, self._end, self._seq_len = source, tokenizer.end_id, data.seq_len
+        self.pairs = source.pairs
 
         def arranged() -> WholeSamples:
             return whole_samples(self._reader, index, data, held)
@@ -127,7 +140,7 @@ class WholeDocuments:
         self._behind: I64 = np.concatenate([[0], np.cumsum(self._samples.length)])
         self._places: I64 = self._behind[self._samples.first]
         self.target_tokens = int(self._places[-1])
-        self.cut_documents, self.cut_tokens, self.cut_trained = self._samples.cut.tolist()
+        self.cut_documents, self.cut_tokens, self.cut_trained, self.left_out = self._samples.cut.tolist()
 
     def targets_before(self, index_N: I64) -> I64:
         """Return the places in all samples before each of these, in [0, count]."""
@@ -166,7 +179,12 @@ class WholeDocuments:
         return Samples(tokens, targets, positions, documents)
 
     def byte_count(self, targets: int) -> int:
-        """Return the UTF-8 bytes that the trained tokens among the first so many places' targets spell."""
+        """Return the UTF-8 bytes that the trained tokens among the first so many places' targets spell.
+
+        Those of pairs are none: their loss is not one of a text.
+        """
+        if self.pairs:
+            return 0
         whole = int(np.searchsorted(self._behind, targets, side="right")) - 1
         counted = int(self._samples.bytes[:whole].sum())
         if left := targets - int(self._behind[whole]):

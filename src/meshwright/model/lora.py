@@ -5,6 +5,9 @@ Shapes: I inputs and O outputs of a linear layer, r the rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -16,11 +19,14 @@ from meshwright.spec.parameters import Parameter
 
 
 class LoraLinear(Linear):
-    """x (B, T, I) -> W x + bias + scale B A dropout(x), A (r, I) being in `lora_a`, B (O, r) in `lora_b`."""
+    """x (B, T, I) -> W x + bias + scale B A dropout(x), A (r, I) being in `lora_a`, B (O, r) in `lora_b`.
+
+    Without `enabled` it is W x + bias.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, lora: LoraSpec, dropout: Dropout) -> None:
         super().__init__(inputs, outputs, bias)
-        self.scale, self.dropout = lora.scale, dropout
+        self.scale, self.dropout, self.enabled = lora.scale, dropout, True
         self.lora_a = Linear(inputs, lora.rank, False)
         self.lora_b = Linear(lora.rank, outputs, False)
 
@@ -28,7 +34,8 @@ class LoraLinear(Linear):
         return merged(self.weight, self.lora_a.weight, self.lora_b.weight, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.lora_b(self.scale * self.lora_a(self.dropout(x)))
+        y = super().forward(x)
+        return y + self.lora_b(self.scale * self.lora_a(self.dropout(x))) if self.enabled else y
 
 
 def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | None = None) -> Decoder:
@@ -52,6 +59,19 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
         parent, _, name = path.rpartition(".")
         setattr(decoder.get_submodule(parent), name, adapted)
     return decoder
+
+
+@contextmanager
+def adapters_off(decoder: Decoder) -> Iterator[None]:
+    """Compute with the model without its adapters, which keep their values."""
+    adapted = [each for each in decoder.modules() if isinstance(each, LoraLinear)]
+    for linear in adapted:
+        linear.enabled = False
+    try:
+        yield
+    finally:
+        for linear in adapted:
+            linear.enabled = True
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

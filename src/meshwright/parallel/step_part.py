@@ -6,7 +6,7 @@ and what computes gradients aside go through `Trainer.parts`, and name no single
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,6 +55,8 @@ class StepPart:
     """Component of memory that `held` counts under, as dry runs call it."""
     Fields: ClassVar[type] = NoFields
     """The TypedDict of the fields that `state` adds to a checkpoint's."""
+    numbers: int = 0
+    """Numbers that a step sums over all ranks because of the part."""
     prefix: str = ""
     """Beginning of the names of what the ranks that step with this one have by themselves."""
 
@@ -75,6 +77,28 @@ class StepPart:
 
     def after_step(self, end: StepEnd) -> None:
         """Called when gradients have been dropped."""
+
+    def with_held_out(self, batch: Any, own: Any) -> Any:
+        """`own`, this rank's tokens of a batch that is held out, with the loss that it is judged by."""
+        return own
+
+    def own_count(self, batch: Any) -> int | None:
+        """What this rank adds to the number that a batch's loss is divided by; None where targets count."""
+        return None
+
+    def own_numbers(self, factor: float, following: Any) -> list[Tensor]:
+        """This rank's share of `numbers` that are summed over all ranks at the end of a step, in float64.
+
+        Gradients, and losses like theirs, take a `factor`; `following` is the next batch, if it is known.
+        """
+        return []
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """Take `own_numbers`, summed over all ranks."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Fields that the part adds to the metrics of the last step."""
+        return {}
 
     # State --------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class TensorAdapters:
         enter: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, ...]:
         """The outputs, and what the adapters of one input add to them."""
-        adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+        adapted = [linear for linear in linears if isinstance(linear, LoraLinear) and linear.enabled]
         if not adapted:
             return outputs
         low = self._products_with_a(x, adapted)
@@ -94,7 +94,7 @@ class TensorAdapters:
         )
 
     def _plus_row(self, x_BTF: Tensor, linear: Linear, y_BTD: Tensor) -> Tensor:
-        if not isinstance(linear, LoraLinear):
+        if not isinstance(linear, LoraLinear) or not linear.enabled:
             return y_BTD
         dropped = linear.dropout(x_BTF, first=self._axis.rank * x_BTF.shape[-1])
         low = self._split.output(dropped, linear.lora_a)

@@ -106,9 +106,9 @@ def planned(
         sizes = [nproc_of(nproc)]
     if sizes == [1]:
         return alone, None
-    for table, model in alone.tables_of_models.items():
+    for table, uncounted in alone.uncounted_tables.items():
         raise UserError(
-            f"layout: no axis is sized, and a plan for this machine would not count {model} of [{table}]; "
+            f"layout: no axis is sized, and a plan for this machine would not count {uncounted} ([{table}]); "
             f"give the run's own layout, such as layout.dp = 1"
         )
     wanted = [*_fixed(tree, alone), *overrides]

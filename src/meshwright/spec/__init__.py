@@ -1,14 +1,15 @@
 """The one immutable spec of a run. It imports neither torch nor torch.distributed.
 
 The spec: `run` is the whole, of the `sections`: `model`, whose fields are in `architecture` and
-`moe_mla`, `layout`, `train`, `precision`, `outer`, `distil` and `lora`, all made of `base`. `presets` are
-named models.
+`moe_mla`, `layout`, `train`, `precision`, `outer`, `distil`, `lora` and `preference`, all made of `base`.
+`presets` are named models.
 Tables: `optimisers`, kinds of `layers`, `pipeline_schedules`.
 Reading: `load` takes TOML and flags, `toml` writes it, `schema` lists the keys, `files` reads what users
 name, `foreign_run_files` recognises those of other trainers, `records` are checked dataclasses,
 `differences` compares two specs, and `errors` are mistakes in one sentence.
-Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rules`, `distil_rules`
-and `lora_rules`, with their `arithmetic`; `verification` is what a comparison is asked for.
+Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rules`, `distil_rules`,
+`lora_rules` and `preference_rules`, with their `arithmetic`; `verification` is what a comparison is asked
+for.
 What follows from a spec: `parameters` by name with `parameter_groups` and `mup`, each a `sharded_tensor`;
 `stages` of a pipeline; `batch_warmup`; `tiling` of large results; blocks of `eight_bit` numbers;
 `quantisation` formats; the `weights` that a run starts from, its `other_models`, and the `training_flops`

@@ -17,6 +17,7 @@ from meshwright.spec.model_rules import MODEL_RULES
 from meshwright.spec.outer_rules import OUTER_RULES, exchanges_are_compared, islands_are_several
 from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
+from meshwright.spec.preference_rules import PREFERENCE_RULES, pairs_are_compared
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
@@ -302,6 +303,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     *GROUP_RULES,
     *OUTER_RULES,
     *DISTIL_RULES,
+    *PREFERENCE_RULES,
 )
 
 
@@ -315,7 +317,7 @@ def check(spec: Sections, ranks: int | None = None) -> None:
 
 def check_verification(asked: VerifyOptions) -> None:
     """Raise `UserError` for a run, or an option of it, that `meshwright verify` does not compare."""
-    for rule in (exchanges_are_compared, other_model_is_drawn):
+    for rule in (exchanges_are_compared, other_model_is_drawn, pairs_are_compared):
         rule(asked)
 
 

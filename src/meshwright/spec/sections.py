@@ -17,9 +17,10 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.preference import PreferenceSpec
 from meshwright.spec.train import TrainSpec
 
-DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt"]
+DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference"]
 """Kinds of rows of a corpus (`data.format`)."""
 
 
@@ -50,8 +51,8 @@ class DataSpec(FrozenModel):
     format: DataFormat = Field(
         "auto",
         description="what a row is: 'chat' (messages), 'sharegpt' (conversations), 'alpaca' (instruction, "
-        "input, output), 'prompt' (prompt, completion) or 'text'; 'auto' tells it from the keys of the first "
-        "row. Of chats the assistant's turns are trained on, and each stays whole in one sample",
+        "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected) or 'text'; 'auto' "
+        "tells it from the keys of the first row. Of chats the assistant's turns are trained on, and each stays whole in one sample",
     )
     chat_template: str | None = Field(
         None,
@@ -187,6 +188,7 @@ class Sections(FrozenModel):
     recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec())
     distil: DistilSpec | None = None
     lora: LoraSpec | None = None
+    preference: PreferenceSpec | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -303,9 +305,20 @@ class Sections(FrozenModel):
         """Table -> the further model, in a word or two, that it gives a run; `spec.other_models` reads it."""
         return {} if self.distil is None else {"distil": "a teacher"}
 
+    @property
+    def uncounted_tables(self) -> dict[str, str]:
+        """Table -> what predictions of time and memory do not count of it, in a few words."""
+        of_models = {
+            table: f"{model}, or the loss that takes its answers"
+            for table, model in self.tables_of_models.items()
+        }
+        if self.preference is None:
+            return of_models
+        return {**of_models, "preference": "a loss of pairs of answers, or the forward of its reference"}
+
     def plain(self) -> Self:
         """The run whose ranks step `together`, and learn from data alone."""
-        return self.together().model_copy(update={"distil": None})
+        return self.together().model_copy(update={"distil": None, "preference": None})
 
     @property
     def staleness(self) -> int:

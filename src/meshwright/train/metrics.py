@@ -70,6 +70,7 @@ class Metrics:
             "step": step,
             "loss": result.loss,
             **({} if result.further_loss is None else {"mtp_loss": result.further_loss}),
+            **result.metrics,
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "tokens": train.tokens_after(step),

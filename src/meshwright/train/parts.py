@@ -12,6 +12,7 @@ from meshwright.optim.clipping import Clipping
 from meshwright.optim.ema import ema_of
 from meshwright.parallel.delayed_scaling import DelayedScaling, delayed_scaling_of
 from meshwright.parallel.parallelize import ParallelDecoder
+from meshwright.parallel.preference import preference_of
 from meshwright.parallel.router_balance import RouterBalance
 from meshwright.parallel.stale_gradients import StaleGradients, due_gradients
 from meshwright.parallel.step_part import StepPart
@@ -46,6 +47,7 @@ def parts_of(
         *delayed_scaling_of(spec, mesh, states, built.products),
         Clipping(spec, states),
         *distillation_of(spec, sources.soft_targets),
+        *preference_of(spec, mesh, built),
         due_gradients(spec, states),
         islands_of(run, run_mesh, states, built.balance, sources.arrivals),
     ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -61,6 +61,8 @@ class StepResult:
     """The loss scale that the step was computed with."""
     further_loss: float | None = None
     """The mean loss of the tokens after the next ones, where the model predicts them, without its factor."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What parts of the step add to its metrics."""
 
 
 class Totals(NamedTuple):
@@ -272,7 +274,9 @@ class Trainer:
         found = torch.stack([self.states.squares(), loss])
         counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
-        more = [*self.further.own_numbers(self.gradient_factor, following), *self.clipping.own_squares()]
+        more = [
+            each for part in self.parts for each in part.own_numbers(self.gradient_factor, following)
+        ] + self.clipping.own_squares()
         counts = self.balance.counted()
         own = torch.cat([numbers, *more]) if more else numbers
         joined = torch.cat([own, *(each.flatten() for each in counts)]) if counts else own
@@ -289,8 +293,10 @@ class Trainer:
             on_host = read()
         size, numbers = len(sums.on_device), len(Totals._fields)
         found = Totals(*on_host[:numbers])
-        first = numbers + self.further.numbers
-        self.further.take(on_host[numbers:first])
+        first = numbers
+        for part in self.parts:
+            part.take(on_host[first : first + part.numbers])
+            first += part.numbers
         self.clipping.take_squares(on_host[first:size])
         updated = on_host[size:] == [1.0]
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
@@ -359,36 +365,55 @@ class Trainer:
         for part in self.parts:
             part.after_step(end)
         further, failures = self.further.mean, int(totals.failures)
-        return StepResult(totals.loss, norm, rate, finite, waiting, failures, end.stops, scale, further)
+        metrics = {key: value for part in self.parts for key, value in part.metrics().items()}
+        return StepResult(
+            totals.loss, norm, rate, finite, waiting, failures, end.stops, scale, further, metrics
+        )
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""
         return self.balance.statistics(self.sequences, self.spec.data.seq_len)
 
     def nll(self, batch: Batch) -> Tensor:
-        """This rank's share of the negative log-likelihood and of the targets; see `nll`."""
-        return nll(self.pipeline, self.spec.micro_batch, batch)
+        """This rank's share of the negative log-likelihood and of the targets; see `nll`.
+
+        Where a run has another loss, it is that one, and what it is divided by.
+        """
+        own = own_tokens(batch, self.mesh)
+        for part in self.parts:
+            own = part.with_held_out(batch, own)
+        return loss_and_count(self.pipeline, self.spec.micro_batch, own, self._own_targets(batch))
 
     def _own_targets(self, batch: Batch) -> int:
-        return own_targets(self.pipeline, batch)
+        """What this rank adds to the number that the loss of a batch is divided by."""
+        counts = (part.own_count(batch) for part in self.parts)
+        found = next((count for count in counts if count is not None), None)
+        return own_targets(self.pipeline, batch) if found is None else found
 
 
-@torch.no_grad()
 def nll(pipeline: Pipeline, micro_batch: int, batch: Batch) -> Tensor:
     """Return this rank's share of a batch's negative log-likelihood and of its targets, (2,) in float64.
 
     The sums over all ranks are in nats, and the number of targets. All ranks of the mesh call this, each with
     the samples of its data rank.
     """
+    own = own_tokens(batch, pipeline.mesh)
+    return loss_and_count(pipeline, micro_batch, own, own_targets(pipeline, batch))
+
+
+@torch.no_grad()
+def loss_and_count(pipeline: Pipeline, micro_batch: int, own: Batch, count: int) -> Tensor:
+    """Return this rank's share of the loss of a batch, of which it has the tokens `own`, and of its `count`,
+    (2,) in float64."""
     mesh = pipeline.mesh
-    micros = list(microbatches(own_tokens(batch, mesh), micro_batch, mesh.device))
+    micros = list(microbatches(own, micro_batch, mesh.device))
     for stage in pipeline.stages.values():
         stage.target_weight = 1.0
     losses = pipeline.forward(micros)
     found = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if losses and mesh.tensor.rank == 0:
         found[0] = torch.stack(losses).double().sum()
-        found[1] = own_targets(pipeline, batch)
+        found[1] = count
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
-from meshwright.data.loader import SplitReader
+from meshwright.data.loader import Batch, SplitReader
 from meshwright.spec import RunSpec
 from meshwright.train.held_out import likelihoods, total
 from meshwright.train.step import Trainer
@@ -17,6 +17,7 @@ from meshwright.verify.reference.data import held_out_batch
 from meshwright.verify.reference.decoder import ReferenceDecoder
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.preference import ReferencePreference
 from meshwright.verify.reference.steps import mean_loss
 
 AVERAGE = " of the moving average"
@@ -70,5 +71,12 @@ def reference_losses(
             tensors = {name: tensor.double() for name, tensor in {**biases, **frozen, **held}.items()}
             decoder = ReferenceDecoder(spec.model, tensors, linears=linears, lora=spec.lora)
             logits = decoder(moved.tokens, moved.positions, moved.documents).logits
-            found[f"loss{of}"] = mean_loss(logits, moved.targets).cpu()
+            found[f"loss{of}"] = _loss(spec, moved, logits, tensors).cpu()
     return found
+
+
+def _loss(spec: RunSpec, batch: Batch, logits: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """The mean loss of a batch, by these weights, of targets or of pairs."""
+    if spec.preference is None:
+        return mean_loss(logits, batch.targets)
+    return ReferencePreference(spec, spec.preference, weights)(batch, logits)

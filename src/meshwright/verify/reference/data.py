@@ -19,6 +19,7 @@ from meshwright.spec import RunSpec
 from meshwright.verify.reference.batches import batch_sizes
 from meshwright.verify.reference.chats import Sample, chats
 from meshwright.verify.reference.hashes import WORD, hash64, mix64, uniform
+from meshwright.verify.reference.pairs import pairs
 
 _DOCUMENTS, _SHORTEST, _LONGEST = 4096, 16, 1024
 _LENGTH, _CONTENT, _TOKEN = 1, 2, 3  # streams of the corpus
@@ -29,8 +30,8 @@ _NOT_PREDICTED = -100
 
 def batches(spec: RunSpec) -> Iterator[Batch]:
     """Yield the global batch of each optimiser step, from the first and without end."""
-    held_out = _held_out_documents(spec.train.seed, spec.data.val_fraction)
-    samples = _samples(spec, sorted({*range(_DOCUMENTS)} - {*held_out}))
+    held_out = _held_out_documents(spec)
+    samples = _samples(spec, sorted({*_documents(spec)} - {*held_out}))
     seed = hash64(spec.train.seed, *_SOURCE)
     read = 0
     for tokens in batch_sizes(spec.train):
@@ -44,14 +45,15 @@ def batches(spec: RunSpec) -> Iterator[Batch]:
 
 def held_out_batch(spec: RunSpec, targets: int) -> Batch | None:
     """The held-out samples in order up to the one with the last of so many targets, those behind it without
-    a target; None where no text is held out."""
-    held_out = _held_out_documents(spec.train.seed, spec.data.val_fraction)
+    a target, but for pairs, which count in whole; None where no text is held out."""
+    held_out = _held_out_documents(spec)
     rows, left = list[Sample](), targets
     for used, sample in _samples(spec, held_out) if held_out else ():
         if left <= 0:
             break
         tokens, wanted, positions, documents = sample()
-        wanted[left:] = [_NOT_PREDICTED] * len(wanted[left:])
+        if spec.preference is None:
+            wanted[left:] = [_NOT_PREDICTED] * len(wanted[left:])
         rows.append((tokens, wanted, positions, documents))
         left -= used
     if not rows:
@@ -62,6 +64,8 @@ def held_out_batch(spec: RunSpec, targets: int) -> Batch | None:
 
 def _samples(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[], Sample]]]:
     """Return the samples of documents with these numbers, each with the places of it that are read."""
+    if spec.preference is not None:
+        return pairs(spec, [number // 2 for number in numbers])
     if spec.data.format not in ("auto", "text"):
         return chats(spec, numbers)
     text = _Text(spec, numbers)
@@ -100,17 +104,23 @@ def _length(seed: int, document: int) -> int:
     return int(_SHORTEST * math.exp(ratio * uniform(hash64(seed, _LENGTH, document))))
 
 
-def _held_out_documents(seed: int, val_fraction: float) -> list[int]:
-    """Return the documents whose hash is below val_fraction * 2^64.
+def _documents(spec: RunSpec) -> range:
+    """Return the numbers of all documents, of pairs those of the first answers."""
+    return range(0, _DOCUMENTS, 1 if spec.preference is None else 2)
+
+
+def _held_out_documents(spec: RunSpec) -> list[int]:
+    """Return those of `_documents` whose hash is below val_fraction * 2^64.
 
     With a fraction above 0, at least one document is held out, and at least one is left.
     """
-    hashes = [hash64(seed, _CONTENT, document) for document in range(_DOCUMENTS)]
-    held = [document for document, value in enumerate(hashes) if value < val_fraction * 2**64]
+    val_fraction = spec.data.val_fraction
+    hashes = {document: hash64(spec.train.seed, _CONTENT, document) for document in _documents(spec)}
+    held = [document for document, value in hashes.items() if value < val_fraction * 2**64]
     if val_fraction > 0 and not held:
-        held = [hashes.index(min(hashes))]
-    if len(held) == _DOCUMENTS:
-        held.remove(hashes.index(max(hashes)))
+        held = [min(hashes, key=hashes.__getitem__)]
+    if len(held) == len(hashes):
+        held.remove(max(hashes, key=hashes.__getitem__))
     return held
 
 

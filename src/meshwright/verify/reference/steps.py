@@ -20,6 +20,7 @@ from meshwright.verify.reference.decoder import ReferenceDecoder, ReferenceRouti
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.lora import ReferenceDropout
 from meshwright.verify.reference.low_precision import ReferenceLinears
+from meshwright.verify.reference.preference import ReferencePreference
 from meshwright.verify.reference.router import move_bias, router_losses, router_statistics
 from meshwright.verify.reference.sums import ReferenceSums
 from meshwright.verify.reference.updates import ReferenceUpdates
@@ -57,9 +58,12 @@ def reference_steps(
 
     `weights` are the initial parameters and routers' biases (by default 0), with the names of
     `Decoder.tensors`; they are copied. Steps are computed on their device. `live` gets the parameters and
-    biases themselves, which may be changed in place between two steps.
+    biases themselves, which may be changed in place between two steps. A run with [preference] has the loss
+    of its pairs.
     """
     held = _held(spec, weights)
+    if spec.preference is not None:
+        other_loss = loss_of_pairs(spec, held)
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
     weights = {name: weight for name, weight in held.items() if name not in biases}
     parameters = {name: weights[name].requires_grad_() for name in weights if not is_frozen(spec, name)}
@@ -94,6 +98,13 @@ def reference_steps(
             "balance": _statistics(spec, losses.routings),
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
+
+
+def loss_of_pairs(spec: RunSpec, weights: Mapping[str, Tensor]) -> Loss:
+    """The loss of a run with [preference], whose initial weights, or the frozen ones of them, these are."""
+    assert spec.preference is not None
+    of_pairs = ReferencePreference(spec, spec.preference, weights)
+    return lambda batch, heads, _cross_entropy: of_pairs(batch, heads.logits)
 
 
 def _move_biases(

@@ -1,0 +1,53 @@
+"""The section `[preference]` of a run file: training on pairs of answers, of which one was preferred.
+
+For a prompt x, a chosen answer c and a rejected one r, log p(y) is the sum of the log-probabilities of the
+tokens of an answer y, |y| their number, and ref the reference:
+
+    dpo     u = beta (log p(c) - log ref(c) - log p(r) + log ref(r)),
+            loss = -(1 - e) log sigmoid(u) - e log sigmoid(-u), with e the label smoothing
+    simpo   the same with u = beta (log p(c) / |c| - log p(r) / |r|) - gamma
+    orpo    loss = -a - beta log sigmoid(a - b - log(1 - exp a) + log(1 - exp b)),
+            with a = log p(c) / |c| and b = log p(r) / |r|
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat
+
+from meshwright.spec.base import FrozenModel
+
+PreferenceLoss = Literal["dpo", "orpo", "simpo"]
+
+
+class PreferenceSpec(FrozenModel):
+    """The loss of pairs of answers, in the place of cross-entropy."""
+
+    loss: PreferenceLoss = Field(
+        "dpo",
+        description="'dpo' (Rafailov et al. 2023), 'orpo' (Hong et al. 2024), or 'simpo' (Meng et al. 2024); "
+        "the last two need no reference",
+    )
+    beta: PositiveFloat = Field(
+        0.1,
+        description="factor of the rewards: in 'dpo' the more, the closer to the reference; in 'orpo' the "
+        "weight of the odds ratio",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="share of pairs that are taken to be the wrong way round, in 'dpo' and 'simpo'",
+    )
+    simpo_gamma: float = Field(
+        0.5, ge=0, description="margin that the chosen answer's reward is to have, in 'simpo'"
+    )
+    reference: Literal["base"] = Field(
+        "base", description="the reference of 'dpo': 'base' is the run's model without its adapters"
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares the model with a reference."""
+        return self.loss == "dpo"
