@@ -145,7 +145,7 @@ def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
         if pairs and spec.preference is None:
             raise UserError(
                 f"data.corpus: {name} has pairs of chosen and rejected answers, which need a loss of pairs; "
-                f"give --preference.loss dpo, or tokenize its chosen answers as chats"
+                f"give --preference.loss dpo, or rows with messages alone"
             )
         if not pairs and spec.preference is not None:
             raise UserError(

@@ -1,0 +1,268 @@
+"""Training on pairs of answers equals TRL in float64: DPOTrainer with adapters of PEFT, and SimPO and ORPO."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from chat_models import WORDS, chats, float64_throughout, model_in, opened, written
+from safetensors.torch import load_file
+from torch import Tensor
+from trl.data_utils import extract_prompt
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from hf_models import read_whole
+from meshwright import api
+from meshwright.data.corpus import open_corpus
+from meshwright.data.packing import IGNORE
+from meshwright.exchange.peft_adapter import peft_layers, to_peft
+from meshwright.parallel.preference import METRICS
+from meshwright.spec import RunSpec, load
+from meshwright.verify.reference.weights import initial_weights
+
+SEQ_LEN = 256
+STEPS = 6
+Row = dict[str, Any]
+
+
+def pair_rows(number: int, count: int) -> list[Row]:
+    """Rows with chats that end in two answers, whose prompts are in both."""
+    draw = random.Random(number)
+    rows = []
+    for row in [row for row in chats(number, 9 * count) if len(row["messages"]) < 4][:count]:
+        *prompt, answer = row["messages"]
+        other = answer | {"content": " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 7)))}
+        rows.append({"chosen": [*prompt, answer], "rejected": [*prompt, other]})
+    return rows
+
+
+def with_prompts(rows: list[Row]) -> list[Row]:
+    """The same rows with their prompts apart."""
+    return [extract_prompt(row) for row in rows]
+
+
+def as_texts(rows: list[Row]) -> list[Row]:
+    """Rows whose prompts and answers are texts."""
+    texts = []
+    for row in with_prompts(rows):
+        said = {key: " ".join(each["content"] for each in messages) for key, messages in row.items()}
+        texts.append(said | {"chosen": f" {said['chosen']}", "rejected": f" {said['rejected']}"})
+    return texts
+
+
+ROWS: dict[str, list[Row]] = {
+    "implicit prompts": pair_rows(1, 9),
+    "prompts": with_prompts(pair_rows(2, 9)),
+    "texts": as_texts(pair_rows(3, 9)),
+}
+
+
+def recorded(kind: type[Any], losses: list[float]) -> type[Any]:
+    """A trainer whose losses are kept as they are, before transformers rounds them."""
+
+    class Recorded(kind):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    return Recorded
+
+
+class PlainHead:
+    """Log-probabilities of labels from whole logits, in the place of TRL's kernel, which sums in float32."""
+
+    @staticmethod
+    def apply(x: Tensor, weight: Tensor, _bias: Tensor | None, labels: Tensor, *_others: Any) -> Any:
+        log_p = torch.log_softmax(x @ weight.T, -1)
+        found = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        zeros = torch.zeros_like(found)
+        return found, zeros, zeros, zeros, zeros > 0
+
+
+def common(out: Path, samples: int, **more: Any) -> dict[str, Any]:
+    """Arguments of a trainer of TRL that takes all pairs in each step."""
+    return {
+        "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": samples,
+        "learning_rate": 0.01, "weight_decay": 0.0, "lr_scheduler_type": "constant", "bf16": False,
+        "max_grad_norm": 1.0, "adam_beta2": 0.95, "report_to": [], "logging_steps": 1, "use_cpu": True,
+        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+    } | more  # fmt: skip
+
+
+def ours_spec(folder: Path, corpus: Path, pairs: int, **flags: object) -> RunSpec:
+    """A run that takes all pairs in each step, unpacked unless `flags` say how many samples they are."""
+    given: dict[str, object] = {
+        "model.hf": folder, "data.corpus": corpus, "data.cache": corpus.parent / "cache", "layout.dp": 1,
+        "data.seq_len": SEQ_LEN, "data.val_fraction": 0, "train.batch_tokens": pairs * SEQ_LEN,
+        "train.steps": STEPS, "train.lr": 0.01, "train.warmup_steps": 0, "train.schedule": "constant",
+        "train.weight_decay": 0, "precision.compute": "fp64", "data.pack": "false",
+    }  # fmt: skip
+    given |= {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def our_run(spec: RunSpec, out: Path) -> list[Row]:
+    """The rows of metrics of a run's steps."""
+    api.train(spec, out=out, quiet=True)
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
+def by_peft(spec: RunSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters of a run by the names of PEFT."""
+    assert spec.lora is not None
+    return {
+        name: each
+        for layer in peft_layers(spec.model, spec.lora)
+        for name, each in zip(layer.names, to_peft(layer, spec.lora.rank, tensors), strict=True)
+    }
+
+
+def trl_dpo(spec: RunSpec, folder: Path, rows: list[Row], out: Path, **more: Any) -> tuple[Any, list[float]]:
+    """A DPOTrainer that has trained with the run's initial adapters, and its losses."""
+    assert spec.lora is not None
+    losses: list[float] = []
+    trainer = recorded(trl.DPOTrainer, losses)(
+        model=opened(folder), args=trl.DPOConfig(**common(out, len(rows), **more)),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        peft_config=peft.LoraConfig(r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules="all-linear"),
+    )  # fmt: skip
+    drawn = by_peft(spec, initial_weights(spec.model, spec.train.seed, "fp64", spec.lora))
+    own = {name.replace(".default.", "."): each for name, each in trainer.model.named_parameters()}
+    with torch.no_grad():
+        for name, each in drawn.items():
+            own[name].data = each.double().clone()
+    with float64_throughout(), patch.object(trl.trainer.utils, "_ChunkedLogProbFunction", PlainHead):
+        trainer.train()
+    return trainer, losses
+
+
+def most_apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to its largest element."""
+    assert ours.keys() <= theirs.keys() and ours
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-4))
+        for name in ours
+    )
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_dpo_equals_trls(kind: str, smoothing: float, tmp_path: Path) -> None:
+    folder, rows = tmp_path / "model", ROWS[kind]
+    model_in(folder)
+    flags = {"lora__rank": 3, "lora__alpha": 12, "preference__beta": 0.4}
+    corpus = written(rows, tmp_path / "pairs.jsonl")
+    spec = ours_spec(folder, corpus, len(rows), preference__label_smoothing=smoothing, **flags)
+    found = our_run(spec, tmp_path / "ours")
+    more = {"beta": 0.4, "label_smoothing": smoothing, "max_length": SEQ_LEN // 2}
+    trainer, losses = trl_dpo(spec, folder, rows, tmp_path / "trl", **more)
+    assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
+    assert losses[-1] != pytest.approx(losses[0], rel=0.1)
+    logged = [row for row in trainer.state.log_history if "rewards/margins" in row]
+    for key in METRICS:  # the first step's answers are as likely as the reference's, and none is better
+        assert [row[key] for row in found[1:]] == pytest.approx([row[key] for row in logged[1:]], abs=1e-6)
+    api.export(tmp_path / "ours", tmp_path / "adapter", adapter=True, dtype="float64")
+    ours = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    theirs = {name.replace(".default.", "."): each for name, each in trainer.model.named_parameters()}
+    assert most_apart(ours, {name: each.detach() for name, each in theirs.items()}) < 1e-9
+
+
+def trl_whole(
+    kind: type[Any], config: type[Any], folder: Path, rows: list[Row], out: Path, **more: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of a trainer of TRL without a reference, one pair at a time, and the weights by our names."""
+    losses: list[float] = []
+    given = common(out, 1, gradient_accumulation_steps=len(rows), max_length=SEQ_LEN // 2, **more)
+    trainer = recorded(kind, losses)(
+        model=opened(folder), args=config(**given), train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    with float64_throughout():
+        trainer.train()
+    model = trainer.model
+    model.save_pretrained(out / "weights")
+    by_step = np.array(losses).reshape(STEPS, -1).mean(1)
+    return by_step.tolist(), dict(read_whole(out / "weights")[1])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+def test_simpo_equals_trls(packed: bool, tmp_path: Path) -> None:
+    """On texts, as TRL's CPOTrainer ends a rendered chat with one more END."""
+    folder, rows = tmp_path / "model", ROWS["texts"]
+    model_in(folder)
+    corpus = written(rows, tmp_path / "pairs.jsonl")
+    flags: dict[str, object] = {
+        "preference__loss": "simpo", "preference__beta": 2.0, "preference__simpo_gamma": 0.7,
+        "preference__label_smoothing": 0.1,
+    }  # fmt: skip
+    samples = len(rows)
+    if packed:
+        flags["data__pack"] = "true"
+        samples = open_corpus(ours_spec(folder, corpus, 1, **flags)).train.samples
+        assert samples < len(rows)
+    found = our_run(ours_spec(folder, corpus, samples, **flags), tmp_path / "ours")
+    more = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1, "cpo_alpha": 0.0}
+    losses, weights = trl_whole(CPOTrainer, CPOConfig, folder, rows, tmp_path / "trl", **more)
+    assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
+    assert most_apart(api.load_run(tmp_path / "ours").tensors(), weights) < 1e-9
+
+
+def test_orpo_equals_trls(tmp_path: Path) -> None:
+    """Without prompts, as TRL's likelihood of the chosen answer is one of its prompt, too."""
+    folder = tmp_path / "model"
+    model_in(folder)
+    rows = [row | {"prompt": ""} for row in ROWS["texts"]]
+    corpus = written(rows, tmp_path / "pairs.jsonl")
+    flags = {"preference__loss": "orpo", "preference__beta": 0.3}
+    found = our_run(ours_spec(folder, corpus, len(rows), **flags), tmp_path / "ours")
+    losses, weights = trl_whole(ORPOTrainer, ORPOConfig, folder, rows, tmp_path / "trl", beta=0.3)
+    assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
+    assert most_apart(api.load_run(tmp_path / "ours").tensors(), weights) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_tokens_are_trls(kind: str, tmp_path: Path) -> None:
+    """Also of answers that lose their ends, where both do."""
+    folder, rows = tmp_path / "model", ROWS[kind]
+    model_in(folder)
+    length = 10 if kind == "texts" else 26
+    corpus = written(rows, tmp_path / "pairs.jsonl")
+    trainer = trl.DPOTrainer(
+        model=opened(folder), args=trl.DPOConfig(**common(tmp_path / "trl", 1, max_length=length)),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        peft_config=peft.LoraConfig(target_modules="all-linear"),
+    )  # fmt: skip
+    flags = {"preference__loss": "simpo", "data__seq_len": 2 * length, "train__batch_tokens": 2 * length}
+    train = open_corpus(ours_spec(folder, corpus, 1, **flags)).train
+    assert train.samples == len(trainer.train_dataset) > 1
+    samples, cut = train.gather(np.arange(train.samples)), 0
+    for number, row in enumerate(trainer.train_dataset):
+        theirs = trainer.data_collator([row])
+        whole = [len(row["prompt_ids"]) + len(row[key]) for key in ("chosen_ids", "rejected_ids")]
+        if min(whole) < length < max(whole):  # TRL cuts it, and here it takes what the other one leaves
+            continue
+        cut += min(whole) > length
+        for side in (0, 1):
+            here = samples.documents[number] == side
+            size = min(whole[side], length)
+            tokens, targets = samples.tokens[number][here][:size], samples.targets[number][here][: size - 1]
+            wanted = theirs["input_ids"][side][:size].numpy()
+            learned = theirs["completion_mask"][side][1:size].numpy()
+            assert np.array_equal(tokens, wanted)
+            assert np.array_equal(targets, np.where(learned, wanted[1:], IGNORE))
+    assert cut > 0
