@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from covering import marked, name
 from equality import STEPS
 from expert_cases import BASE, ROUTERS
 from meshwright.comm.mesh import Mesh
+from meshwright.data.corpus import open_corpus
+from meshwright.data.loader import TENSORS, Batch, SplitReader
+from meshwright.model.preference_loss import Answers, log_1_minus_exp, pair_losses
+from meshwright.parallel import preference
+from meshwright.parallel.preference import Preference, both, by_document
 from meshwright.spec import RunSpec
+from meshwright.spec.preference import PreferenceSpec
+from meshwright.train.step import Trainer
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of
@@ -67,3 +78,133 @@ def test_every_axis_equals_one_device(ranks: Ranks, case: dict[str, object]) -> 
 def test_experts_equal_one_device(ranks: Ranks) -> None:
     case = {"ep": 2, "dp": 2, "zero": 2, **LORA}
     assert_equal(ranks, spec_of(BASE | PAIRS, **ROUTERS["qwen3"], **flags(case)))
+
+
+def test_two_copies_of_the_formula_are_told_apart_by_their_values() -> None:
+    """A loss by hand: the reference's and the program's formulas of one pair."""
+    for loss, wanted in (
+        ("dpo", 0.3 * (-2.0 + 4.0 + 5.0 - 6.0)),
+        ("simpo", 0.3 * (-2.0 / 4 + 5.0 / 2) - 0.5),
+    ):
+        how = PreferenceSpec.model_validate({"loss": loss, "beta": 0.3, "label_smoothing": 0.1})
+        right = -0.9 * math.log(1 / (1 + math.exp(-wanted))) - 0.1 * math.log(1 / (1 + math.exp(wanted)))
+        answers = [Answers(*(torch.tensor([each]) for each in given)) for given in GIVEN]
+        assert float(pair_losses(how, *answers).loss) == pytest.approx(right, rel=1e-6)
+    a, b = math.exp(-0.5), math.exp(-2.5)
+    odds = (a / (1 - a)) / (b / (1 - b))
+    how = PreferenceSpec(loss="orpo", beta=0.3)
+    right = 0.5 - 0.3 * math.log(odds / (1 + odds))
+    answers = [Answers(*(torch.tensor([each]) for each in given)) for given in GIVEN]
+    assert float(pair_losses(how, *answers).loss) == pytest.approx(right, rel=1e-6)
+
+
+GIVEN = ((-2.0, 4.0, -4.0), (-5.0, 2.0, -6.0))
+"""Log-probability, tokens and the reference's log-probability of a chosen and a rejected answer."""
+
+
+def test_odds_are_finite_where_an_answer_is_all_but_certain() -> None:
+    x = torch.tensor([-1e-12, -1e-3, -0.7, -50.0], dtype=torch.float64, requires_grad=True)
+    found = log_1_minus_exp(x)
+    found.sum().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+    assert found.tolist() == pytest.approx([math.log(-math.expm1(each)) for each in x.tolist()], rel=1e-12)
+
+
+# Planted bugs -----------------------------------------------------------------------------------------
+
+
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rejected answers are learned, and the chosen ones are not."""
+    honest = preference.pair_losses
+    monkeypatch.setattr(preference, "pair_losses", lambda how, one, other: honest(how, other, one))
+
+
+def with_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is the model itself."""
+    monkeypatch.setattr(preference, "adapters_off", lambda _decoder: nullcontext())
+
+
+def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank divides by its own pairs, and the result by the number of ranks."""
+    honest = Preference._loss
+
+    def own_mean(self: Preference, count: int, log_probs: Any, rows: Any) -> Any:
+        whole = honest(self, count, log_probs, rows)
+        pairs = int(both(by_document(rows["trained"], rows["documents"], count)).sum())
+        return whole / max(1, pairs)
+
+    monkeypatch.setattr(Preference, "_loss", own_mean)
+    monkeypatch.setattr(Preference, "own_count", lambda self, batch: len(batch.tokens) * self._counts)
+
+
+def unmasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are of the documents one place off."""
+    honest = preference.by_document
+    monkeypatch.setattr(
+        preference,
+        "by_document",
+        lambda values, documents, count: honest(values, documents.roll(1, 1), count),
+    )
+
+
+BUGS: list[tuple[Any, int, str]] = [
+    (
+        swapped,
+        1,
+        "the backward of head",
+    ),  # in the first step model and reference are equal, and so is each loss
+    (with_the_adapter, 2, "the loss, though each module's output is right"),
+    (mean_of_means, 1, "the backward of head"),
+    (unmasked, 1, "the loss, though each module's output is right"),
+]
+
+
+def broken(mesh: Mesh, spec: RunSpec, plant: Any) -> dict[str, Any] | None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch)
+        return verify(spec, mesh, 2)
+
+
+@pytest.mark.parametrize(("plant", "step", "where"), BUGS, ids=[bug[0].__name__ for bug in BUGS])
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "zero": 3}], ids=["one", "dp2"])
+def test_a_planted_bug_is_named(
+    ranks: Ranks, plant: Any, step: int, where: str, layout: dict[str, object]
+) -> None:
+    spec = spec_of(DENSE | PAIRS, **flags({**LORA, **layout}))
+    found = ranks.run(spec.layout, broken, spec, plant)[0]
+    assert not found["equal"]
+    assert found["first"]["sentence"].startswith(f"step {step}: the first difference is in {where}")
+
+
+# Packing ----------------------------------------------------------------------------------------------
+
+
+def of_held_out_pairs(mesh: Mesh, spec: RunSpec) -> tuple[int, float, dict[str, Tensor]]:
+    """Number, loss and gradients of all held-out pairs in one batch, after a step that moves the adapters."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    corpus = open_corpus(spec)
+    batches = list(SplitReader(corpus.validation, spec, 0, 1).batches())
+    batch = Batch(*(torch.cat([getattr(each, field) for each in batches]) for field in TENSORS))
+    trainer.step(batch, 1)
+    loss = trainer.gradients(batch)
+    trainer.sums(loss)
+    gradients = {key: value * trainer.applied_factor for key, value in trainer.states.gradients()}
+    return trainer._own_targets(batch), float(loss), gradients
+
+
+@pytest.mark.parametrize("how", [LORA, SIMPO, ORPO], ids=["dpo", "simpo", "orpo"])
+def test_packed_equals_unpacked(ranks: Ranks, how: dict[str, object]) -> None:
+    base = DENSE | PAIRS | {"data.corpus": "synthetic", "data.val_fraction": 0.02}
+    found = []
+    for pack in ("true", "false"):
+        spec = spec_of(base, **how, data__pack=pack, precision__compute="fp64", layout__dp=1)
+        found.append(ranks.run(spec.layout, of_held_out_pairs, spec)[0])
+    (pairs, loss, gradients), (others, other_loss, other_gradients) = found
+    assert pairs == others > 20
+    assert loss == pytest.approx(other_loss, rel=1e-12)
+    assert gradients.keys() == other_gradients.keys() != set()
+    for key, gradient in gradients.items():
+        largest = float(other_gradients[key].abs().max())
+        assert largest > 0, key
+        assert float((gradient - other_gradients[key]).abs().max()) <= 1e-12 * largest, key
