@@ -173,7 +173,9 @@ def test_dpo_equals_trls(kind: str, tmp_path: Path) -> None:
     assert losses[-1] != pytest.approx(losses[0], rel=0.1)
     logged = [row for row in trainer.state.log_history if "rewards/margins" in row]
     for key in METRICS:  # the first step's answers are as likely as the reference's, and none is better
-        assert [row[key] for row in found[1:]] == pytest.approx([row[key] for row in logged[1:]], abs=1e-6)
+        assert [row[key] for row in found[1:]] == pytest.approx(
+            [row[key.replace("_", "/", 1)] for row in logged[1:]], abs=1e-6
+        )
     api.export(tmp_path / "ours", tmp_path / "adapter", adapter=True)
     ours = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     theirs = {name.replace(".default.", "."): each for name, each in trainer.model.named_parameters()}

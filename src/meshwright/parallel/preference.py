@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.comm.collectives import start_all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.model.chunked_cross_entropy import IGNORE
@@ -43,8 +44,8 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file
 from meshwright.spec.preference import PreferenceSpec
 
-METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-"""Fields of a step's metrics, means over its pairs, by the names that TRL gives them."""
+METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies")
+"""Fields of a step's metrics, means over its pairs, which TRL names with a slash."""
 
 
 class Preference(StepPart):
@@ -59,6 +60,8 @@ class Preference(StepPart):
         """True for the one rank of those with the same samples that counts pairs and rewards."""
         self._sums: tuple[Tensor, ...] = ()
         """Number of pairs and sums of `METRICS`, of this step's microbatches."""
+        self._held_out: tuple[Tensor, ...] = ()
+        """The same of microbatches that were held out."""
         self._means: dict[str, float] = {}
 
     def begin_step(self, begin: StepBegin) -> None:
@@ -122,28 +125,39 @@ class Preference(StepPart):
             Answers(*(each[:, side::2][counted] for each in (sums, lengths, reference))) for side in (0, 1)
         )
         found = pair_losses(self.how, chosen, rejected)
-        if torch.is_grad_enabled() and self._counts:
+        if self._counts:
             margins = found.chosen - found.rejected
-            means = (found.chosen, found.rejected, margins, (margins > 0).to(margins))
-            self._sums = (*self._sums, torch.stack([counted.sum(), *(each.double().sum() for each in means)]))
+            rewards = (found.chosen, found.rejected, margins, (margins > 0).to(margins))
+            sums = torch.stack([counted.sum().double(), *(each.double().sum() for each in rewards)])
+            if torch.is_grad_enabled():
+                self._sums = (*self._sums, sums)
+            else:
+                self._held_out = (*self._held_out, sums)
         return found.loss.sum()
 
     # Numbers ------------------------------------------------------------------------------------------
 
     def own_numbers(self, factor: float, following: Batch | None) -> list[Tensor]:
         """The pairs of this rank's samples, and the sums of `METRICS` over them."""
-        zeros = torch.zeros(self.numbers, dtype=torch.float64, device=self._mesh.device)
-        return [torch.stack([zeros, *self._sums]).sum(0)]
+        return [self._summed(self._sums)]
 
     def take(self, numbers: Sequence[float]) -> None:
         """Take those of all ranks."""
-        pairs, *sums = numbers
-        means = [each / pairs for each in sums] if pairs else []
-        self._means = dict(zip(METRICS, means, strict=False))
+        self._means = _means(numbers)
 
     def metrics(self) -> Mapping[str, float]:
         """Mean rewards of the last step, their mean margin, and how many chosen answers have the larger one."""
         return self._means
+
+    def held_out_metrics(self) -> Mapping[str, float]:
+        """The same of the pairs that were held out, since it was last asked; collective over the mesh."""
+        summed, self._held_out = self._summed(self._held_out), ()
+        start_all_reduce(summed, self._mesh.world, "scalars").wait()
+        return _means(summed.tolist())
+
+    def _summed(self, parts: Sequence[Tensor]) -> Tensor:
+        zeros = torch.zeros(self.numbers, dtype=torch.float64, device=self._mesh.device)
+        return torch.stack([zeros, *parts]).sum(0)
 
     def of_gradients(self) -> tuple[list[object], list[Tensor]]:
         """The sums, which become more while gradients are computed."""
@@ -164,6 +178,12 @@ class Preference(StepPart):
     def flops_per_token(self) -> float:
         """Model FLOPs of the reference's forward on one token."""
         return self.spec.model.forward_flops(self.spec.data.seq_len) if self.how.has_reference else 0.0
+
+
+def _means(numbers: Sequence[float]) -> dict[str, float]:
+    """`METRICS` from a number of pairs and the sums over them; none without pairs."""
+    pairs, *sums = numbers
+    return {name: each / pairs for name, each in zip(METRICS, sums, strict=True)} if pairs else {}
 
 
 def _documents(documents_NT: Tensor) -> int:

@@ -100,6 +100,13 @@ class StepPart:
         """Fields that the part adds to the metrics of the last step."""
         return {}
 
+    def held_out_metrics(self) -> Mapping[str, float]:
+        """Fields that the part adds to a validation's, of what was held out since it was last asked.
+
+        All ranks of the mesh call this together.
+        """
+        return {}
+
     # State --------------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterable[tuple[str, Stored]]:

@@ -26,8 +26,10 @@ _BAR_FROM = 100
 
 def figures(row: dict[str, Any], seconds_left: float | None) -> str:
     """Return `loss 5.1234  12,345 tok/s  mfu 34.1%  mem 1.2 GiB  eta 0:42`, unknown values as dashes."""
+    right = row.get("rewards_accuracies")
+    of_pairs = f"pairs right {fmt.percent(right)}  " if right is not None else ""
     return (
-        f"loss {fmt.fixed(row.get('loss'))}  {fmt.count(row.get('tokens_per_second'))} tok/s  "
+        f"loss {fmt.fixed(row.get('loss'))}  {of_pairs}{fmt.count(row.get('tokens_per_second'))} tok/s  "
         f"mfu {fmt.percent(row.get('mfu'))}  mem {fmt.size(row.get('memory_bytes'))}  "
         f"eta {fmt.duration(seconds_left)}"
     )
@@ -126,7 +128,9 @@ class Progress:
         average = (
             f"  of the averaged weights {fmt.fixed(row['val_loss_ema'])}" if "val_loss_ema" in row else ""
         )
-        self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {bits} bits per byte{average}")
+        right = row.get("val_rewards_accuracies")
+        what = f"{bits} bits per byte" if right is None else f"pairs right {fmt.percent(right)}"
+        self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {what}{average}")
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind != "warning":  # shown by Python's warnings, also if progress is off

@@ -46,6 +46,11 @@ class Validation:
         """Return the numbers of the weights in place; of others than the run's own the loss alone."""
         parts = likelihoods(self._loader.validation, self._trainer.nll, self._mesh, self._max_tokens)
         whole = total(parts)
+        of_parts = {
+            f"val_{key}": value
+            for part in self._trainer.parts
+            for key, value in part.held_out_metrics().items()
+        }
         if name:
             return {f"val_loss_{name}": whole.loss}
         sources = {
@@ -53,7 +58,7 @@ class Validation:
             for source, part in zip(self._corpus.names, parts, strict=True)
             if part.tokens
         }
-        row = {"val_loss": whole.loss, "val_bits_per_byte": whole.bits_per_byte}
+        row: Row = {"val_loss": whole.loss, "val_bits_per_byte": whole.bits_per_byte, **of_parts}
         return row | ({"val_sources": sources} if len(parts) > 1 else {})
 
     def result(self) -> Row:

@@ -1,0 +1,229 @@
+"""Runs on pairs of answers: rows, what is counted and refused, metrics, and resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_models import tokenizer_in, written
+from test_preference_trl import pair_rows, with_prompts
+
+from meshwright import api
+from meshwright.api.verify_runs import on_chats
+from meshwright.data.chat_formats import conversation_of
+from meshwright.data.corpus import Corpus, open_corpus
+from meshwright.data.packing import IGNORE
+from meshwright.parallel.preference import METRICS
+from meshwright.spec import RunSpec, UserError, load
+
+ASKED = [{"role": "user", "content": "one two"}]
+GOOD, BAD = ({"role": "assistant", "content": each} for each in ("three", "four"))
+ROW: dict[str, Any] = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+TEXTS = {"prompt": "one two", "chosen": " three", "rejected": " four"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    tokenizer_in(made)
+    return made
+
+
+def spec_for(folder: Path, corpus: Path, **flags: object) -> RunSpec:
+    given: dict[str, object] = {
+        "data.corpus": corpus, "data.tokenizer": folder, "data.cache": folder.parent / "cache",
+        "data.seq_len": 256, "data.val_fraction": 0, "model.vocab_size": 320, "model.max_seq_len": 256,
+        "train.batch_tokens": 256, "layout.dp": 1, "preference.loss": "simpo",
+    }  # fmt: skip
+    given |= {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items() if value is not None])
+
+
+def pairs_of(corpus: Corpus) -> list[tuple[str, str]]:
+    """The texts that are trained on of each pair, chosen and rejected, in the order of their samples."""
+    samples = corpus.train.gather(np.arange(corpus.train.samples))
+    found = []
+    for targets, documents in zip(samples.targets, samples.documents, strict=True):
+        for first in range(0, int(documents.max()) + 1, 2):
+            one, other = (targets[(documents == n) & (targets != IGNORE)] for n in (first, first + 1))
+            found.append(tuple(corpus.tokenizer.decode(each.tolist()) for each in (one, other)))
+    return found
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "by its keys"])
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        (ROW, ("three<|im_end|>\n", "four<|im_end|>\n")),
+        ({"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}, ("three<|im_end|>\n", "four<|im_end|>\n")),
+        ({**ROW, "prompt": "one two", "score": 3}, ("three<|im_end|>\n", "four<|im_end|>\n")),
+        (TEXTS, (" three<|im_end|>", " four<|im_end|>")),
+        ({"chosen": "one two three", "rejected": "one two four"}, (" three<|im_end|>", " four<|im_end|>")),
+    ],
+    ids=["implicit", "explicit", "repeated", "texts", "implicit texts"],
+)
+def test_a_row_of_each_kind_is_a_pair(
+    row: dict[str, Any], answers: tuple[str, str], told: bool, folder: Path, tmp_path: Path
+) -> None:
+    rows = written([row], tmp_path / "rows.jsonl")
+    corpus = open_corpus(spec_for(folder, rows, data__format="preference" if told else "auto"))
+    assert corpus.pairs == corpus.marked == [True]
+    assert pairs_of(corpus) == [answers]
+
+
+def test_a_common_beginning_leaves_something_of_both() -> None:
+    """As TRL's `extract_prompt`: all but the last of what the shorter one has."""
+    same = conversation_of({"chosen": [*ASKED, GOOD], "rejected": [*ASKED, GOOD]}, "preference")
+    assert (same.prompt, same.completion, same.rejected) == ((ASKED[0],), (GOOD,), (GOOD,))
+    longer = conversation_of(
+        {"chosen": [*ASKED, GOOD, *ASKED, GOOD], "rejected": [*ASKED, GOOD]}, "preference"
+    )
+    assert longer.prompt == (ASKED[0],) and longer.rejected == (GOOD,)
+    texts = conversation_of({"chosen": "a b", "rejected": "a c"}, "preference")
+    assert (texts.prompt, texts.completion, texts.rejected) == ("a", " b", " c")
+
+
+def test_pairs_share_samples_whole(folder: Path, tmp_path: Path) -> None:
+    rows = pair_rows(5, 12)
+    corpus = written(rows, tmp_path / "rows.jsonl")
+    alone = open_corpus(spec_for(folder, corpus, data__pack="false"))
+    packed = open_corpus(spec_for(folder, corpus))
+    assert alone.train.samples == 12 > packed.train.samples
+    assert sorted(pairs_of(alone)) == sorted(pairs_of(packed))
+    samples = packed.train.gather(np.arange(packed.train.samples))
+    for documents in samples.documents:
+        assert (np.diff(documents) >= 0).all() and documents.max() % 2 == 1
+
+
+def test_both_of_a_pair_are_held_out(folder: Path, tmp_path: Path) -> None:
+    corpus = written(pair_rows(6, 40), tmp_path / "rows.jsonl")
+    sizes = {"data__pack": "false"}
+    for fraction in (1e-9, 0.3, 0.999999):
+        found = open_corpus(spec_for(folder, corpus, data__val_fraction=fraction, **sizes))
+        assert found.train.documents % 2 == found.validation.documents % 2 == 0
+        assert found.train.documents > 0 < found.validation.documents
+        assert found.train.documents + found.validation.documents == 80
+
+
+def test_the_longer_answer_is_cut_and_pairs_without_room_are_left_out(folder: Path, tmp_path: Path) -> None:
+    long = {"role": "assistant", "content": "red " * 150}
+    asked = [{"role": "user", "content": "sun " * 150}]
+    rows = [
+        {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, long]},
+        {"chosen": [*asked, GOOD], "rejected": [*asked, BAD]},
+    ]
+    corpus = written(rows, tmp_path / "rows.jsonl")
+    with pytest.warns(UserWarning) as caught:
+        found = open_corpus(spec_for(folder, corpus, data__pack="false"))
+    said = [str(each.message) for each in caught]
+    assert any(
+        "left out 1 pairs" in each and "no room for both answers in 256 tokens" in each for each in said
+    )
+    assert any("1 of 2 chats" in each and "longer than 256 tokens" in each for each in said)
+    ((chosen, rejected),) = pairs_of(found)
+    assert chosen == "three<|im_end|>\n" and rejected.startswith("red red") and "<|im_end|>" not in rejected
+    (documents,) = found.train.gather(np.zeros(1, dtype=np.int64)).documents
+    assert found.train.target_tokens == 256 and (documents == 1).sum() > (documents == 0).sum()
+
+
+def test_an_empty_answer_is_counted(folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    silent = [{"role": "user", "content": "one"}]
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [ROW, {"prompt": silent, "chosen": [GOOD], "rejected": [{"role": "assistant", "content": ""}]}]
+    corpus = open_corpus(spec_for(folder, written(rows, tmp_path / "rows.jsonl")))
+    assert len(pairs_of(corpus)) == 1
+    assert any("left out 1 pairs with an answer without a token" in str(each.message) for each in recwarn)
+
+
+def test_tokenized_pairs_are_a_corpus(folder: Path, tmp_path: Path) -> None:
+    rows = written(pair_rows(7, 9), tmp_path / "rows.jsonl")
+    counts = api.tokenize(str(rows), str(folder), tmp_path / "out", vocab_size=320)
+    assert counts.documents == 18
+    ours, theirs = (open_corpus(spec_for(folder, each)) for each in (tmp_path / "out", rows))
+    assert ours.digest == theirs.digest and pairs_of(ours) == pairs_of(theirs)
+
+
+WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
+    "no pairs": (
+        [{"messages": [*ASKED, GOOD]}], {}, r"preference\.loss: 'simpo' compares two answers, and .* has no pairs",
+    ),
+    "no loss of pairs": (
+        [ROW], {"preference__loss": None}, r"has pairs of chosen and rejected answers, which need a loss of pairs",
+    ),
+    "half a pair": ([{"chosen": [GOOD]}], {"data__format": "preference"}, "key 'rejected': it is missing"),
+    "no messages": ([ROW | {"chosen": []}], {}, "key 'chosen': it has no message"),
+    "a text and messages": ([ROW | {"chosen": "three"}], {}, "key 'rejected': it is .*; give a text"),
+    "no room": ([ROW], {"data__seq_len": 8, "train__batch_tokens": 8}, r"data\.seq_len: no pair of"),
+    "no reference": ([ROW], {"preference__loss": "dpo"}, r"give --lora\.rank 16, whose base is the reference"),
+    "smoothed odds": (
+        [ROW], {"preference__loss": "orpo", "preference__label_smoothing": 0.1}, "label_smoothing: 0.1 has no effect",
+    ),
+    "no margin": (
+        [ROW], {"preference__loss": "dpo", "lora__rank": 3, "preference__simpo_gamma": 1}, "simpo_gamma: 1 has no",
+    ),
+    "another format": ([ROW], {"data__format": "chat"}, r"data\.format: 'chat' has no pairs of answers"),
+    "no mask": ([ROW], {"data__document_mask": "false"}, "lets a rejected answer see the chosen one"),
+    "a teacher": ([ROW], {"distil__teacher": "x"}, "distil: a teacher's answers change the loss of tokens"),
+    "further tokens": ([ROW], {"model__mtp_num_layers": 1}, r"does not go with \[preference\]"),
+    "islands": ([ROW], {"layout__replicate": 2, "outer__every": 2, "train__batch_tokens": 512}, "outer.every: 2 was"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_sentence(name: str, folder: Path, tmp_path: Path) -> None:
+    rows, flags, sentence = WRONG[name]
+    with pytest.raises(UserError, match=sentence):
+        open_corpus(spec_for(folder, written([*rows], tmp_path / "rows.jsonl"), **flags))
+
+
+def test_predictions_refuse_what_they_do_not_count(folder: Path, tmp_path: Path) -> None:
+    spec = spec_for(folder, written([ROW], tmp_path / "rows.jsonl"))
+    with pytest.raises(UserError, match=r"preference: dryrun does not count a loss of pairs of answers"):
+        api.dryrun(spec)
+    with pytest.raises(UserError, match=r"preference: --precision run compares cross-entropy alone"):
+        api.verify(spec, precision="run")
+    assert on_chats(spec).data.format == "auto"
+
+
+SMALL: dict[str, object] = {
+    "model__layers": 2, "model__hidden": 32, "model__ffn": 48, "model__heads": 4, "model__kv_heads": 2,
+    "data__seq_len": 256, "train__batch_tokens": 1024, "train__lr": 0.02, "train__warmup_steps": 0,
+    "train__log_every": 1, "data__val_fraction": 0.2, "train__eval_every": 6, "lora__rank": 4,
+    "lora__dropout": 0.1, "preference__loss": "dpo", "model__init_std": 0.2,
+}  # fmt: skip
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_reports_and_resumes_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    corpus = written(with_prompts(pair_rows(8, 40)), tmp_path / "rows.jsonl")
+    whole = spec_for(folder, corpus, **SMALL, train__steps=20)
+    result = api.train(whole, out=tmp_path / "whole", quiet=True)
+    steps = [row for row in rows_of(tmp_path / "whole") if "loss" in row]
+    first, last = steps[0], steps[-1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert last["loss"] < 0.4 and last["rewards_accuracies"] > 0.9
+    for row in steps:
+        margin = row["rewards_chosen"] - row["rewards_rejected"]
+        assert row["rewards_margins"] == pytest.approx(margin, abs=1e-5)
+    held_out = [row for row in rows_of(tmp_path / "whole") if "val_loss" in row]
+    assert [row["step"] for row in held_out] == [6, 12, 18, 20]
+    assert held_out[-1]["val_bits_per_byte"] is None
+    assert all(f"val_{key}" in held_out[-1] for key in METRICS)
+    page = Path(api.report([tmp_path / "whole"])["page"]).read_text()
+    assert "Rewards of answers" in page and "nats per pair" in page
+    half = spec_for(folder, corpus, **SMALL, train__steps=20, train__stop_at=11)
+    api.train(half, out=tmp_path / "half", quiet=True)
+    resumed = api.train(whole, out=tmp_path / "half", resume="auto", quiet=True)
+    assert resumed["parameters_sha256"] == result["parameters_sha256"]
+    other = spec_for(folder, corpus, **SMALL, train__steps=22, preference__beta=0.2)
+    with pytest.raises(UserError, match=r"preference\.beta was 0\.1 and is 0\.2"):
+        api.train(other, out=tmp_path / "half", resume="auto", quiet=True)
