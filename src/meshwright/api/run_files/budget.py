@@ -29,6 +29,17 @@ SIZES = (
 CONTINUED_LR = ((5e8, 1e-4), (2e9, 5e-5), (2e10, 2e-5))
 """(Parameters up to which, learning rate) of trained weights that go on; beyond the last one 1e-5."""
 
+EPOCHS = 3
+"""Passes over chats (Taori et al. 2023, Alpaca)."""
+LARGEST_TUNING_BATCH = 64
+"""Sequences of a step of tuning (Touvron et al. 2023, Llama 2)."""
+TUNING_STEPS = 100
+"""Steps that a tuning has at least, as far as batches of few sequences can make them."""
+TUNED_LR, LEAST_TUNED_LR = ((1e10, 2e-5),), 1e-5
+"""(Parameters up to which, learning rate) of all weights on chats, and that beyond (Alpaca, 7B and 13B)."""
+ADAPTERS_LR, LEAST_ADAPTERS_LR = ((2e10, 2e-4),), 1e-4
+"""Those of adapters (Dettmers et al. 2023, QLoRA: 7B and 13B, 33B and 65B)."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -98,6 +109,16 @@ def continued(
     batch = given.batch_tokens or _whole_batch(min(2.0**19, tokens / LEAST_STEPS), seq_len, devices)
     lr = next((lr for most, lr in CONTINUED_LR if parameters <= most), 1e-5)
     return Budget(given.length(batch) or max(tokens, 10 * batch), batch, lr)
+
+
+def tuned(parameters: int, samples: int, seq_len: int, devices: int, adapters: bool, given: Given) -> Budget:
+    """Return the budget of a model of so many parameters that is tuned on chats in so many samples."""
+    wanted = min(LARGEST_TUNING_BATCH, EPOCHS * samples / TUNING_STEPS) * seq_len
+    batch = given.batch_tokens or _whole_batch(wanted, seq_len, devices)
+    rates, least = (ADAPTERS_LR, LEAST_ADAPTERS_LR) if adapters else (TUNED_LR, LEAST_TUNED_LR)
+    lr = next((rate for most, rate in rates if parameters <= most), least)
+    steps = -(-EPOCHS * samples * seq_len // batch)
+    return Budget(given.length(batch) or steps * batch, batch, lr)
 
 
 def _whole_batch(wanted: float, seq_len: int, devices: int) -> int:

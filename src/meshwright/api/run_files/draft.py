@@ -12,6 +12,7 @@ from meshwright.spec.load import from_tree
 from meshwright.spec.toml import toml_value
 
 WIDTH = 100
+_SIZING = ("train.", "layout.", "data.seq_len")
 
 
 @dataclass
@@ -44,9 +45,20 @@ class Draft:
                 comment = ""
 
     @property
+    def texts(self) -> list[tuple[str, str]]:
+        """The keys with their texts, as flags have them."""
+        return [(key, text) for key, (text, _) in self.keys.items()]
+
+    @property
     def spec(self) -> RunSpec:
         """The run that the file describes. Raises `UserError`."""
-        return from_tree({}, [(key, text) for key, (text, _) in self.keys.items()])
+        return from_tree({}, self.texts)
+
+    @property
+    def sizeless(self) -> RunSpec:
+        """The run in samples of one token on one device, which is valid before sizes are chosen."""
+        kept = [(key, text) for key, text in self.texts if not key.startswith(_SIZING)]
+        return from_tree({}, [*kept, ("data.seq_len", "1")])
 
     def toml(self) -> str:
         """Return the file: values as the spec reads them, comments behind the keys or in lines before."""
@@ -70,6 +82,8 @@ class Draft:
         tables: dict[str, list[tuple[str, str, str]]] = {}
         for key, (_, comment) in self.keys.items():
             table, _, name = key.rpartition(".")
+            if not table:  # a table that is none, as it is without the key
+                continue
             tables.setdefault(table, []).append((name, key, comment))
         order = list(RunSpec.model_fields)
         yield from sorted(tables.items(), key=lambda each: (order.index(each[0].partition(".")[0]), each[0]))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from meshwright.data.chat_formats import KEYS
+from meshwright.data.chat_source import ChatSource, with_chats
 from meshwright.data.hub_source import HUB
 from meshwright.data.manifest import shards_of
 from meshwright.data.readers import SYNTHETIC
-from meshwright.data.row_files import rows_of
 from meshwright.data.shards import read_manifest
 from meshwright.data.sources import open_source
 from meshwright.exchange.hub import is_hub_id
@@ -19,20 +20,20 @@ from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
 from meshwright.spec.load import load
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.sections import DataSpec
 from meshwright.spec.weights import is_foreign
 from meshwright.storage.remote import is_url
-from meshwright.storage.stored_file import LocalFile
 from meshwright.units import gigabytes, short
 
 KEY = "--have"
+AS_THEY_ARE = DataSpec()
+"""Rows with the key 'text', or chats if their keys say so."""
 BYTES_PER_TOKEN = 4.0
 """Bytes of English text or of code that a token of a trained tokenizer stands for, about."""
-CHAT_KEYS = ("messages", "conversations")
-"""Keys of a row that is a chat."""
+_FORMATS = {name: " and ".join(keys) for name, keys in KEYS.items()}
 _NOUNS = {"text": "text", "chats": "a file of chats", "model": "a model", "run": "a run"}
 _NO_TEXT = (".toml", ".yaml", ".yml")
 """Suffixes of files that say how to train, and are no text to train on, where they are named."""
-_ROWS = (".jsonl", ".jsonlines", ".ndjson", ".json")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Holdings:
-    """All that somebody has: at most one model or run, and at most one text."""
+    """All that somebody has: at most one model or run, and at most one text or file of chats."""
 
     text: Holding | None = None
     model: Holding | None = None
@@ -64,19 +65,25 @@ class Holdings:
         return self.model is not None and self.model.kind == "run"
 
     @property
+    def has_chats(self) -> bool:
+        """True if what there is to train on are chats."""
+        return self.text is not None and self.text.kind == "chats"
+
+    @property
     def all(self) -> Sequence[Holding]:
         """Whatever there is."""
         return [each for each in (self.text, self.model) if each is not None]
 
 
-def holdings(names: Sequence[str], text_key: str = "text") -> Holdings:
+def holdings(names: Sequence[str], rows: DataSpec = AS_THEY_ARE) -> Holdings:
     """Return what `names` are: paths, URLs, 'stdlib', data sets or models of the hub.
 
-    Raises `UserError` for one that is nothing to train on or from, and for two of a kind.
+    `rows` says with its `text_key` and `format` how rows are read. Raises `UserError` for one that is nothing
+    to train on or from, and for two of a kind.
     """
     found: dict[str, Holding] = {}
     for name in names:
-        each = holding(name, text_key)
+        each = holding(name, rows)
         place = "model" if each.kind in ("model", "run") else "text"
         if place in found:
             raise UserError(
@@ -89,14 +96,14 @@ def holdings(names: Sequence[str], text_key: str = "text") -> Holdings:
     return Holdings(found.get("text"), found.get("model"))
 
 
-def holding(name: str, text_key: str = "text") -> Holding:
-    """Return what one name is; `text_key` is the key of the text in rows. Raises `UserError`."""
+def holding(name: str, rows: DataSpec = AS_THEY_ARE) -> Holding:
+    """Return what one name is, with rows read as `rows` says. Raises `UserError`."""
     if name in PRESETS:
         raise UserError(
             f"{KEY}: {name} is the shape of a model and has no weights; give it as --preset {name}"
         )
     if name == "stdlib" or name.startswith(HUB) or is_url(name):
-        return text_of(name, text_key)
+        return corpus_of(name, rows)
     if not name.strip():
         raise UserError(f"{KEY}: '' names nothing; give a text, a model or a run")
     path = user_path(name, KEY)
@@ -114,9 +121,7 @@ def holding(name: str, text_key: str = "text") -> Holding:
         return Holding("model", str(path), "a model as an HF folder")
     if is_foreign(path):
         return Holding("model", str(path), "a checkpoint of another program")
-    if path.is_file() and (key := _chat_key(path)):
-        return Holding("chats", str(path), f"chats, by the key '{key}' of its first row")
-    return text_of(str(path), text_key)
+    return corpus_of(str(path), rows)
 
 
 def _run(path: Path) -> Holding:
@@ -139,14 +144,20 @@ def _not_here(name: str, path: Path) -> Holding:
     )
 
 
-def _chat_key(path: Path) -> str | None:
-    """Return the key by which the first row of a file is a chat; None for any other file."""
-    if path.suffix.lower() not in _ROWS:
-        return None
-    for _, row in islice(rows_of(LocalFile(path)), 1):
-        if isinstance(row, Mapping):
-            return next((key for key in CHAT_KEYS if isinstance(row.get(key), list)), None)
-    return None
+def corpus_of(name: str, rows: DataSpec) -> Holding:
+    """Return the chats or the text that `data.corpus` names.
+
+    A data set of the hub is taken for text unless `rows.format` says what it is, as it would have to be
+    fetched. Raises `UserError`.
+    """
+    told = rows.format != "auto"
+    if rows.format == "text" or shards_of(name) is not None or (name.startswith(HUB) and not told):
+        return text_of(name, rows.text_key)
+    source = with_chats(open_source(name, rows.text_key), rows)
+    if not isinstance(source, ChatSource):
+        return text_of(name, rows.text_key)
+    how = "as data.format says" if told else f"by the keys of its first row: {_FORMATS[source.format]}"
+    return Holding("chats", name, f"chats, {how}")
 
 
 def text_of(name: str, text_key: str = "text") -> Holding:

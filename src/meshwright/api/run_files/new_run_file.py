@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,21 +19,25 @@ from meshwright.api.run_files.budget import (
     from_nothing,
     preset_for,
 )
+from meshwright.api.run_files.commands import serving, training
 from meshwright.api.run_files.draft import Draft
-from meshwright.api.run_files.holdings import Holding, Holdings, holdings, text_of
+from meshwright.api.run_files.holdings import AS_THEY_ARE, Holding, Holdings, corpus_of, holdings
 from meshwright.api.run_files.places import HERE, Place, place
+from meshwright.api.run_files.tuning import add_tuning
 from meshwright.api.source import keys_of_source
+from meshwright.data.chat_source import has_chats
 from meshwright.planner.explain.explanation import describe
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides, from_tree, given_keys
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.sections import DataSpec
 from meshwright.units import gigabytes, seconds, short
 
 WANTS = {
     "train": "train a new model on the text, from nothing",
     "continue": "go on training a model or a run on the text, all of its weights",
-    "finetune": "as continue, three times over a small text, such as questions with answers",
+    "finetune": "tune a model on chats, or on a small text three times over; adapters where it is large",
     "serve": "use a model or a run: generate, export, quantise; this needs no run file",
 }
 """Values of --want, each with what it is."""
@@ -45,10 +48,11 @@ _SIZES = ("train.tokens", "train.steps", "train.batch_tokens")
 def init(
     have: Annotated[Sequence[str], Option(
         "text, chats, a model or a run: a path, a URL, stdlib, or org/name of the hub; given twice, a text "
-        "and a model",
+        "or chats, and a model",
         "PATH|NAME", str, repeated=True)] = (),
     want: Annotated[str | None, Option(
-        "what is wanted; default train for a text, continue for a text with a model, serve for a model",
+        "what is wanted; default train for a text, continue for a text with a model, finetune for chats with "
+        "a model, serve for a model",
         "|".join(WANTS), choice(*WANTS), values=lambda: WANTS)] = None,
     on: Annotated[str, Option("where: here, or a cluster by name, or a hardware file", "NAME", str)] = HERE,
     gpus: Annotated[int | None, Option(
@@ -66,12 +70,14 @@ def init(
     of the file with their texts. Returns `file` (None where none is needed), `found` and `told`, sentences,
     and `commands`, pairs of a command and what it does. Raises `UserError`, and writes nothing then.
     """
-    held = holdings(have, dict(overrides).get("data.text_key", "text"))
+    read_as = [(key, text) for key, text in overrides if key in ("data.text_key", "data.format")]
+    held = holdings(have, DataSpec(**given_keys("data", {}, read_as)))
     wanted = _wanted(held, want)
     found = [f"{each.source}: {each.told}" for each in held.all]
     if wanted == "serve":
+        assert held.model is not None  # `_wanted` has asked for it
         told = ["a model that is used as it is needs no run file: none is written"]
-        return {"file": None, "found": found, "told": told, "commands": _serving(held)}
+        return {"file": None, "found": found, "told": told, "commands": serving(held.model)}
     check_new_file(out)
     where = place(on, gpus)
     given = _given(held, dict(overrides))
@@ -86,7 +92,7 @@ def init(
             file.write(text)
     except OSError as error:
         raise UserError(f"FILE: {out} cannot be written ({error.strerror}); give another name") from None
-    commands = _training(out, where, draft.spec)
+    commands = training(out, where, draft.spec, has_chats(draft.spec.data))
     return {"file": str(out), "found": found, "told": told, "commands": commands}
 
 
@@ -104,14 +110,15 @@ def _wanted(held: Holdings, want: str | None) -> str:
         raise UserError(
             "--have: is missing; give a text, a model or a run, such as --have my-text, or stdlib"
         )
-    if held.text is not None and held.text.kind == "chats":
+    if held.has_chats and (held.model is None or want == "train"):
         raise UserError(
-            f"--have: {held.text.source} is {held.text.told}, and fine-tuning on chats is not there yet; "
-            "render each chat with the tokenizer's apply_chat_template into rows with the key 'text', and "
-            "give that file"
+            f"--have: {held.text.source} is {held.text.told}, and chats need a model to tune; give one more "
+            "--have, such as Qwen/Qwen2.5-0.5B-Instruct or the folder of a model that has a chat template"
+            + (", and --want finetune" if want == "train" else "")
         )
     if want is None:
-        want = "train" if held.model is None else "serve" if held.text is None else "continue"
+        suits = "finetune" if held.has_chats else "continue"
+        want = "train" if held.model is None else "serve" if held.text is None else suits
     if want == "train" and held.model is not None:
         raise UserError(
             f"--want: train is from nothing, and {held.model.source} has weights; give --want continue, or "
@@ -196,11 +203,9 @@ def _continued(
     assert model is not None  # `_wanted` has asked for it
     record = Path(model.source) / "run.json"
     of_run = load(record.parent) if record.is_file() else None
-    text = held.text
-    own: dict[str, str] = {}
+    text, own = held.text, {}
     if text is None and of_run is not None and not of_run.data.mixture:
-        text = text_of(of_run.data.corpus, of_run.data.text_key)
-        own = {name: getattr(of_run.data, name) for name in ("text_key", "special_tokens")}
+        text, own = corpus_of(of_run.data.corpus, of_run.data), _read_as(of_run.data)
     if text is None:
         raise UserError(f"--want: {wanted} from {model.source} needs a text; give it as one more --have")
     words = "fine-tuned" if wanted == "finetune" else "trained further"
@@ -209,12 +214,15 @@ def _continued(
     for key, value in keys_of_source(model.source, draft.given, "--have"):
         draft.add(key, value)
     draft.add(*_named_comment(draft))
+    size = _budget_given(draft)
+    if text.kind == "chats":
+        may_adapt = wanted == "finetune" and "lora" not in draft.given  # where it is none
+        return draft, add_tuning(draft, text.source, own, where, may_adapt, size)
     shape = draft.spec.model
     seq_len = min(shape.max_seq_len, of_run.data.seq_len if of_run is not None else 2048)
     _add_data(draft, text.source, seq_len)
-    draft.add_table("data", own, {"text_key": "text", "special_tokens": "text"}, "as the run has read it")
+    draft.add_table("data", own, {}, "as the run has read it")
     passes, seq_len = 3 if wanted == "finetune" else 1, draft.spec.data.seq_len
-    size = _budget_given(draft)
     budget = continued(shape.parameters, text.tokens, seq_len, where.devices, passes, size)
     times = None if not text.tokens else f"{budget.tokens / text.tokens:.3g}"
     why = "as long as you want" if times is None else f"{times} pass{'es' * (times != '1')} over the text"
@@ -222,6 +230,12 @@ def _continued(
     _add_training(draft, budget, where, why, rate, text)
     told = [f"{short(shape.parameters)} parameters, {short(budget.tokens)} tokens in {budget.steps:,} steps"]
     return draft, told
+
+
+def _read_as(data: DataSpec) -> dict[str, str]:
+    """Return the keys by which a run reads its corpus, those that are not as usual."""
+    names = ("text_key", "special_tokens", "format", "chat_template")
+    return {name: getattr(data, name) for name in names if getattr(data, name) != getattr(AS_THEY_ARE, name)}
 
 
 def _named_comment(draft: Draft) -> tuple[str, str, str]:
@@ -282,55 +296,3 @@ def _long(time: float) -> str:
         if time >= 2 * size:
             return f"{time / size:.3g} {unit}"
     return seconds(time)
-
-
-def _training(out: Path, where: Place, spec: RunSpec) -> list[tuple[str, str]]:
-    """Return the commands that use a run file, each with what it does."""
-    file = shlex.quote(str(out))
-    run = shlex.quote(f"runs/{out.stem}")
-    cluster = ""
-    if where.name != HERE:
-        tokens = spec.train.total_steps * spec.train.batch_tokens
-        cluster = f" --cluster {shlex.quote(where.name)} --gpus {where.devices} --tokens {tokens}"
-    commands = [(f"meshwright spec check {file}", "what would run, in one line")]
-    if cluster:
-        commands.append((f"meshwright plan {file}{cluster}", "the best layouts, with time, memory and money"))
-    each = f" --nodes {where.hosts}" if where.hosts > 1 else ""
-    doing = f"train, on each of {where.hosts} hosts, with an --out that all have" if each else "train"
-    commands.append((f"meshwright train {file}{each} --out {run}", doing))
-    return [*commands, (f"meshwright generate {run} --prompt 'Once'", "afterwards: continue a text")]
-
-
-def _serving(held: Holdings) -> list[tuple[str, str]]:
-    """Return the commands that use a model."""
-    model = held.model
-    assert model is not None
-    name = shlex.quote(Path(model.source).name)
-    source, run = shlex.quote(model.source), f"runs/{name}"
-    made: list[tuple[str, str]] = []
-    if not Path(model.source).exists():
-        made = [
-            (f"hf download {source} --local-dir hf/{name}", "the model's files, where there is a network")
-        ]
-        source = f"hf/{name}"
-    is_folder = (Path(model.source) / "config.json").is_file() or bool(made)
-    imported = (
-        [] if model.kind == "run" else [(f"meshwright import {source} --out {run}", "a run of its weights")]
-    )
-    used = source if is_folder or model.kind == "run" else run
-    exported = source if model.kind == "run" else run
-    uses = [
-        (f"meshwright generate {used} --prompt 'Once'", "continue a text"),
-        (
-            f"meshwright evaluate {used} --data text=FILE --only-data",
-            "loss and perplexity of a text; --tasks for tasks",
-        ),
-    ]
-    exports = [
-        (
-            f"meshwright export {exported} hf/{name}-export",
-            f"for transformers and vLLM: vllm serve hf/{name}-export",
-        ),
-        (f"meshwright export {exported} {name}.gguf", f"for llama.cpp: llama-server -m {name}.gguf"),
-    ]
-    return [*made, *(uses if used == source else []), *imported, *(uses if used != source else []), *exports]

@@ -40,6 +40,11 @@ class Place:
         return each if self.is_cpu and self.cluster.sharing > 1 else each * self.devices
 
     @property
+    def memory(self) -> int:
+        """Bytes of memory of all devices; processes on a machine without GPUs share its own."""
+        return self.cluster.device.memory * (1 if self.is_cpu else self.devices)
+
+    @property
     def hosts(self) -> int:
         """Machines that the devices are in."""
         each = self.cluster.host or self.cluster.node

@@ -194,7 +194,8 @@ class PlanRequest:
         others = [(key, text) for key, text in self.overrides if key.partition(".")[0] not in tables]
         warmups = {"train.batch_warmup", "train.warmup_steps"}  # too long for steps of the largest batch
         alone = [(key, text) for key, text in others if key not in warmups]
-        largest = {**train, "batch_tokens": MAX_BATCH, "batch_warmup": [], "warmup_steps": None}
+        most = MAX_BATCH - MAX_BATCH % given_keys("data", tree, self.overrides).get("seq_len", 1)
+        largest = {**train, "batch_tokens": most, "batch_warmup": [], "warmup_steps": None}
         first = from_tree({**tree, "train": largest}, alone, source)
         seq_len = self.seq_len
         self._check_agreement(None if source or isinstance(self.model, RunSpec) else str(self.model))
