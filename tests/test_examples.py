@@ -31,6 +31,12 @@ from ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.toml"))}
+CHATS = ROOT / "examples" / "data" / "chats.jsonl"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+"""A chat template that a tokenizer of bytes can spell."""
 STEPS = 3
 
 _HEAD = re.compile(
@@ -91,7 +97,13 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_are_many_examples_and_no_other_files() -> None:
     assert len(FILES) >= 20
     others = {path.name for path in (ROOT / "examples").iterdir()} - {path.name for path in FILES.values()}
-    assert others == {"README.md", "two-sites.json"}
+    assert others == {"README.md", "two-sites.json", "grpo.py", "data"}
+
+
+def test_the_chats_are_those_that_their_program_writes() -> None:
+    made = runpy.run_path(str(CHATS.parent / "make_chats.py"))["chats"]()
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    assert rows == made and len(rows) == 200
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -186,6 +198,9 @@ def in_small(spec: RunSpec, corpus: Path, folder: Path) -> RunSpec:
     tree["model"]["vocab_size"] = 320  # of which bytes are 257
     if spec.data.mixture:
         tree["data"]["mixture"] = {str(corpus / name): share for name, share in spec.data.mixture.items()}
+    elif spec.data.has_chats:
+        (folder / "template.jinja").write_text(TEMPLATE)
+        tree["data"] |= {"corpus": str(CHATS), "chat_template": str(folder / "template.jinja")}
     else:
         tree["data"]["corpus"] = str(corpus)
     tree["data"] |= {"tokenizer": "byte", "val_fraction": 0.2}
