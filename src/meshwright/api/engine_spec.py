@@ -47,6 +47,11 @@ def check_runnable(spec: RunSpec) -> None:
         raise UserError(
             "outer: an engine's ranks take each step together, with its own gradients; remove the table"
         )
+    if spec.train.epochs is not None:
+        raise UserError(
+            f"train.epochs: {spec.train.epochs:g} cannot be counted, as an engine reads no corpus; give the "
+            "steps of your loop as train.steps"
+        )
     if spec.distil is not None:
         raise UserError("distil: an engine has no teacher; remove the table, and give a loss_fn")
     if spec.preference is not None:

@@ -43,18 +43,20 @@ def check(call: Call) -> None:
         "layout": spec.layout.describe(),
         "micro_batch": spec.micro_batch,
         "microbatches": spec.microbatches,
-        "steps": spec.train.total_steps,
+        "steps": None if (epochs := spec.train.epochs) else spec.train.total_steps,
+        "epochs": epochs,
         "batch_tokens": spec.train.batch_tokens,
         "digest": spec.digest(),
         "export": (remark := export_remark(spec.model)) or "yes",
     }
     active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
+    length = f"{epochs:g} epochs" if epochs else show.count(spec.train.total_steps, "step")
     sentence = (
         f"{call.path() or 'spec'}: OK: {short(spec.model.parameters)} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
         f"{show.count(spec.microbatches, 'microbatch')} of "
         f"{show.count(spec.micro_batch, 'sequence')} on each rank; "
-        f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
+        f"{length} of {spec.train.batch_tokens:,} tokens"
         f"{spec.train.warmup_in_words}" + (f"; {remark}" if remark else "")
     )
     show.result(call, facts, lambda _: show.line(sentence))

@@ -45,6 +45,7 @@ def soft_targets_of(spec: RunSpec, mesh: Mesh, corpus: Corpus, out: Path) -> Sof
 def _stored(folder: Path, spec: RunSpec, mesh: Mesh, corpus: Corpus) -> StoredAnswers:
     """Open the answers in a folder, which must know the samples of the run's first and last step."""
     found = StoredAnswers(folder, spec, mesh, corpus)
+    spec = spec.counted(corpus.train.samples)
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for step in (0, spec.train.last_step - 1):
         found.check(loader.ids(step))

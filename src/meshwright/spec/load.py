@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from meshwright.spec.presets import PRESETS
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
+from meshwright.spec.train import LENGTHS
 from meshwright.spec.weights import FIRST_STEP, run_of
 
 Overrides = Sequence[tuple[str, str]]
@@ -127,9 +129,9 @@ def _take_another_model(tree: dict[str, Any], flags: dict[str, str]) -> None:
 
 
 def _take_another_length(tree: dict[str, Any], flags: dict[str, str]) -> None:
-    """Remove the steps of a file or a run's record where a flag gives tokens instead, and the other way."""
+    """Remove a file's or record's steps, tokens or epochs where a flag gives another one of them."""
     train = tree.get("train")
-    for given, other in (("steps", "tokens"), ("tokens", "steps")):
+    for given, other in permutations(LENGTHS, 2):
         if isinstance(train, dict) and not _is_none(flags.get(f"train.{given}", "none")):
             train.pop(other, None)
 

@@ -122,6 +122,17 @@ def islands_have_no_other_models(spec: Sections) -> None:
             )
 
 
+def exchanges_know_the_last_step(spec: Sections) -> None:
+    """The steps of a run whose replicas exchange late or seldom are known before its corpus is opened."""
+    outer = spec.outer
+    if spec.train.epochs is not None and (outer.every or outer.staleness):
+        given = f"outer.every = {outer.every}" if outer.every else f"outer.staleness = {outer.staleness}"
+        raise UserError(
+            f"train.epochs: {spec.train.epochs:g} are counted when the corpus is opened, and {given} needs "
+            "the steps before; give train.steps"
+        )
+
+
 def late_gradients_are_of_each_step(spec: Sections) -> None:
     """Gradients are late where replicas sum them in each step, and some arrive before the run ends."""
     outer, last = spec.outer, spec.train.total_steps
@@ -213,6 +224,7 @@ OUTER_RULES = (
     islands_by_quorum_exchange_all,
     islands_keep_states_of_their_own,
     islands_have_no_other_models,
+    exchanges_know_the_last_step,
     late_gradients_are_of_each_step,
     replicas_of_late_gradients_are_whole,
     late_gradients_are_judged_late,

@@ -201,6 +201,8 @@ def batch_is_whole(spec: Sections) -> None:
 def steps_are_within(spec: Sections) -> None:
     """A run ends after its warm-up, and not before `stop_at`."""
     train = spec.train
+    if train.epochs is not None:  # not counted yet
+        return
     for key in ("stop_at", "warmup_steps"):
         check_at_most(f"train.{key}", getattr(train, key), "the number of steps", train.total_steps)
 
@@ -208,7 +210,7 @@ def steps_are_within(spec: Sections) -> None:
 def warm_up_ends_before_the_decay(spec: Sections) -> None:
     """A warm-up is over before the decay of wsd begins."""
     train, total = spec.train, spec.train.total_steps
-    if train.schedule != "wsd":
+    if train.schedule != "wsd" or train.epochs is not None:
         return
     warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
     decay = round(train.decay_fraction * total)

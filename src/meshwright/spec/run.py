@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from math import ceil
 from typing import Any
 
 from pydantic import ValidationInfo, model_validator
@@ -49,6 +50,18 @@ class RunSpec(Sections):
     def _rules(self, info: ValidationInfo) -> RunSpec:
         rules.check(self, (info.context or {}).get("ranks"))
         return self
+
+    def counted(self, samples: int) -> RunSpec:
+        """Return the run with the steps that its epochs are of a corpus of so many samples.
+
+        The last step may begin one more epoch. Raises `UserError` where rules on steps do not hold.
+        """
+        if self.train.epochs is None:
+            return self
+        tokens = ceil(self.train.epochs * samples) * self.data.seq_len
+        tree = self.to_json()
+        tree["train"] |= {"epochs": None, "steps": self.train.steps_for(tokens)}
+        return RunSpec.model_validate(tree)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON that `RunSpec.model_validate` reads back to an equal object."""

@@ -17,6 +17,10 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 FlashAttention = Literal["FA2", "FA3", "FA4"]
 
 
+LENGTHS = ("steps", "tokens", "epochs")
+"""Keys that say how long a run is, one of them at most."""
+
+
 class TrainSpec(FrozenModel):
     """Length, learning rate and optimiser of the run."""
 
@@ -24,6 +28,9 @@ class TrainSpec(FrozenModel):
         None, description="optimiser steps in all, also on resume (default 100)"
     )
     tokens: PositiveInt | None = Field(None, description="tokens in all, instead of steps")
+    epochs: PositiveFloat | None = Field(
+        None, description="passes over the corpus, instead of steps; counted when the corpus is opened"
+    )
     stop_at: PositiveInt | None = Field(None, description="stop after this step; the schedule is unchanged")
     batch_tokens: PositiveInt = Field(
         8192, le=MAX_BATCH, description="tokens of one optimiser step over all ranks"
@@ -131,10 +138,11 @@ class TrainSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainSpec:
-        if self.steps is not None and self.tokens is not None:
+        lengths = {key: getattr(self, key) for key in LENGTHS if getattr(self, key) is not None}
+        if len(lengths) > 1:
+            (one, first), (other, second) = list(lengths.items())[:2]
             raise UserError(
-                f"train.tokens: {self.tokens} is given together with train.steps = {self.steps}; give one of "
-                f"them"
+                f"train.{other}: {second} is given together with train.{one} = {first}; give one of them"
             )
         return self
 
@@ -154,7 +162,10 @@ class TrainSpec(FrozenModel):
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run; `tokens` are rounded up to whole steps."""
+        """Optimiser steps of the whole run; `tokens` are rounded up to whole steps.
+
+        `epochs` are 100 steps until the corpus is opened, and `RunSpec.counted` says how many they are.
+        """
         if self.tokens is not None:
             return self.steps_for(self.tokens)
         return self.steps if self.steps is not None else 100

@@ -47,6 +47,7 @@ def open_run(
     """
     control = mesh.control
     corpus = control.together(lambda: open_corpus(spec, check))
+    spec = spec.counted(corpus.train.samples)
     control.agree(
         {"the digest of data.corpus": corpus.digest},
         "give all hosts the same corpus, tokenizer and data.cache",
