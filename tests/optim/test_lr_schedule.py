@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.optim.lr_schedule import learning_rate, peak_rate
 from meshwright.spec.train import TrainSpec
+from meshwright.verify.reference.schedule import rate_of_step
 
 
 def rates(**fields: object) -> list[float]:
@@ -53,6 +54,16 @@ def test_constant_stays() -> None:
 
 def test_a_run_without_warm_up_starts_at_the_peak() -> None:
     assert rates(schedule="constant", warmup_steps=0)[0] == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.25])
+def test_a_share_of_the_steps_warms_up(schedule: str, share: float) -> None:
+    given = {"warmup_steps": None, "warmup_fraction": share, "schedule": schedule, "decay_fraction": 0.5}
+    steps = {0.0: 0, 0.001: 1}.get(share, round(100 * share))
+    assert rates(**given) == rates(schedule=schedule, decay_fraction=0.5, warmup_steps=steps)
+    train = TrainSpec.model_validate({"steps": 100, "lr": 1.0, **given})
+    assert rates(**given) == pytest.approx([rate_of_step(train, step) for step in range(1, 101)], abs=1e-12)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])

@@ -85,7 +85,9 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     saves is not known before it ran.
     """
     number = step_of(spec, rank)
-    train = spec.train.model_copy(update={"compile": False, "tokens": None, "steps": 2 * number})
+    train = spec.train.model_copy(
+        update={"compile": False, "tokens": None, "epochs": None, "steps": 2 * number}
+    )
     spec = spec.model_copy(update={"train": train})
     device = torch.device(device.type, device.index or 0)
     memory = FakeMemory(device, attention_cpu.BODIES)

@@ -21,8 +21,7 @@ def learning_rate(train: TrainSpec, step: int) -> float:
     in the last `decay_fraction` of the steps (warm-up-stable-decay, Hu et al. 2024), linear, by half a cosine
     or by 1 - sqrt (Haegele et al. 2024); or constant.
     """
-    total = train.total_steps
-    warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
+    total, warmup = train.total_steps, train.rising_steps
     peak = peak_rate(train, step)
     if step <= warmup:
         return peak * step / warmup

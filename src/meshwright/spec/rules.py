@@ -212,7 +212,7 @@ def warm_up_ends_before_the_decay(spec: Sections) -> None:
     train, total = spec.train, spec.train.total_steps
     if train.schedule != "wsd" or train.epochs is not None:
         return
-    warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
+    warmup = train.rising_steps
     decay = round(train.decay_fraction * total)
     if warmup + decay > total:
         fits = int(1000 * (total - warmup) / total) / 1000
@@ -226,6 +226,7 @@ def keys_of_training_have_an_effect(spec: Sections) -> None:
     """Keys of one schedule or optimiser go with it; a default counts as not given."""
     train = spec.train
     idle = (
+        ("warmup_fraction", "warmup_steps", train.warmup_steps is not None),
         ("decay", "schedule", train.schedule != "wsd"),
         ("decay_fraction", "schedule", train.schedule != "wsd"),
         ("min_lr_ratio", "schedule", train.schedule == "constant"),

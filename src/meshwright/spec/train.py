@@ -46,7 +46,10 @@ class TrainSpec(FrozenModel):
         "cosine",
         description="after warm-up: cosine or linear to min_lr_ratio, stable then decay, or constant",
     )
-    warmup_steps: int | None = Field(None, ge=0, description="default 2% of the steps")
+    warmup_steps: int | None = Field(None, ge=0, description="default warmup_fraction of the steps")
+    warmup_fraction: float = Field(
+        0.02, ge=0, lt=1, description="share of the steps in which lr rises, where warmup_steps is none"
+    )
     decay_fraction: float = Field(0.2, ge=0, le=1, description="share of the steps that wsd decays in")
     decay: Literal["linear", "1-sqrt", "cosine"] = Field(
         "linear", description="shape of wsd's decay: 1-sqrt falls fast and ends slowly (Haegele et al. 2024)"
@@ -169,6 +172,13 @@ class TrainSpec(FrozenModel):
         if self.tokens is not None:
             return self.steps_for(self.tokens)
         return self.steps if self.steps is not None else 100
+
+    @property
+    def rising_steps(self) -> int:
+        """Steps in which the learning rate rises; with a share of them at least one."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return max(1, round(self.warmup_fraction * self.total_steps)) if self.warmup_fraction else 0
 
     @property
     def batch_stages(self) -> tuple[BatchStage, ...]:

@@ -18,7 +18,7 @@ MOST_STEPS = 100_000
 def learning_rates(train: TrainSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The learning rates of a run and the reference's, by step."""
     total = min(train.total_steps, MOST_STEPS)
-    warmup = train.warmup_steps if train.warmup_steps is not None else round(0.02 * train.total_steps)
+    warmup = train.rising_steps
     decay = train.total_steps - round(train.decay_fraction * train.total_steps)
     near = [turn + by for turn in (0, warmup, decay, total) for by in (-1, 0, 1, 2)]
     even = [1 + (total - 1) * place // EVENLY for place in range(EVENLY)]

@@ -76,7 +76,7 @@ class PlanRequest:
         check_activation_offload(base, kind, stack)
         refuse_other_models(base, "plan")
         if (tokens := self.total_tokens) is not None:
-            train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
+            train = base.train.model_copy(update={"steps": None, "epochs": None, "tokens": int(tokens)})
             base = base.model_copy(update={"train": train})
         keys = fixed_layout(self.overrides) | {"policy": dict(self.overrides).get("recompute.policy")}
         keys["max_stages"] = self.max_stages

@@ -22,7 +22,8 @@ def rate_of_step(train: TrainSpec, step: int) -> float:
         peak *= (next(islice(batch_sizes(train), step - 1, None)) / train.lr_base_batch_tokens) ** exponent
     total, warmup = train.total_steps, train.warmup_steps
     if warmup is None:
-        warmup = max(1, round(0.02 * total))
+        share = train.warmup_fraction
+        warmup = max(1, round(share * total)) if share > 0 else 0
     if step <= warmup:
         return peak * step / warmup
     lowest = peak * train.min_lr_ratio
