@@ -13,27 +13,6 @@ from meshwright.spec.foreign_run_files import COUNTERPARTS, PROGRAMS, check_run_
 from meshwright.spec.load import load, read_tree
 from meshwright.spec.schema import known_keys
 
-AXOLOTL = """base_model: NousResearch/Llama-3.2-1B
-datasets:
-  - path: teknium/GPT4-LLM-Cleaned
-    type: alpaca
-val_set_size: 0.1
-sequence_len: 2048
-sample_packing: true
-micro_batch_size: 2
-num_epochs: 1
-learning_rate: 2e-5
-"""
-LLAMA_FACTORY = """### model
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-stage: sft
-do_train: true
-finetuning_type: lora
-dataset: identity,alpaca_en_demo
-template: llama3
-cutoff_len: 2048
-learning_rate: 1.0e-4
-"""
 TORCHTITAN = """[job]
 dump_folder = "./outputs"
 [model]
@@ -63,8 +42,6 @@ LITGPT = "model_name: pythia-160m\nout_dir: out\ntrain:\n  global_batch_size: 51
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
 
 FILES = [
-    ("a.yaml", AXOLOTL, "is YAML", "axolotl", ["learning_rate is train.lr", "sequence_len is data.seq_len"]),
-    ("b.yml", LLAMA_FACTORY, "is YAML", "LLaMA-Factory", ["cutoff_len is data.seq_len"]),
     ("c.toml", TORCHTITAN, "is TOML", "torchtitan", ["optimizer.lr is train.lr", "training.seq_len is data"]),
     ("d.json", json.dumps(DEEPSPEED), "is JSON", "DeepSpeed", ["zero_optimization.stage is layout.zero"]),
     ("e.json", json.dumps(MEGATRON), "is JSON", "Megatron-LM", ["lr is train.lr", "num_layers is model.lay"]),
@@ -91,8 +68,8 @@ def test_a_file_of_another_program_is_told(
 
 
 def test_from_python_too(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(AXOLOTL)
-    with pytest.raises(UserError, match="looks like a file of axolotl"):
+    (tmp_path / "a.yaml").write_text(NANOTRON)
+    with pytest.raises(UserError, match="looks like a file of nanotron"):
         load(tmp_path / "a.yaml")
 
 

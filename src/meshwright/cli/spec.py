@@ -50,7 +50,9 @@ def check(call: Call) -> None:
         "export": (remark := export_remark(spec.model)) or "yes",
     }
     active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
-    length = f"{epochs:g} epochs" if epochs else show.count(spec.train.total_steps, "step")
+    length = (
+        f"{epochs:g} epoch{'s' * (epochs != 1)}" if epochs else show.count(spec.train.total_steps, "step")
+    )
     sentence = (
         f"{call.path() or 'spec'}: OK: {short(spec.model.parameters)} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from meshwright.spec.axolotl_keys import read_axolotl
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import MAX_TOML, parse_json, parse_toml, read_text
+from meshwright.spec.foreign_keys import Reading
+from meshwright.spec.llama_factory_keys import read_llama_factory
 
 
 class Program(NamedTuple):
@@ -65,6 +70,10 @@ PROGRAMS = (
         "fsdp_config", "deepspeed_config", "machine_rank", "num_machines", "main_training_function",
     ),
 )  # fmt: skip
+READ: Mapping[str, Callable[[Mapping[str, Any]], Reading]] = MappingProxyType(
+    {"axolotl": read_axolotl, "LLaMA-Factory": read_llama_factory}
+)
+"""Programs whose files are read as run files, by name."""
 _FEWEST = 2
 """Keys by which a program is recognised: one alone may be anybody's."""
 
@@ -116,26 +125,54 @@ MOST_NAMED = 6
 """Keys whose counterparts one sentence names."""
 
 
+def foreign_tree(path: Path) -> dict[str, Any] | None:
+    """Return the tables of the run that a file of axolotl or LLaMA-Factory is; None for a run file.
+
+    A warning tells of keys that are left out or read in another way. Raises `UserError` as `check_run_file`,
+    and for keys that change what a run learns and have no counterpart.
+    """
+    program, tree = _program_of(path)
+    return None if program is None else _converted(path, program, tree)
+
+
 def check_run_file(path: Path) -> None:
-    """Raise `UserError` for a file that is YAML, or another trainer's TOML or JSON; other files pass.
+    """Raise `UserError` for a file that is YAML, or another trainer's TOML or JSON, and cannot be read.
 
     The sentence names the program and what some of its keys are in a run file.
     """
+    _program_of(path)
+
+
+def _program_of(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return which program of `READ` a file is of, and its content; None for any file that is not foreign."""
     try:
         text = read_text(path, MAX_TOML)
     except (OSError, ValueError):
-        return  # whoever reads it says why not
+        return None, {}  # whoever reads it says why not
     kind, tree = _parsed(text, path.suffix.lower())
     if kind == "JSON" and {"spec", "architectures", "model_type", "num_hidden_layers"} & tree.keys():
-        return  # the record of a run, or the architecture of a model
+        return None, {}  # the record of a run, or the architecture of a model
     keys = set(_dotted(tree))
     program = max(PROGRAMS, key=lambda each: len(each.marks & keys))
     found = program.marks & keys
     if len(found) < _FEWEST:
         if kind == "YAML":
             raise UserError(f"{path}: is YAML; a run file is TOML; {_ALL_KEYS}")
-        return
+        return None, {}
+    if program.name in READ:
+        return program.name, tree
     raise UserError(f"{path}: {_looks(kind, program, found)}; a run file is TOML{_named(keys)}")
+
+
+def _converted(path: Path, program: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        reading = READ[program](tree)
+        reading.check(program)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if told := reading.sentences(program):
+        warnings.warn(f"{path}: {told}", stacklevel=1)
+    return reading.tree
 
 
 def _parsed(text: str, suffix: str) -> tuple[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from meshwright.spec.architecture import RANDOM
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
-from meshwright.spec.foreign_run_files import check_run_file
+from meshwright.spec.foreign_run_files import foreign_tree
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.presets import PRESETS
@@ -199,7 +199,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         if path.name in PRESETS:
             remedy = f"; it is the name of a preset: give --model.preset {path.name}"
         raise UserError(f"there is no run file, and no run's folder, {path}{remedy}")
-    check_run_file(path)
+    if (foreign := foreign_tree(path)) is not None:
+        return foreign
     try:
         if path.suffix != ".json":
             return parse_toml(read_text(path, MAX_TOML))
