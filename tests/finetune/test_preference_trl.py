@@ -1,4 +1,4 @@
-"""Training on pairs of answers equals TRL in float64: DPOTrainer with adapters of PEFT, and SimPO and ORPO."""
+"""Training on pairs of answers equals TRL in float64: DPO with adapters of PEFT, SimPO and ORPO."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair_rows(number: int, count: int) -> list[Row]:
 
 
 def with_prompts(rows: list[Row]) -> list[Row]:
-    """The same rows with their prompts apart."""
+    """Rows with their prompts apart."""
     return [extract_prompt(row) for row in rows]
 
 

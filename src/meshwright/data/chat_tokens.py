@@ -66,7 +66,7 @@ class ChatEncoder:
             raise UserError(f"{error} ({conversation.place})") from error
 
     def encode_pair(self, conversation: Conversation) -> tuple[ChatTokens, ChatTokens]:
-        """Return the tokens of the chosen and the rejected answer, each behind the prompt, as TRL's DPOTrainer.
+        """Return the tokens of the chosen and the rejected answer, each behind the prompt, as TRL has them.
 
         Both are trained on from where one of them differs from the prompt alone. Raises `UserError`.
         """

@@ -52,7 +52,7 @@ XZ_BYTES = 8 * 10**6
 class Corpus:
     """Result of `open_corpus`: the training samples and the held-out ones.
 
-    `names` are those of the sources, `marked` says which have chats, and `pairs` which have pairs of answers. `has_text` is False for synthetic
+    `names` are those of the sources, `marked` says which have chats, `pairs` which have pairs of answers. `has_text` is False for synthetic
     tokens, which spell nothing. `digest` is the SHA-256 of everything but the seed that decides samples: a
     resume with another is refused.
     """
@@ -154,8 +154,8 @@ def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
             )
     if spec.preference is not None and not corpus.train.samples:
         raise UserError(
-            f"data.seq_len: no pair of {', '.join(corpus.names)} has tokens to train on of both answers within "
-            f"{spec.data.seq_len} tokens; give a larger data.seq_len"
+            f"data.seq_len: no pair of {', '.join(corpus.names)} has tokens to train on of both answers "
+            f"within {spec.data.seq_len} tokens; give a larger data.seq_len"
         )
 
 

@@ -29,8 +29,8 @@ _WRITE_BUFFER = 2**22  # tokens
 class ShardWriter:
     """Writes documents into a folder of shards, in bounded memory; `finish` writes the manifest.
 
-    Those of `marked` ones are chats, with a mark for each token, and of `pairs` chosen and rejected answers in
-    turn. The caller makes the folder appear in one
+    Those of `marked` ones are chats, with a mark for each token, and of `pairs` chosen and rejected answers
+    in turn. The caller makes the folder appear in one
     step (`publish.publishing`).
     """
 

@@ -61,7 +61,7 @@ class Preference(StepPart):
         self._sums: tuple[Tensor, ...] = ()
         """Number of pairs and sums of `METRICS`, of this step's microbatches."""
         self._held_out: tuple[Tensor, ...] = ()
-        """The same of microbatches that were held out."""
+        """Those of microbatches that were held out."""
         self._means: dict[str, float] = {}
 
     def begin_step(self, begin: StepBegin) -> None:
@@ -97,7 +97,8 @@ class Preference(StepPart):
     with_held_out = with_answers
 
     def _reference_log_probs(self, own: Batch, rows: Mapping[str, Tensor]) -> Tensor:
-        """Log-probabilities (n, T) of the reference, at the tokens' own places; (0, T) but on the last stage."""
+        """Log-probabilities (n, T) of the reference, at the tokens' own places; (0, T) on other stages than
+        the last."""
         length = own.documents.shape[1]
         own = replace(own, soft_targets=SampleLogProbs(self._mesh.context, length, rows))
         micros = list(microbatches(own, self.spec.micro_batch, self._mesh.device))
@@ -107,7 +108,7 @@ class Preference(StepPart):
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """What looks at the tensors of a step is not told of the reference's."""
+        """A context in which those who look at a step's tensors are not told of the reference's."""
         watch, self._pipeline.watch = self._pipeline.watch, ActionHook()
         try:
             yield
@@ -146,11 +147,12 @@ class Preference(StepPart):
         self._means = _means(numbers)
 
     def metrics(self) -> Mapping[str, float]:
-        """Mean rewards of the last step, their mean margin, and how many chosen answers have the larger one."""
+        """Mean rewards of the last step, their mean margin, and the share of chosen answers that have the
+        larger one."""
         return self._means
 
     def held_out_metrics(self) -> Mapping[str, float]:
-        """The same of the pairs that were held out, since it was last asked; collective over the mesh."""
+        """`metrics` of the pairs that were held out, since it was last asked; collective over the mesh."""
         summed, self._held_out = self._summed(self._held_out), ()
         start_all_reduce(summed, self._mesh.world, "scalars").wait()
         return _means(summed.tolist())

@@ -83,7 +83,7 @@ class StepPart:
         return own
 
     def own_count(self, batch: Any) -> int | None:
-        """What this rank adds to the number that a batch's loss is divided by; None where targets count."""
+        """This rank's share of the number that a batch's loss is divided by; None where targets count."""
         return None
 
     def own_numbers(self, factor: float, following: Any) -> list[Tensor]:

@@ -52,7 +52,8 @@ class DataSpec(FrozenModel):
         "auto",
         description="what a row is: 'chat' (messages), 'sharegpt' (conversations), 'alpaca' (instruction, "
         "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected) or 'text'; 'auto' "
-        "tells it from the keys of the first row. Of chats the assistant's turns are trained on, and each stays whole in one sample",
+        "tells it from the keys of the first row. Of chats the assistant's turns are trained on, and each "
+        "stays whole in one sample",
     )
     chat_template: str | None = Field(
         None,

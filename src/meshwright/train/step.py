@@ -62,7 +62,7 @@ class StepResult:
     further_loss: float | None = None
     """The mean loss of the tokens after the next ones, where the model predicts them, without its factor."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What parts of the step add to its metrics."""
+    """Fields that parts of the step add to its metrics."""
 
 
 class Totals(NamedTuple):
@@ -385,7 +385,7 @@ class Trainer:
         return loss_and_count(self.pipeline, self.spec.micro_batch, own, self._own_targets(batch))
 
     def _own_targets(self, batch: Batch) -> int:
-        """What this rank adds to the number that the loss of a batch is divided by."""
+        """This rank's share of the number that the loss of a batch is divided by."""
         counts = (part.own_count(batch) for part in self.parts)
         found = next((count for count in counts if count is not None), None)
         return own_targets(self.pipeline, batch) if found is None else found
