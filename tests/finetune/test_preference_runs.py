@@ -125,7 +125,7 @@ def test_the_longer_answer_is_cut_and_pairs_without_room_are_left_out(folder: Pa
     assert any(
         "left out 1 pairs" in each and "no room for both answers in 256 tokens" in each for each in said
     )
-    assert any("1 of 2 chats" in each and "longer than 256 tokens" in each for each in said)
+    assert any("1 of 2 answers" in each and "in pairs longer than 256 tokens" in each for each in said)
     ((chosen, rejected),) = pairs_of(found)
     assert chosen == "three<|im_end|>\n" and rejected.startswith("red red") and "<|im_end|>" not in rejected
     (documents,) = found.train.gather(np.zeros(1, dtype=np.int64)).documents
@@ -151,7 +151,7 @@ def test_tokenized_pairs_are_a_corpus(folder: Path, tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
     "no pairs": (
-        [{"messages": [*ASKED, GOOD]}], {}, r"preference\.loss: 'simpo' compares two answers, .* has no pairs",
+        [{"messages": [*ASKED, GOOD]}], {}, r"preference\.loss: 'simpo' compares two answers, .* no pairs",
     ),
     "no loss of pairs": (
         [ROW], {"preference__loss": None}, "has pairs of chosen and rejected answers, which need a loss of",
@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
     "no room": ([ROW], {"data__seq_len": 8, "train__batch_tokens": 8}, r"data\.seq_len: no pair of"),
     "no reference": ([ROW], {"preference__loss": "dpo"}, "give --lora.rank 16, whose base is the reference"),
     "smoothed odds": (
-        [ROW], {"preference__loss": "orpo", "preference__label_smoothing": 0.1}, "label_smoothing: 0.1 has no",
+        [ROW], {"preference__loss": "orpo", "preference__label_smoothing": 0.1}, "smoothing: 0.1 has no",
     ),
     "no margin": (
         [ROW], {"preference__loss": "dpo", "lora__rank": 3, "preference__simpo_gamma": 1}, "gamma: 1 has no",
@@ -222,6 +222,8 @@ def test_a_run_learns_reports_and_resumes_to_the_bit(folder: Path, tmp_path: Pat
     assert all(f"val_{key}" in held_out[-1] for key in METRICS)
     page = Path(api.report([tmp_path / "whole"])["page"]).read_text()
     assert "Rewards of answers" in page and "nats per pair" in page
+    with pytest.raises(UserError, match="was trained on pairs of answers, and what it held out is no text"):
+        api.evaluate(tmp_path / "whole")
     half = spec_for(folder, corpus, **SMALL, train__steps=20, train__stop_at=11)
     api.train(half, out=tmp_path / "half", quiet=True)
     resumed = api.train(whole, out=tmp_path / "half", resume="auto", quiet=True)

@@ -138,7 +138,9 @@ def trl_dpo(spec: RunSpec, folder: Path, rows: list[Row], out: Path, **more: Any
         model=opened(folder), args=trl.DPOConfig(**common(out, len(rows), **more)),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
-        peft_config=peft.LoraConfig(r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules="all-linear"),
+        peft_config=peft.LoraConfig(
+            r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules="all-linear"
+        ),
     )  # fmt: skip
     drawn = by_peft(spec, initial_weights(spec.model, spec.train.seed, "fp64", spec.lora))
     own = {name.replace(".default.", "."): each for name, each in trainer.model.named_parameters()}

@@ -271,6 +271,11 @@ class _Texts:
         how = self._how
         if evaluates_held_out(how) and has_held_out(self._run):
             own = open_sources(self._trained.model_copy(update={"data": self._data}), check)
+            if any(own.pairs):
+                raise UserError(
+                    f"{self._run}: was trained on pairs of answers, and what it held out is no text; its "
+                    f"validations are in metrics.jsonl, and texts need --data NAME=PATH --only-data"
+                )
             self._own = own
             self._digest = own.digest if how["seq_len"] is None else open_sources(self._trained, check).digest
             found.append((own.names, own.validation, how["tokens"] or self._trained.train.eval_tokens))

@@ -52,9 +52,9 @@ XZ_BYTES = 8 * 10**6
 class Corpus:
     """Result of `open_corpus`: the training samples and the held-out ones.
 
-    `names` are those of the sources, `marked` says which have chats, `pairs` which have pairs of answers. `has_text` is False for synthetic
-    tokens, which spell nothing. `digest` is the SHA-256 of everything but the seed that decides samples: a
-    resume with another is refused.
+    `names` are those of the sources, `marked` says which have chats, `pairs` which have pairs of answers.
+    `has_text` is False for synthetic tokens, which spell nothing. `digest` is the SHA-256 of everything but
+    the seed that decides samples: a resume with another is refused.
     """
 
     def __init__(
@@ -168,9 +168,10 @@ def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
                 f"for both answers in {seq_len:,} tokens; give a larger data.seq_len if they matter",
                 stacklevel=3,
             )
+        what = f"answers of {name} are in pairs longer" if side.pairs else f"chats of {name} are longer"
         if isinstance(side, WholeDocuments) and side.cut_documents:
             warnings.warn(
-                f"data.seq_len: {side.cut_documents:,} of {side.documents:,} chats of {name} are longer than "
+                f"data.seq_len: {side.cut_documents:,} of {side.documents:,} {what} than "
                 f"{seq_len:,} tokens and lose {side.cut_tokens:,} at their ends ({side.cut_trained:,} to be "
                 "trained on); give a larger data.seq_len if they matter",
                 stacklevel=3,
