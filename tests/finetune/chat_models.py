@@ -14,6 +14,7 @@ import torch
 import transformers
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from trl.data_utils import extract_prompt
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -86,6 +87,22 @@ def chats(number: int, count: int) -> list[dict[str, Any]]:
             messages += [{"role": "user", "content": said()}, {"role": "assistant", "content": said()}]
         rows.append({"messages": messages})
     return rows
+
+
+def pair_rows(number: int, count: int) -> list[dict[str, Any]]:
+    """Rows with chats that end in two answers, whose prompts are in both."""
+    draw = random.Random(number)
+    rows = []
+    for row in [row for row in chats(number, 9 * count) if len(row["messages"]) < 4][:count]:
+        *prompt, answer = row["messages"]
+        other = answer | {"content": " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 7)))}
+        rows.append({"chosen": [*prompt, answer], "rejected": [*prompt, other]})
+    return rows
+
+
+def with_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with their prompts apart."""
+    return [extract_prompt(row) for row in rows]
 
 
 def written(rows: list[dict[str, Any]], path: Path) -> Path:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_models import tokenizer_in, written
-from test_preference_trl import pair_rows, with_prompts
+from chat_models import pair_rows, tokenizer_in, with_prompts, written
 
 from meshwright import api
 from meshwright.api.verify_runs import on_chats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,10 +14,9 @@ import pytest
 import torch
 import transformers
 import trl
-from chat_models import WORDS, chats, float64_throughout, model_in, opened, written
+from chat_models import float64_throughout, model_in, opened, pair_rows, with_prompts, written
 from safetensors.torch import load_file
 from torch import Tensor
-from trl.data_utils import extract_prompt
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -34,22 +32,6 @@ from meshwright.verify.reference.weights import initial_weights
 SEQ_LEN = 256
 STEPS = 6
 Row = dict[str, Any]
-
-
-def pair_rows(number: int, count: int) -> list[Row]:
-    """Rows with chats that end in two answers, whose prompts are in both."""
-    draw = random.Random(number)
-    rows = []
-    for row in [row for row in chats(number, 9 * count) if len(row["messages"]) < 4][:count]:
-        *prompt, answer = row["messages"]
-        other = answer | {"content": " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 7)))}
-        rows.append({"chosen": [*prompt, answer], "rejected": [*prompt, other]})
-    return rows
-
-
-def with_prompts(rows: list[Row]) -> list[Row]:
-    """Rows with their prompts apart."""
-    return [extract_prompt(row) for row in rows]
 
 
 def as_texts(rows: list[Row]) -> list[Row]:

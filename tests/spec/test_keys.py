@@ -24,15 +24,11 @@ def test_every_field_of_a_spec_is_a_known_key() -> None:
         "mla": {"kv_rank": 8, "rope_dim": 8, "v_dim": 8},
     }
     preset = {"preset": "tiny", "kv_heads": ModelSpec(preset="tiny").heads}
-    given = {
-        "model": preset | tables,
-        "recompute": {"policy": "selective"},
-        "distil": {"teacher": "x"},
-        "lora": {"rank": 4},
-    }
-    tree = from_tree(given).to_json()
+    given = {"model": preset | tables, "recompute": {"policy": "selective"}}
     known = set(known_keys())
-    assert leaves(tree) <= known
+    for more in ({"distil": {"teacher": "x"}}, {"lora": {"rank": 4}, "preference": {"loss": "dpo"}}):
+        tree = from_tree(given | more).to_json()
+        assert leaves(tree) <= known | ({"distil", "lora", "preference"} - more.keys())
     assert {key.split(".")[0] for key in known} == set(RunSpec.model_fields)
 
 
@@ -49,7 +45,14 @@ def test_defaults_shown_are_the_defaults_used() -> None:
 def test_unions_merge_their_branches() -> None:
     assert known_keys()["recompute.policy"].choices == ("none", "full", "selective")
     assert len(parts_of("recompute")) == 3
-    assert optional_tables() == {"model.rope_scaling", "model.moe", "model.mla", "distil", "lora"}
+    assert optional_tables() == {
+        "model.rope_scaling",
+        "model.moe",
+        "model.mla",
+        "distil",
+        "lora",
+        "preference",
+    }
 
 
 def test_bounds_are_shown() -> None:
