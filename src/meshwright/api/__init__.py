@@ -8,9 +8,9 @@ print(api.generate(Path("runs/first"), "def "))
 
 Ranks: `ranks` calls a function on all of them, for every verb; `options` are those of functions and
 verbs.
-Training: `runs` trains, on each rank by `train_rank`, after `start_checks`; `island_runs` trains step groups
-that are worlds of their own, `source` says what keys a run from a model has, `initial_weights` what a
-run starts from, `folders` names its folder,
+Training: `pretrained_runs` are those of a trained model and rows in memory. `runs` trains, on each rank by
+`train_rank`, after `start_checks`; `island_runs` trains step groups that are worlds of their own, `source`
+says what keys a run from a model has, `initial_weights` what a run starts from, `folders` names its folder,
 `chaos_runs` trains under faults.
 Checks: `verify_runs` compares one layout with one device, `sweeps` many.
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         tokenize,
     )
     from meshwright.api.planning import dryrun, explain, goodput, plan, presets, profile, simulate, validate
+    from meshwright.api.pretrained_runs import run_from
     from meshwright.api.quantisation import compare_quantisation, quantise
     from meshwright.api.reports import report
     from meshwright.api.run_files.new_run_file import init
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
     "data_verify", "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf",
-    "init", "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "report", "simulate",
-    "sweep", "tokenize", "train", "validate", "verify",
+    "init", "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "report", "run_from",
+    "simulate", "sweep", "tokenize", "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
@@ -69,6 +70,7 @@ _MODULES = {
         "tokenize",
     ),
     "planning": ("dryrun", "explain", "goodput", "plan", "presets", "profile", "simulate", "validate"),
+    "pretrained_runs": ("run_from",),
     "quantisation": ("compare_quantisation", "quantise"),
     "reports": ("report",),
     "run_files.new_run_file": ("init",),

@@ -26,13 +26,14 @@ def spec_from(given: RunSpec | Path | str) -> RunSpec:
     return resolve(read_tree(Path(given)), (), _ranks(), str(given))
 
 
-def pretrained_spec(model: Path | str, keys: Mapping[str, Any]) -> RunSpec:
+def pretrained_spec(model: Path | str, keys: Mapping[str, Any], caller: str = "from_pretrained") -> RunSpec:
     """Return the spec of a run from a model with `keys`, whose names have dots or double underscores.
 
-    The batch of a run file, which an engine does not read, is as large as its rules ask. Raises `UserError`.
+    The batch of a run file, which an engine does not read, is as large as its rules ask. Raises `UserError`,
+    which names the `caller`.
     """
     given = {name.replace("__", "."): _text(value) for name, value in keys.items()}
-    overrides = [*keys_of_source(str(model), given, "from_pretrained"), *given.items()]
+    overrides = [*keys_of_source(str(model), given, caller), *given.items()]
     ranks = _ranks()
     if "train.batch_tokens" not in given:
         length = int(given.get("data.seq_len", DataSpec().seq_len))

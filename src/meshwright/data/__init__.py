@@ -2,7 +2,8 @@
 
 Sources: `sources` finds the files of a corpus; `readers` turns them and the tables of `row_files` into
 documents, as `hub_source` does data sets of the hub and `megatron` data sets that are tokenized already;
-`synthetic` makes them up, and `split` takes some of them for validation.
+`given_rows` writes rows that a program has in memory, `synthetic` makes documents up, and `split` takes some
+of them for validation.
 Tokens: `tokenizer` (bytes, BPE that `bpe_training` learns, or a `tokenizer.json`, of which `literals` are
 the special tokens and `vocabulary` finds ids beyond the model's). `words` splits texts by the rules of
 `word_rule` and numbers them in a `word_table`; `text_processes` does so on all cores, by the `processes`

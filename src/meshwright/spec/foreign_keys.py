@@ -16,7 +16,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 
 Keys = Mapping[str, Callable[["Reading", str], None]]
-"""What is done with each key, by its name."""
+"""Functions that take keys over, by the keys' names."""
 LAYERS = {
     "q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v", "o_proj": "attn.o", "gate_proj": "mlp.gate",
     "up_proj": "mlp.up", "down_proj": "mlp.down",
@@ -81,7 +81,7 @@ class Reading:
                 self.refuse(key, "has no counterpart; remove it to train without it")
 
     def sentences(self, program: str) -> str:
-        """What of the file is not as it was there."""
+        """A sentence of what is not as it was in the file; empty where all is."""
         parts = list(self.told)
         if self.left_out:
             parts.append(f"left out, as they change no result: {', '.join(self.left_out)}")
