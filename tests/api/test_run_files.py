@@ -229,7 +229,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
         (lambda: ["llama3-8b"], (), "has no weights; give it as --preset llama3-8b"),
         (lambda: ["my-text", "stdlib"], (), "give one text; several texts are the table [data.mixture]"),
         (lambda: ["my-text"], ("serve",), "--want: serve needs a model or a run"),
-        (lambda: [_rows("chats.jsonl", [CHAT])], (), "is chats, by the keys of its first row: messages, and chats need a model"),
+        (lambda: [_rows("chats.jsonl", [CHAT])], (), "messages, and chats need a model to tune"),
         (lambda: ["my-text"], (None, "h100-sx"), "did you mean 'h100-sxm'?"),
         (lambda: ["my-text"], (None, "here", 4), "--gpus: 4 are asked for, and this machine has none"),
         (lambda: ["my-text"], (None, "here", None, "tinny"), "--preset: 'tinny' is not known; did you mean"),

@@ -221,7 +221,7 @@ def test_a_run_learns_reports_and_resumes_to_the_bit(folder: Path, tmp_path: Pat
     assert all(f"val_{key}" in held_out[-1] for key in METRICS)
     page = Path(api.report([tmp_path / "whole"])["page"]).read_text()
     assert "Rewards of answers" in page and "nats per pair" in page
-    with pytest.raises(UserError, match="was trained on pairs of answers, and what it held out is no text"):
+    with pytest.raises(UserError, match="holds out pairs of answers, whose bits per byte say nothing"):
         api.evaluate(tmp_path / "whole")
     half = spec_for(folder, corpus, **SMALL, train__steps=20, train__stop_at=11)
     api.train(half, out=tmp_path / "half", quiet=True)

@@ -369,7 +369,7 @@ def test_the_stage_of_deepspeeds_file_is_read() -> None:
     assert "their.yaml: deepspeed: model cannot be read" not in read(AXOLOTL, deepspeed="model")[1]
 
 
-@pytest.mark.parametrize("verb", ["spec check", "spec show", "dryrun"])
+@pytest.mark.parametrize("verb", ["spec check", "spec show"])
 def test_verbs_read_such_a_file(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("their.yaml").write_text(AXOLOTL)
     with warnings.catch_warnings(record=True) as told:

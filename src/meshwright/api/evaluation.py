@@ -273,8 +273,8 @@ class _Texts:
             own = open_sources(self._trained.model_copy(update={"data": self._data}), check)
             if any(own.pairs):
                 raise UserError(
-                    f"{self._run}: was trained on pairs of answers, and what it held out is no text; its "
-                    f"validations are in metrics.jsonl, and texts need --data NAME=PATH --only-data"
+                    f"{self._run}: holds out pairs of answers, whose bits per byte say nothing; its "
+                    "validations are in metrics.jsonl; give texts with --data NAME=PATH --only-data"
                 )
             self._own = own
             self._digest = own.digest if how["seq_len"] is None else open_sources(self._trained, check).digest

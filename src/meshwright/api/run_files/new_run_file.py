@@ -110,7 +110,7 @@ def _wanted(held: Holdings, want: str | None) -> str:
         raise UserError(
             "--have: is missing; give a text, a model or a run, such as --have my-text, or stdlib"
         )
-    if held.has_chats and (held.model is None or want == "train"):
+    if held.text is not None and held.has_chats and (held.model is None or want == "train"):
         raise UserError(
             f"--have: {held.text.source} is {held.text.told}, and chats need a model to tune; give one more "
             "--have, such as Qwen/Qwen2.5-0.5B-Instruct or the folder of a model that has a chat template"
