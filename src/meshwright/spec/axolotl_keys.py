@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.spec.foreign_keys import (
     Keys,
-    Reading,
+    KeysRead,
     adapters,
     batch,
     common_defaults,
@@ -56,9 +56,9 @@ _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "c
 _FILE_KINDS = ("json", "parquet", "csv", "arrow", "text")
 
 
-def read_axolotl(file: Mapping[str, Any]) -> Reading:
+def read_axolotl(file: Mapping[str, Any]) -> KeysRead:
     """Return the run of a file of axolotl, with its defaults where it says nothing. Raises `UserError`."""
-    reading = Reading(file)
+    reading = KeysRead(file)
     common_defaults(reading, seed=42)
     reading.set("data.seq_len", int(reading.number("sequence_len", 512)))
     reading.set("train.warmup_fraction", 0.03)
@@ -77,7 +77,7 @@ def read_axolotl(file: Mapping[str, Any]) -> Reading:
     return reading
 
 
-def _adapter(reading: Reading) -> None:
+def _adapter(reading: KeysRead) -> None:
     kind = reading.get("adapter")
     if kind is None:
         reading.left_out += [key for key in _ADAPTER_KEYS if reading.get(key) is not None]
@@ -100,7 +100,7 @@ def _adapter(reading: Reading) -> None:
     )
 
 
-def _datasets(reading: Reading, key: str) -> None:
+def _datasets(reading: KeysRead, key: str) -> None:
     """One data set; several would be in proportion to their sizes, which only a mixture's weights can say."""
     sets = reading.get(key)
     if not isinstance(sets, list) or not sets or not all(isinstance(each, Mapping) for each in sets):
@@ -114,7 +114,7 @@ def _datasets(reading: Reading, key: str) -> None:
         _dataset(reading, sets[0])
 
 
-def _dataset(reading: Reading, entry: Mapping[str, Any]) -> None:
+def _dataset(reading: KeysRead, entry: Mapping[str, Any]) -> None:
     place, kind = "datasets[0]", entry.get("type", "chat_template")
     path, files = str(entry.get("path", "")), entry.get("data_files")
     if path in _FILE_KINDS and files and not Path(path).exists():
@@ -154,7 +154,7 @@ _CHAT_KEYS = (
 )  # fmt: skip
 
 
-def _chat(reading: Reading, entry: Mapping[str, Any]) -> None:
+def _chat(reading: KeysRead, entry: Mapping[str, Any]) -> None:
     """Rows of chats by the names of their keys: those of messages, or of ShareGPT."""
     place = "datasets[0]"
     field = entry.get("field_messages", "messages")
@@ -186,7 +186,7 @@ def _chat(reading: Reading, entry: Mapping[str, Any]) -> None:
             )
 
 
-def _template(reading: Reading, key: str) -> None:
+def _template(reading: KeysRead, key: str) -> None:
     """The name of a chat template: that of the tokenizer, or 'jinja' for a file."""
     name = str(reading.get(key))
     if name == "jinja" and not reading.get("chat_template_jinja"):
@@ -199,7 +199,7 @@ def _template(reading: Reading, key: str) -> None:
         )
 
 
-def _template_file(reading: Reading, key: str) -> None:
+def _template_file(reading: KeysRead, key: str) -> None:
     given = str(reading.get(key))
     if Path(given).is_file():
         reading.set("data.chat_template", given)
@@ -207,7 +207,7 @@ def _template_file(reading: Reading, key: str) -> None:
         reading.refuse(f"{key} = {shown(given)}", "give the name of a file with the template")
 
 
-def _plugins(reading: Reading, key: str) -> None:
+def _plugins(reading: KeysRead, key: str) -> None:
     """Plugins with kernels change no result."""
     kernels = ("Liger", "CutCrossEntropy")
     for name in reading.get(key):
@@ -216,7 +216,7 @@ def _plugins(reading: Reading, key: str) -> None:
     leave_out(reading, key)
 
 
-def _special_tokens(reading: Reading, key: str) -> None:
+def _special_tokens(reading: KeysRead, key: str) -> None:
     """Tokens for padding are never targets, and others decide what is learned."""
     named = set(reading.get(key)) - {"pad_token"}
     if named:
@@ -225,16 +225,16 @@ def _special_tokens(reading: Reading, key: str) -> None:
         leave_out(reading, key)
 
 
-def _recompute(reading: Reading, key: str) -> None:
+def _recompute(reading: KeysRead, key: str) -> None:
     reading.set("recompute.policy", "full" if reading.get(key) else "none")
 
 
-def _bfloat16(reading: Reading, key: str) -> None:
+def _bfloat16(reading: KeysRead, key: str) -> None:
     if reading.get(key) is True:
         reading.set("precision.compute", "bf16")
 
 
-def _train_on_inputs(reading: Reading, key: str) -> None:
+def _train_on_inputs(reading: KeysRead, key: str) -> None:
     if reading.get(key) is True:
         reading.refuse(f"{key} = true", "what the user says is not trained on; give false")
 

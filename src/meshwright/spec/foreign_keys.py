@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 
-Keys = Mapping[str, Callable[["Reading", str], None]]
+Keys = Mapping[str, Callable[["KeysRead", str], None]]
 """Functions that take keys over, by the keys' names."""
 LAYERS = {
     "q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v", "o_proj": "attn.o", "gate_proj": "mlp.gate",
@@ -30,7 +30,7 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-class Reading:
+class KeysRead:
     """A file of another trainer while it is read: its keys, and the run that they make."""
 
     def __init__(self, file: Mapping[str, Any]) -> None:
@@ -96,20 +96,20 @@ class Reading:
             )
 
 
-def to(ours: str) -> Callable[[Reading, str], None]:
+def to(ours: str) -> Callable[[KeysRead, str], None]:
     """Take a value over as it is."""
     return lambda reading, key: reading.set(ours, reading.get(key))
 
 
-def number_to(ours: str) -> Callable[[Reading, str], None]:
+def number_to(ours: str) -> Callable[[KeysRead, str], None]:
     """Take a number over."""
     return lambda reading, key: reading.set(ours, reading.number(key))
 
 
-def whole_to(ours: str, otherwise: str) -> Callable[[Reading, str], None]:
+def whole_to(ours: str, otherwise: str) -> Callable[[KeysRead, str], None]:
     """Take whole steps over; a share of the steps, which some keys take, is told and left out."""
 
-    def take(reading: Reading, key: str) -> None:
+    def take(reading: KeysRead, key: str) -> None:
         value = reading.number(key)
         if value >= 1:
             reading.set(ours, int(value))
@@ -121,19 +121,19 @@ def whole_to(ours: str, otherwise: str) -> Callable[[Reading, str], None]:
     return take
 
 
-def leave_out(reading: Reading, key: str) -> None:
+def leave_out(reading: KeysRead, key: str) -> None:
     """Leave a key out that changes no result."""
     reading.left_out.append(key)
 
 
-def handled(reading: Reading, key: str) -> None:
+def handled(reading: KeysRead, key: str) -> None:
     """Do nothing, since another key reads this one."""
 
 
-def only(*fine: Any, instead: str) -> Callable[[Reading, str], None]:
+def only(*fine: Any, instead: str) -> Callable[[KeysRead, str], None]:
     """Accept the values that are what is done here anyway, and refuse others with what to do `instead`."""
 
-    def take(reading: Reading, key: str) -> None:
+    def take(reading: KeysRead, key: str) -> None:
         value = reading.get(key)
         if value not in (*fine, False, "", [], {}):
             reading.refuse(f"{key} = {shown(value)}", instead)
@@ -147,7 +147,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def schedule(reading: Reading, key: str) -> None:
+def schedule(reading: KeysRead, key: str) -> None:
     """Take a schedule of transformers over, which falls to 0."""
     name = str(reading.get(key))
     if name not in SCHEDULES:
@@ -160,7 +160,7 @@ def schedule(reading: Reading, key: str) -> None:
         reading.tree["train"].setdefault("min_lr_ratio", 0.0)
 
 
-def optimiser(reading: Reading, key: str) -> None:
+def optimiser(reading: KeysRead, key: str) -> None:
     """Take an optimiser of transformers over."""
     name = str(reading.get(key))
     found = {**dict.fromkeys(ADAMW, "adamw"), **dict.fromkeys(ADAMW_8BIT, "adamw8bit"), "muon": "muon"}
@@ -170,13 +170,13 @@ def optimiser(reading: Reading, key: str) -> None:
         reading.set("train.optimiser", found[name])
 
 
-def precision(reading: Reading, key: str) -> None:
+def precision(reading: KeysRead, key: str) -> None:
     """Take bf16 or fp16 over; 'auto' is what the device has."""
     if reading.get(key) is True:
         reading.set("precision.compute", key)
 
 
-def adapters(reading: Reading, targets: Any, all_linear: bool, target_key: str) -> None:
+def adapters(reading: KeysRead, targets: Any, all_linear: bool, target_key: str) -> None:
     """Set the layers that get adapters: all linear ones, or those by their names in transformers."""
     if all_linear:
         reading.set("lora.targets", ["all-linear"])
@@ -192,7 +192,7 @@ def adapters(reading: Reading, targets: Any, all_linear: bool, target_key: str) 
         reading.set("lora.targets", [f"*.{LAYERS[name]}.weight" for name in names])
 
 
-def length(reading: Reading, epochs_key: str, epochs: float) -> None:
+def length(reading: KeysRead, epochs_key: str, epochs: float) -> None:
     """Set the length of the run: max_steps, or else epochs, by default those of the program."""
     steps = reading.number("max_steps")
     if steps is not None and steps > 0:
@@ -201,7 +201,7 @@ def length(reading: Reading, epochs_key: str, epochs: float) -> None:
         reading.set("train.epochs", float(reading.number(epochs_key, epochs)))
 
 
-def batch(reading: Reading, micro_key: str, default: int) -> None:
+def batch(reading: KeysRead, micro_key: str, default: int) -> None:
     """Set the microbatch, and the batch of all data ranks that the file names, by default one."""
     micro, accumulated = (
         int(reading.number(micro_key, default)),
@@ -219,7 +219,7 @@ def batch(reading: Reading, micro_key: str, default: int) -> None:
         )
 
 
-def held_out(reading: Reading, key: str) -> None:
+def held_out(reading: KeysRead, key: str) -> None:
     """Take a share of held-out rows over; a number of rows has no counterpart."""
     value = reading.number(key)
     if value < 1:
@@ -228,7 +228,7 @@ def held_out(reading: Reading, key: str) -> None:
         reading.refuse(f"{key} = {value}", "give a share of the rows, such as 0.02")
 
 
-def zero_stage(reading: Reading, key: str) -> None:
+def zero_stage(reading: KeysRead, key: str) -> None:
     """Take the ZeRO stage of a file of DeepSpeed over, where the file names data ranks; else it is told."""
     if reading.get(key) is None:
         return
@@ -269,7 +269,7 @@ def hub_or_path(name: str, config: Any = None) -> str:
     return f"hf:{name}" + (f":{config}" if config else "")
 
 
-def common_defaults(reading: Reading, seed: int) -> None:
+def common_defaults(reading: KeysRead, seed: int) -> None:
     """Set what transformers' Trainer has by default and a run file has not."""
     defaults: Sequence[tuple[str, Any]] = (
         ("train.weight_decay", 0.0), ("train.beta2", 0.999), ("train.seed", seed), ("data.pack", False),

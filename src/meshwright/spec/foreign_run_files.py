@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from meshwright.spec.axolotl_keys import read_axolotl
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import MAX_TOML, parse_json, parse_toml, read_text
-from meshwright.spec.foreign_keys import Reading
+from meshwright.spec.foreign_keys import KeysRead
 from meshwright.spec.llama_factory_keys import read_llama_factory
 
 
@@ -70,7 +70,7 @@ PROGRAMS = (
         "fsdp_config", "deepspeed_config", "machine_rank", "num_machines", "main_training_function",
     ),
 )  # fmt: skip
-READ: Mapping[str, Callable[[Mapping[str, Any]], Reading]] = MappingProxyType(
+READ: Mapping[str, Callable[[Mapping[str, Any]], KeysRead]] = MappingProxyType(
     {"axolotl": read_axolotl, "LLaMA-Factory": read_llama_factory}
 )
 """Programs whose files are read as run files, by name."""

@@ -10,7 +10,7 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.foreign_keys import (
     Keys,
-    Reading,
+    KeysRead,
     adapters,
     batch,
     common_defaults,
@@ -46,12 +46,12 @@ _PLAIN = "adapters are plain LoRA; give false"
 _BITS = "quantised weights are not trained here; remove it, and the frozen weights are in bf16"
 
 
-def read_llama_factory(file: Mapping[str, Any]) -> Reading:
+def read_llama_factory(file: Mapping[str, Any]) -> KeysRead:
     """Return the run of a file of LLaMA-Factory, with its defaults where it says nothing.
 
     Its `dataset_info.json` is read where the folder `dataset_dir` has one. Raises `UserError`.
     """
-    reading = Reading(file)
+    reading = KeysRead(file)
     common_defaults(reading, seed=42)
     reading.set("data.seq_len", int(reading.number("cutoff_len", 2048)))
     reading.set("train.lr", 5e-5)
@@ -73,7 +73,7 @@ def read_llama_factory(file: Mapping[str, Any]) -> Reading:
     return reading
 
 
-def _adapter(reading: Reading) -> None:
+def _adapter(reading: KeysRead) -> None:
     kind = reading.get("finetuning_type", "lora")
     if kind == "full":
         reading.left_out += [key for key in _ADAPTER_KEYS[:-1] if reading.get(key) is not None]
@@ -93,12 +93,12 @@ def _adapter(reading: Reading) -> None:
     adapters(reading, names, names == ["all"], "lora_target")
 
 
-def _stage(reading: Reading, key: str) -> None:
+def _stage(reading: KeysRead, key: str) -> None:
     if reading.get(key) not in ("sft", "pt"):
         reading.refuse(f"{key} = {reading.get(key)}", "give sft or pt")
 
 
-def _dataset(reading: Reading, key: str) -> None:
+def _dataset(reading: KeysRead, key: str) -> None:
     """The corpus and its format, by the data set's row in `dataset_info.json`."""
     value = reading.get(key)
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
@@ -129,7 +129,7 @@ def _info(file: Path) -> dict[str, Any]:
     return found
 
 
-def _corpus(reading: Reading, row: Mapping[str, Any], folder: Path, name: str) -> None:
+def _corpus(reading: KeysRead, row: Mapping[str, Any], folder: Path, name: str) -> None:
     if file := row.get("file_name"):
         reading.set("data.corpus", str(folder / str(file)))
     elif hub := row.get("hf_hub_url"):
@@ -163,7 +163,7 @@ _CHATS = {
 }
 
 
-def _format(reading: Reading, row: Mapping[str, Any], columns: Mapping[str, str], name: str) -> None:
+def _format(reading: KeysRead, row: Mapping[str, Any], columns: Mapping[str, str], name: str) -> None:
     """The format of a data set whose columns have the names that the format has here."""
     if row.get("formatting", "alpaca") == "alpaca":
         wrong = [f"{key} = {column}" for key, column in columns.items() if _ALPACA.get(key) != column]
@@ -188,22 +188,22 @@ def _format(reading: Reading, row: Mapping[str, Any], columns: Mapping[str, str]
         )
 
 
-def _template(reading: Reading, key: str) -> None:
+def _template(reading: KeysRead, key: str) -> None:
     reading.told.append(f"{key} = {reading.get(key)}: the model's own chat template takes its place")
 
 
-def _packing(reading: Reading, key: str) -> None:
+def _packing(reading: KeysRead, key: str) -> None:
     reading.set("data.pack", bool(reading.get(key)))
     if reading.get(key) and not reading.get("neat_packing"):
         reading.told.append(f"{key}: samples that share one do not see each other, as with neat_packing")
 
 
-def _checkpointing(reading: Reading, key: str) -> None:
+def _checkpointing(reading: KeysRead, key: str) -> None:
     if reading.get(key):
         reading.set("recompute.policy", "none")
 
 
-def _pure_bf16(reading: Reading, key: str) -> None:
+def _pure_bf16(reading: KeysRead, key: str) -> None:
     if reading.get(key):
         reading.set("precision.compute", "bf16")
         reading.set("precision.master", "bf16")
