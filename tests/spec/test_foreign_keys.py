@@ -387,7 +387,7 @@ def test_flags_win_and_from_python_too() -> None:
 
 
 def test_a_model_of_the_hub_is_asked_for() -> None:
-    with pytest.raises(UserError, match=r"model.hf.*org/name"):
+    with pytest.raises(UserError, match=r"model.hf: .* or a model of the hub as --from org/name"):
         spec_of(AXOLOTL, base_model="org/name")
 
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from meshwright.spec import UserError
+from meshwright.spec.hf.config_read import HUB_ID
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)")
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Files that are fetched: configs, weights, and what a tokenizer consists of."""
@@ -15,7 +15,7 @@ FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 def is_hub_id(name: str) -> bool:
     """Return True for a text that has the form of a repository's id, org/name."""
-    return _ID.fullmatch(name) is not None
+    return HUB_ID.fullmatch(name) is not None
 
 
 def hub_id(folder: object) -> str | None:

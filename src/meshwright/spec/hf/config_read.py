@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,9 @@ from meshwright.spec.hf.other_layers import OTHER_INPUTS, OTHER_LAYERS
 from meshwright.spec.hf.special_tokens import check_within
 from meshwright.spec.hf.weight_names import holds_layer
 from meshwright.spec.layers import Activation, LayerType
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""The form of a repository's id on the hub, org/name."""
 
 
 def read_hf_config(where: str | Path) -> dict[str, Any]:
@@ -30,7 +34,8 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
     path = user_path(where, "model.hf")
     folder, path = path, path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json")
+        hub = f", or a model of the hub as --from {where}" if HUB_ID.fullmatch(str(where)) else ""
+        raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json{hub}")
     if path != folder:
         check_within(path, folder, "model.hf")
     fields = model_fields(Config(str(path), read_json_object(path, "model.hf")))
