@@ -20,7 +20,7 @@ which is the chosen answer, and 2k + 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -135,6 +135,11 @@ class Preference(StepPart):
             else:
                 self._held_out = (*self._held_out, sums)
         return found.loss.sum()
+
+    def forwards(self) -> Iterator[AbstractContextManager[None]]:
+        """The reference's forward."""
+        if self.how.has_reference:
+            yield adapters_off(self._decoder)
 
     # Numbers ------------------------------------------------------------------------------------------
 

@@ -107,6 +107,11 @@ class StepPart:
         """
         return {}
 
+    def forwards(self) -> Iterable[AbstractContextManager[None]]:
+        """Contexts in which a step takes a forward without gradients beside its own: a compiler sees them
+        first."""
+        return ()
+
     # State --------------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterable[tuple[str, Stored]]:

@@ -221,6 +221,9 @@ class Trainer:
             self.pipeline.warm_up(micro, training=True)
             if evaluate:
                 self.pipeline.warm_up(micro, training=False)
+            for forward in (each for part in self.parts for each in part.forwards()):
+                with forward:
+                    self.pipeline.warm_up(micro, training=False)
         self.states.end_step()
 
     def gradients(self, batch: Batch) -> Tensor:
