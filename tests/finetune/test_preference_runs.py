@@ -230,3 +230,15 @@ def test_a_run_learns_reports_and_resumes_to_the_bit(folder: Path, tmp_path: Pat
     other = spec_for(folder, corpus, **SMALL, train__steps=22, preference__beta=0.2)
     with pytest.raises(UserError, match=r"preference\.beta was 0\.1 and is 0\.2"):
         api.train(other, out=tmp_path / "half", resume="auto", quiet=True)
+
+
+def test_a_checkpoint_keeps_the_reference() -> None:
+    """After a resume, too, the loss compares with the base that the run began with."""
+    flags = {
+        "data.corpus": "synthetic", "data.seq_len": 32, "train.batch_tokens": 128, "model.vocab_size": 61,
+        "lora.rank": 4, "preference.loss": "dpo", "layout.dp": 1, "train.steps": 4, "train.warmup_steps": 1,
+    } | {key.replace("__", "."): SMALL[key] for key in SMALL if key.startswith("model")}  # fmt: skip
+    spec = load(None, [(key, str(value)) for key, value in flags.items()])
+    found = api.verify(spec, steps=2, through="checkpoint", precision="exact")
+    assert found["equal"], found["first"]
+    assert {"step 1 loss", "step 2 loss", "step 2 parameter"} <= {row["kind"] for row in found["rows"]}
