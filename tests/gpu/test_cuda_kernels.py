@@ -19,7 +19,7 @@ from meshwright.kernels.attention_flash import Packed
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
-from meshwright.model.experts import grouped_mm, grouped_outer
+from meshwright.model.grouped_mm import grouped_mm, grouped_outer
 from meshwright.model.hooks import AttentionHooks
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import LayerNorm, RmsNorm

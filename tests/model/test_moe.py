@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.decoder import Decoder
-from meshwright.model.experts import grouped_mm, grouped_outer
+from meshwright.model.grouped_mm import grouped_mm, grouped_outer
 from meshwright.model.init import init_whole_
 from meshwright.model.moe import Moe
 from meshwright.model.router import Router, within_capacity
@@ -170,7 +170,7 @@ def test_one_kernel_for_all_experts_gives_the_same(kind: str, monkeypatch: pytes
     for replaced in (False, True):
         if replaced:
             monkeypatch.setattr("meshwright.model.moe.one_kernel", lambda _x: True)
-            monkeypatch.setattr("meshwright.model.experts.one_kernel", lambda _x: True)
+            monkeypatch.setattr("meshwright.model.grouped_mm.one_kernel", lambda _x: True)
             monkeypatch.setattr(TokenDispatcher, "_to_host", None)
         y = layer(x)
         results.append([y, *torch.autograd.grad((y * weigh).sum(), wanted_by)])

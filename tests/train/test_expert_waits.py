@@ -36,7 +36,7 @@ def test_experts_of_one_kernel_wait_for_nothing(policy: str, monkeypatch: pytest
         return True
 
     monkeypatch.setattr("meshwright.model.moe.one_kernel", always)
-    monkeypatch.setattr("meshwright.model.experts.one_kernel", always)
+    monkeypatch.setattr("meshwright.model.grouped_mm.one_kernel", always)
     assert waits(recompute__policy=policy) == 0
 
 

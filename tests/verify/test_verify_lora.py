@@ -10,6 +10,7 @@ from torch import Tensor
 
 from covering import marked, name
 from equality import equal_to_one_device
+from expert_cases import BASE, ROUTERS
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel import adapter_dropout
 from meshwright.spec import RunSpec
@@ -84,6 +85,36 @@ QUICK = [CASES[index] for index in (0, 4, 6, 7, 13, 19, 21, 24)]
 @pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
 def test_adapters_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     equal_to_one_device(ranks, spec_of(MODEL, **case), 1e-9)
+
+
+OF_EXPERTS = {"lora.rank": 3, "lora.alpha": 40.0, "lora.targets": "*.mlp.experts.*"}
+BOTH = {"lora__targets": "all-linear,*.experts.*"}
+EXPERT_LAYOUTS: list[dict[str, object]] = [
+    {"router": "mixtral", "dp": 2, "ep": 2},
+    {"router": "qwen3", "dp": 2, "tp": 2, "ep": 2, **BOTH},
+    {"router": "deepseek", "dp": 4, "ep": 4, "zero": 3, "recompute__policy": "selective"},
+    {"router": "qwen2, deepseek-v2", "pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "model__layers": 4},
+    {"router": "gpt-oss", "tp": 2, "ep": 2, "sequence_parallel": "false", **BOTH},
+    {"router": "capacity", "dp": 4, "ep": 2, "zero": 3, "recompute__policy": "full", "expert_parts": 2},
+    {"router": "switch", "dp": 2, "replicate": 2, "ep": 2, "zero": 1, "lora__rslora": "true", **BOTH},
+    {"router": "mixtral", "cp": 2, "ep": 2, "lora__targets": "*.experts.gate"},
+    {"router": "mixtral", "tp": 4, "ep": 4, "lora__targets": "blocks.1.mlp.experts.down"},
+    {"router": "qwen3", "dp": 2, "ep": 2, "zero": 2, "lora__targets": "*.experts.up", "lora__rank": 8},
+    {"router": "mixtral", "dp": 8, "ep": 2, "zero": 3, "train__optimiser": "muon"},
+    {"router": "gpt-oss", "dp": 2, "ep": 2, "zero": 1, "train__optimiser": "adamw8bit", "lora__rank": 4},
+    {"router": "deepseek", "pp": 2, "ep": 2, "dp": 2, "schedule": "zb-v", "model__layers": 4, "zero": 2},
+    {"router": "mixtral", "dp": 2, "cp": 2, "pp": 2, "ep": 4, "schedule": "1f1b", "model__layers": 4, **BOTH},
+]  # fmt: skip
+QUICK_EXPERTS = EXPERT_LAYOUTS[:6]
+
+
+@pytest.mark.parametrize("case", marked(EXPERT_LAYOUTS, QUICK_EXPERTS), ids=name)
+def test_adapters_of_experts_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
+    flags = {key if "__" in key else f"layout__{key}": value for key, value in case.items()}
+    router = ROUTERS[str(flags.pop("layout__router"))]
+    samples = 4 * int(str(case.get("dp", 1))) * int(str(case.get("replicate", 1)))
+    flags = {"train__batch_tokens": 16 * samples} | router | flags
+    equal_to_one_device(ranks, spec_of(BASE | OF_EXPERTS, **flags), 1e-9)
 
 
 def in_own_precision(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:

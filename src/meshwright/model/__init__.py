@@ -2,12 +2,14 @@
 
 `decoder` is embedding, blocks and `head`; `hooks` lists the operations that a layout replaces.
 `block`: `attention` and its kinds `attention_gqa` and `attention_mla`, with the positions of `rope`; `mlp`,
-or `moe` with a `router`, a `token_dispatcher` and the `experts` by `expert_activations`; and `norm`.
+or `moe` with a `router`, a `token_dispatcher` and the `experts` by `grouped_mm` and `expert_activations`; and
+`norm`.
 Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student,
 `multi_token_prediction` that of further tokens, and `log_probs` is what losses of callers are of, and
 `preference_loss` of pairs of answers.
 Layers: `linear`, whose products `low_precision_linear` may round; `quantisation` rounds trained weights,
-and `dynamic_linear` rounds inputs as they come; `lora` puts adapters beside them, with `lora_dropout`.
+and `dynamic_linear` rounds inputs as they come; `lora` puts adapters beside them, with `lora_dropout`,
+and those of `expert_lora` beside experts.
 `init` draws the initial weights.
 """
 

@@ -7,16 +7,16 @@ each), and CUDA's grouped matmul requires aligned groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.expert_activations import ACTIVATIONS, ExpertActivation
+from meshwright.model.expert_lora import NO_ADAPTER, NoAdapter
+from meshwright.model.grouped_mm import grouped_mm, grouped_outer, slices_of
 from meshwright.model.hooks import ExpertsHooks
 from meshwright.model.token_dispatcher import RowGroups
 from meshwright.spec import MoeSpec
@@ -40,11 +40,15 @@ class Experts(nn.Module):
         for name, size in (("gate", channels), ("up", channels), ("down", hidden)):
             bias = nn.Parameter(torch.empty(experts, size)) if moe.expert_bias else None
             self.register_parameter(f"{name}_bias", bias)
+            self.register_module(f"{name}_adapter", None)
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, groups: RowGroups) -> Tensor:
         weights = (self.gate, self.up, self.down)
         biases = (self.gate_bias, self.up_bias, self.down_bias)
-        return _Experts.apply(x_RD, weight_R, *weights, *biases, groups, self.activation, self.hooks)
+        adapters = [each or NO_ADAPTER for each in (self.gate_adapter, self.up_adapter, self.down_adapter)]
+        factors = [factor for adapter in adapters for factor in adapter.factors]
+        how = groups, self.activation, self.hooks, adapters
+        return _Experts.apply(x_RD, weight_R, *weights, *biases, *how, *factors)
 
 
 class _Experts(torch.autograd.Function):
@@ -64,6 +68,8 @@ class _Experts(torch.autograd.Function):
         groups: RowGroups,
         activation: ExpertActivation,
         hooks: ExpertsHooks,
+        adapters: Sequence[NoAdapter],
+        *factors: nn.Parameter,
     ) -> Tensor:
         operand = hooks.products.operand
 
@@ -71,7 +77,9 @@ class _Experts(torch.autograd.Function):
             rows = operand(x, "input", -1, gate)
             gates, ups = (operand(each, "weight", -1, each) for each in (gate, up))
             gate_x, up_x = grouped_mm(rows, gates, groups), grouped_mm(rows, ups, groups)
-            for product, bias in ((gate_x, gate_bias), (up_x, up_bias)):
+            of_both = zip((gate_x, up_x), (gate_bias, up_bias), adapters[:2], strict=True)
+            for product, bias, adapter in of_both:
+                adapter.add_(product, x, groups)
                 if bias is not None:
                     add_rows_(product, bias, groups)
             return gate_x, up_x
@@ -79,6 +87,7 @@ class _Experts(torch.autograd.Function):
         def outputs() -> tuple[Tensor]:
             inner = operand(activation.weighted(gate_x, up_x, weight), "input", -1, down)
             y = grouped_mm(inner, operand(down, "weight", -1, down), groups)
+            adapters[2].add_(y, inner, groups)
             if down_bias is not None:
                 add_rows_(_columns(y, down_bias, hooks.slice), down_bias, groups, weight)
             return (y,)
@@ -88,6 +97,7 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(x, weight, gate_x, up_x, gate, up, down, down_bias)
         ctx.groups, ctx.hooks, ctx.activation = groups, hooks, activation
         ctx.parameters, ctx.biases = (gate, up, down), (gate_bias, up_bias, down_bias)
+        ctx.adapters, ctx.factors = adapters, factors
         return y
 
     @staticmethod
@@ -106,13 +116,23 @@ class _Experts(torch.autograd.Function):
             return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, groups, onto)
 
         of_gate, of_up, of_down = parameters = ctx.parameters
+        gate_adapter, up_adapter, down_adapter = ctx.adapters
         grad_inner = of_input(grad, down, of_down)
+        at_down = down_adapter.input_gradient_(grad_inner, grad, groups)
         found = ctx.activation.backward_(grad_inner, gate_x, up_x, weight)
         grad_gate, grad_up, grad_weight, inner = found
         biased = None if bias is None else _columns(grad, bias, ctx.hooks.slice)
         if bias is not None and biased is not None:
             grad_weight += rows_times(biased, bias.detach(), groups, weight.dtype)
         grad_x = of_input(grad_up, up, of_up, onto=of_input(grad_gate, gate, of_gate))
+        at_gate = gate_adapter.input_gradient_(grad_x, grad_gate, groups)
+        at_up = up_adapter.input_gradient_(grad_x, grad_up, groups)
+        pairs = [
+            *((grad_gate, x, of_gate), (grad_up, x, of_up), (grad, inner, of_down)),
+            *gate_adapter.pairs(grad_gate, x, at_gate, groups),
+            *up_adapter.pairs(grad_up, x, at_up, groups),
+            *down_adapter.pairs(grad, inner, at_down, groups),
+        ]
 
         def weight_grad(gradient: Tensor, inputs: Tensor, parameter: nn.Parameter) -> Tensor | None:
             if not parameter.requires_grad:
@@ -125,7 +145,7 @@ class _Experts(torch.autograd.Function):
             )
 
         def weight_grads() -> list[Tensor | None]:
-            found = list(map(weight_grad, (grad_gate, grad_up, grad), (x, x, inner), parameters))
+            found = [weight_grad(*pair) for pair in pairs]
             if biased is None:
                 return found
             for each, rows in zip(ctx.biases, (grad_gate, grad_up, biased), strict=True):
@@ -133,57 +153,18 @@ class _Experts(torch.autograd.Function):
                 found.append(sum_rows(rows, groups, scale) if each.requires_grad else None)
             return found
 
-        given = [*parameters, *(each for each in ctx.biases if each is not None)]
+        given = [*parameters, *ctx.factors, *(each for each in ctx.biases if each is not None)]
         if ctx.hooks.defer(given, weight_grads):
-            return grad_x, grad_weight, *[None] * 9
-        gradients = weight_grads()
-        return grad_x, grad_weight, *gradients, *[None] * (9 - len(gradients))
+            return grad_x, grad_weight, *[None] * (10 + len(ctx.factors))
+        gradients, last = weight_grads(), 3 + len(ctx.factors)
+        of_biases = gradients[last:] or [None] * 3
+        return grad_x, grad_weight, *gradients[:3], *of_biases, *[None] * 4, *gradients[3:last]
 
 
 def _columns(x_RD: Tensor, bias: Tensor, number: int) -> Tensor:
     """The columns of x that the slice `number` of an expert adds its part of a bias (E, .) to."""
     size = bias.shape[1]
     return x_RD[:, number * size : (number + 1) * size]
-
-
-# Grouped matmuls -----------------------------------------------------------------------------------------
-
-
-def one_kernel(x: Tensor) -> bool:
-    """True if one kernel, which takes the groups' ends from the device, computes all experts of such rows."""
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
-
-
-def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, groups: RowGroups, onto: Tensor | None = None) -> Tensor:
-    """Each expert's rows x (., I) times the transpose of its weight (O, I): (R, O), added to `onto` in its
-    memory."""
-    if one_kernel(x_RI) and len(x_RI):
-        product = torch._grouped_mm(x_RI, weight_EOI.mT, offs=groups.ends)
-        return product if onto is None else onto.add_(product)
-    out = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1]) if onto is None else onto
-    for expert, rows in _slices(groups):
-        RunningSum(out[rows], onto is not None).add_product(x_RI[rows], weight_EOI[expert].T)
-    return out
-
-
-def grouped_outer(
-    grad_RO: Tensor, x_RI: Tensor, groups: RowGroups, into: RunningSum | None = None
-) -> Tensor | None:
-    """Weight gradients: the product of each expert's gradients and inputs: (E, O, I), or None if added
-    `into` a sum."""
-    if one_kernel(grad_RO) and len(grad_RO):
-        product = torch._grouped_mm(grad_RO.T, x_RI, offs=groups.ends)
-        if into is None:
-            return product
-        into.add(product)
-        return None
-    out = into or RunningSum(grad_RO.new_empty(len(groups.ends), grad_RO.shape[1], x_RI.shape[1]), False)
-    for expert, rows in _slices(groups):
-        if rows.start < rows.stop:
-            RunningSum(out.total[expert], out.begun).add_product(grad_RO[rows].T, x_RI[rows])
-        elif not out.begun:
-            out.total[expert].zero_()
-    return out.total if into is None else None
 
 
 # Biases ----------------------------------------------------------------------------------------------------
@@ -196,7 +177,7 @@ def add_rows_(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, weight_R: Tensor
         added = bias_EO[_expert_of_rows(x_RO, groups)]
         x_RO.add_(added if scale is None else added * scale)
         return
-    for expert, rows in _slices(groups):
+    for expert, rows in slices_of(groups):
         x_RO[rows].add_(bias_EO[expert] if scale is None else bias_EO[expert] * scale[rows])
 
 
@@ -205,7 +186,7 @@ def rows_times(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, dtype: torch.dt
     if groups.sizes is None:
         return (x_RO * bias_EO[_expert_of_rows(x_RO, groups)]).sum(1, dtype=dtype)
     found = x_RO.new_empty(len(x_RO), dtype=dtype)
-    for expert, rows in _slices(groups):
+    for expert, rows in slices_of(groups):
         torch.sum(x_RO[rows] * bias_EO[expert], 1, dtype=dtype, out=found[rows])
     return found
 
@@ -218,7 +199,7 @@ def sum_rows(x_RO: Tensor, groups: RowGroups, weight_R: Tensor | None = None) ->
         every = torch.arange(len(groups.ends), device=x_RO.device).unsqueeze(1)
         return (every == _expert_of_rows(x_RO, groups)).to(x_RO.dtype) @ x_RO
     found = x_RO.new_empty(len(groups.ends), x_RO.shape[1])
-    for expert, rows in _slices(groups):
+    for expert, rows in slices_of(groups):
         torch.sum(x_RO[rows], 0, out=found[expert])
     return found
 
@@ -227,10 +208,3 @@ def _expert_of_rows(x_RO: Tensor, groups: RowGroups) -> Tensor:
     """The expert of each row (R,), from the device alone."""
     rows = torch.arange(len(x_RO), device=x_RO.device, dtype=groups.ends.dtype)
     return torch.bucketize(rows, groups.ends, right=True).clamp_(max=len(groups.ends) - 1)
-
-
-def _slices(groups: RowGroups) -> Iterator[tuple[int, slice]]:
-    """(expert, slice of its rows) of each expert."""
-    assert groups.sizes is not None
-    bounds = pairwise(accumulate(groups.sizes, initial=0))
-    yield from ((expert, slice(*bound)) for expert, bound in enumerate(bounds))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.model.decoder import Decoder
+from meshwright.model.expert_lora import ExpertAdapter
+from meshwright.model.experts import Experts
 from meshwright.model.linear import Linear
 from meshwright.model.lora_dropout import Dropout, TokenKeys
 from meshwright.spec.lora import LoraSpec
@@ -39,13 +41,15 @@ class LoraLinear(Linear):
 
 
 def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | None = None) -> Decoder:
-    """Give the linear layers that `lora` names adapters, which have no values yet; returns the decoder.
+    """Give the layers and experts that `lora` names adapters, which have no values yet; returns the decoder.
 
     Weights and biases stay the same parameters. What adapters drop of their inputs follows from `keys`;
     without these nothing is dropped.
     """
     keys = keys or TokenKeys()
     for path, linear in [*decoder.named_modules()] if lora is not None else ():
+        if isinstance(linear, Experts) and lora is not None:
+            _attach_to_experts(linear, path, lora)
         if type(linear) is not Linear or lora is None:
             continue
         if not lora.adapts(Parameter(f"{path}.weight", tuple(linear.weight.shape))):
@@ -61,20 +65,29 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
     return decoder
 
 
+def _attach_to_experts(experts: Experts, path: str, lora: LoraSpec) -> None:
+    for name, weight in [*experts.named_parameters(recurse=False)]:
+        if lora.adapts(Parameter(f"{path}.{name}", tuple(weight.shape), expert=True)):
+            with weight.device:
+                adapter = ExpertAdapter(weight, lora.rank, lora.scale)
+            setattr(experts, f"{name}_adapter", adapter.to(weight.dtype).train(experts.training))
+
+
 @contextmanager
 def adapters_off(decoder: Decoder) -> Iterator[None]:
     """Compute with the model without its adapters, which keep their values."""
-    adapted = [each for each in decoder.modules() if isinstance(each, LoraLinear)]
-    for linear in adapted:
-        linear.enabled = False
+    adapted = [each for each in decoder.modules() if isinstance(each, LoraLinear | ExpertAdapter)]
+    for module in adapted:
+        module.enabled = False
     try:
         yield
     finally:
-        for linear in adapted:
-            linear.enabled = True
+        for module in adapted:
+            module.enabled = True
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale B A (O, I), summed in at least fp32, in the format of W."""
+    """W + scale B A (O, I), or of each expert (E, O, I), summed in at least fp32, in the format of W."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+    add = torch.addmm if weight.dim() == 2 else torch.baddbmm
+    return add(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)

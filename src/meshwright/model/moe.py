@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.experts import Experts, one_kernel
+from meshwright.model.experts import Experts
+from meshwright.model.grouped_mm import one_kernel
 from meshwright.model.hooks import Hooks
 from meshwright.model.linear import Linear
 from meshwright.model.mlp import Mlp

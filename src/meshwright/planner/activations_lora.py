@@ -1,5 +1,6 @@
 """Bytes that adapters of low rank keep for their backward (`parallel/tensor_lora.py`), beside what the layers
-that they stand at keep: the products with A, and where outputs of products are saved those with B, too."""
+that they stand at keep: the products with A, and where outputs of products are saved those with B, too. Those
+of routed experts keep nothing (`model/expert_lora.py`)."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ def adapters_everything(s: Sizes, layer: int) -> int:
 
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
-    """The weights of a block that have adapters, with the rank of these."""
+    """The weights of a block, its routed experts left out, that have adapters, with the rank of these."""
     if (lora := s.spec.lora) is None:
         return []
     listed = run_parameters(s.spec)[f"blocks.{layer}"]
-    return [(each, lora.rank) for each in listed if lora.adapts(each)]
+    return [(each, lora.rank) for each in listed if lora.adapts(each) and not each.expert]
 
 
 def _input(s: Sizes, weight: Parameter) -> int:

@@ -7,6 +7,11 @@ A linear layer with weight W (outputs, inputs) computes y = W x + scale B A x, w
 A layer whose outputs tensor ranks split has its A whole on each rank and its B split as W is; one whose
 inputs are split has its A split as W is, and its B whole. The whole ones act on the residual stream's side,
 on the tokens that a rank has there.
+
+Each routed expert has an A and a B of its own, on the rank that has the expert: beside
+`blocks.0.mlp.experts.gate` (experts, outputs, inputs) there are
+`blocks.0.mlp.experts.gate_adapter.lora_a.weight` (experts, rank, inputs) and
+`blocks.0.mlp.experts.gate_adapter.lora_b.weight` (experts, outputs, rank).
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from meshwright.spec.base import MAX_WIDTH, FrozenModel
 from meshwright.spec.parameters import Parameter
 
 ALL_LINEAR = "all-linear"
-"""The target that stands for every linear layer of attention and feed-forward layers in blocks."""
+"""The target that stands for every linear layer of attention and feed-forward layers in blocks, but not for
+routed experts, of which a block may have hundreds; patterns of names match them."""
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of adapters' names, in place of `.weight`."""
 
@@ -36,7 +42,7 @@ class LoraSpec(FrozenModel):
         (ALL_LINEAR,),
         min_length=1,
         description="patterns of the names of weights that get adapters, such as '*.attn.q.weight'; "
-        "'all-linear' for those of all linear layers in blocks",
+        "'all-linear' for those of all linear layers in blocks, but routed experts",
     )
     rslora: bool = Field(
         False, description="multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, rsLoRA)"
@@ -50,7 +56,8 @@ class LoraSpec(FrozenModel):
     def adapts(self, parameter: Parameter) -> bool:
         """True for a weight that has an adapter."""
         return is_adaptable(parameter) and any(
-            pattern == ALL_LINEAR or fnmatchcase(parameter.name, pattern) for pattern in self.targets
+            not parameter.expert if pattern == ALL_LINEAR else fnmatchcase(parameter.name, pattern)
+            for pattern in self.targets
         )
 
 
@@ -60,13 +67,15 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """The names of A and B beside a weight of this name."""
-    stem = weight.removesuffix(".weight")
+    """The names of A and B beside a weight of this name, that of a layer or one of routed experts."""
+    stem = weight.removesuffix(".weight") if weight.endswith(".weight") else f"{weight}_adapter"
     return stem + LORA_A, stem + LORA_B
 
 
 def is_adaptable(parameter: Parameter) -> bool:
-    """True for the weight of a linear layer of attention or of a feed-forward layer that all tokens take."""
+    """True for the weight of a linear layer of attention or a feed-forward layer, and for those of experts."""
+    if parameter.expert:
+        return parameter.is_matrix
     *path, layer, leaf = parameter.name.split(".")
     inside = path[:1] == ["blocks"] and path[2:] in (["attn"], ["mlp"], ["mlp", "shared"])
     return inside and leaf == "weight" and layer != "router" and len(parameter.shape) == 2
@@ -80,23 +89,26 @@ def with_adapters(
 
 
 def _adapted(listed: tuple[Parameter, ...], lora: LoraSpec) -> Iterator[Parameter]:
-    """Frozen parameters, and behind those of a linear layer its A and B, as the decoder lists them."""
+    """Frozen parameters, and behind those of a linear layer, or of all experts, each A and B, as the decoder
+    lists them."""
     waiting: tuple[Parameter, ...] = ()
     for parameter in listed:
-        if waiting and parameter.name != waiting[0].name.replace(LORA_A, ".bias"):
+        if waiting and not parameter.expert and parameter.name != waiting[0].name.replace(LORA_A, ".bias"):
             yield from waiting
             waiting = ()
         yield replace(parameter, trainable=False)
         if lora.adapts(parameter):
-            waiting = adapters_of(parameter, lora.rank)
+            waiting = (*waiting, *adapters_of(parameter, lora.rank))
     yield from waiting
 
 
 def adapters_of(weight: Parameter, rank: int) -> tuple[Parameter, Parameter]:
-    """A and B of a weight: that at the split side is split as the weight is, the other is whole."""
-    outputs, inputs = weight.shape
+    """A and B of a weight: that at the split side is split as the weight is, the other is whole. Those of
+    experts are with them."""
+    *experts, outputs, inputs = weight.shape
     name_a, name_b = adapter_names(weight.name)
-    a, b = Parameter(name_a, (rank, inputs)), Parameter(name_b, (outputs, rank))
+    a = Parameter(name_a, (*experts, rank, inputs), dim=len(experts), expert=weight.expert)
+    b = Parameter(name_b, (*experts, outputs, rank), dim=len(experts), expert=weight.expert)
     if weight.split is None:
         return a, b
     if weight.dim:

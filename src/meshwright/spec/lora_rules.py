@@ -6,7 +6,7 @@ import difflib
 from fnmatch import fnmatchcase
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.lora import ALL_LINEAR, is_adaptable
+from meshwright.spec.lora import ALL_LINEAR, LoraSpec, is_adaptable
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
 
@@ -24,29 +24,43 @@ def targets_are_linear(spec: Sections) -> None:
         if others:
             raise UserError(
                 f"lora.targets: '{pattern}' matches {others[0].name}, which gets no adapter, since "
-                f"{_reason(others[0])}; give '{ALL_LINEAR}', or names of weights in attention and "
-                f"feed-forward layers"
+                f"it is not the weight of a linear layer in attention or a feed-forward layer; give "
+                f"'{ALL_LINEAR}', or names of weights in these"
             )
         near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
         raise UserError(f"lora.targets: '{pattern}' matches no linear layer; the nearest are {near}")
-
-
-def _reason(parameter: Parameter) -> str:
-    if parameter.expert:
-        return "those of routed experts are not supported"
-    return "it is not the weight of a linear layer in attention or a feed-forward layer"
 
 
 def rank_is_low(spec: Sections) -> None:
     """A and B have fewer rows and columns than the weights that they stand beside."""
     if (lora := spec.lora) is None:
         return
-    adapted = [each for unit in parameters(spec.model).values() for each in unit if lora.adapts(each)]
-    least = min(adapted, key=lambda each: min(each.shape))
-    if lora.rank > min(least.shape):
+    least = min(_adapted(spec, lora), key=lambda each: min(each.shape[-2:]))
+    if lora.rank > min(least.shape[-2:]):
         raise UserError(
-            f"lora.rank: {lora.rank} is more than {min(least.shape)}, the rank of {least.name} "
-            f"{list(least.shape)} itself; try lora.rank = {min(least.shape)} or less"
+            f"lora.rank: {lora.rank} is more than {min(least.shape[-2:])}, the rank of {least.name} "
+            f"{list(least.shape)} itself; try lora.rank = {min(least.shape[-2:])} or less"
+        )
+
+
+def _adapted(spec: Sections, lora: LoraSpec) -> list[Parameter]:
+    """The weights that have adapters."""
+    return [each for unit in parameters(spec.model).values() for each in unit if lora.adapts(each)]
+
+
+def experts_adapters_are_whole(spec: Sections) -> None:
+    """Adapters of routed experts are not cut into slices, and drop nothing of what tokens bring."""
+    if (lora := spec.lora) is None or not (routed := [p for p in _adapted(spec, lora) if p.expert]):
+        return
+    if spec.layout.etp > 1:
+        raise UserError(
+            f"layout.etp: {spec.layout.etp} cuts experts into slices, which adapters such as that of "
+            f"{routed[0].name} are not; give layout.etp = 1, and more layout.ep"
+        )
+    if lora.dropout:
+        raise UserError(
+            f"lora.dropout: {lora.dropout:g} is not supported for adapters of routed experts, such as that of "
+            f"{routed[0].name}; give lora.dropout = 0, or lora.targets without experts"
         )
 
 
@@ -100,6 +114,7 @@ def dropout_is_not_compiled(spec: Sections) -> None:
 LORA_RULES = (
     targets_are_linear,
     rank_is_low,
+    experts_adapters_are_whole,
     adapters_alone_are_trained,
     adapters_are_not_rounded,
     dropout_is_not_compiled,

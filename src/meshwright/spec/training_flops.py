@@ -22,7 +22,8 @@ def adapter_flops(spec: Sections, layer: int) -> int:
     """Forward FLOPs of a block's adapters on one token."""
     if spec.lora is None:
         return 0
-    return 2 * sum(p.size for p in run_parameters(spec)[f"blocks.{layer}"] if is_adapter(p.name))
+    adapters = (p for p in run_parameters(spec)[f"blocks.{layer}"] if is_adapter(p.name))
+    return 2 * sum(active_size(spec.model, p) for p in adapters)
 
 
 def head_has_gradient(spec: Sections) -> bool:

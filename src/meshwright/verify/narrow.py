@@ -119,7 +119,7 @@ def _narrow_adapters(lora: dict[str, Any], every: Sequence[Parameter]) -> list[s
         target for target in lora["targets"] if any(LoraSpec(targets=(target,)).adapts(p) for p in linear)
     ] or [ALL_LINEAR]
     adapted = [parameter for parameter in linear if LoraSpec.model_validate(lora).adapts(parameter)]
-    lora["rank"] = min(lora["rank"], *(size for parameter in adapted for size in parameter.shape))
+    lora["rank"] = min(lora["rank"], *(size for each in adapted for size in each.shape[-2:]))
     return [name for parameter in adapted for name in adapter_names(parameter.name)]
 
 

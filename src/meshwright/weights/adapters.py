@@ -69,10 +69,10 @@ def _merged(
 ) -> Tensor:
     """A rectangle of a weight with its adapter, in fp32 or in float64."""
     assert spec.lora is not None
-    (row, column), (rows, columns) = rectangle
+    *experts, rows, columns = (slice(first, first + size) for first, size in zip(*rectangle, strict=True))
     a, b = (adapters[each].to(weight.device) for each in adapter_names(name))
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return merged(wide, a[:, column : column + columns], b[row : row + rows], spec.lora.scale)
+    return merged(wide, a[(*experts, slice(None), columns)], b[(*experts, rows)], spec.lora.scale)
 
 
 def _read(stored: Parts, name: str, rectangle: Rectangle) -> Tensor:

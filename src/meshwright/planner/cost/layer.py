@@ -200,8 +200,10 @@ class LayerCost:
         for each in run_parameters(self.spec)[f"blocks.{self._last(kind)}"] if lora is not None else ():
             if lora is None or not lora.adapts(each):
                 continue
-            (outputs, inputs), rank = each.shape, lora.rank
-            if each.split is None:
+            (outputs, inputs), rank = each.shape[-2:], lora.rank
+            if each.expert:
+                found += [self._of_experts(rank, inputs), self._of_experts(outputs, rank)]
+            elif each.split is None:
                 found += [Product(own, rank, inputs), Product(own, outputs, rank)]
             elif each.dim:
                 found += [Product(n, rank, inputs // tp), Product(own, outputs, rank)]
@@ -214,15 +216,19 @@ class LayerCost:
         return self.spec.model.last_layers[kind]
 
     def _routed_products(self) -> list[Product]:
-        moe, layout, hidden = self.shape.moe, self.spec.layout, self.spec.model.hidden
-        local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
+        moe, hidden = self.shape.moe, self.spec.model.hidden
+        inner = moe.ffn // self.spec.layout.etp
+        router = Product(self.own, moe.experts, hidden)
+        return [router, self._of_experts(self.gates * inner, hidden), self._of_experts(hidden, inner)]
+
+    def _of_experts(self, outputs: int, inputs: int) -> Product:
+        """The product of each expert's rows with a matrix of its own."""
+        local = max(1, self.shape.moe.experts // self.spec.layout.ep)
         # Source: programs pad each expert's rows to whole words (NVIDIA Transformer Engine's Fp8Padding,
         # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
         words = int(WORD / FORMAT_BYTES[self.precision.products])
         rows = words * max(1, ceil(self.shape.copies / local / words))
-        experts = partial(Product, rows, batch=local)
-        router = Product(self.own, moe.experts, hidden)
-        return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
+        return Product(rows, outputs, inputs, local)
 
     def widens(self, product: Product) -> bool:
         """True for a product that makes queries, keys or values of latents."""

@@ -256,6 +256,7 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     return replace(
         found,
         dense=found.dense + added,
+        routed=found.routed + trained.added_experts / (layout.ep * layout.etp),
         frozen=dense,
         frozen_routed=trained.frozen_experts / (layout.ep * layout.etp),
     )

@@ -51,6 +51,7 @@ class Trained(NamedTuple):
     added_split: int = 0
     """Elements of adapters that tensor ranks share."""
     added_whole: int = 0
+    added_experts: int = 0
 
     @property
     def embed(self) -> Work:
@@ -72,6 +73,7 @@ class Trained(NamedTuple):
             self.frozen_experts + other.frozen_experts,
             self.added_split + other.added_split,
             self.added_whole + other.added_whole,
+            self.added_experts + other.added_experts,
         )
 
 
@@ -98,5 +100,6 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
         frozen_whole=sum(p.size for p in frozen if not p.split and not p.expert),
         frozen_experts=sum(p.size for p in frozen if p.expert),
         added_split=sum(p.size for p in added if p.split),
-        added_whole=sum(p.size for p in added if not p.split),
+        added_whole=sum(p.size for p in added if not p.split and not p.expert),
+        added_experts=sum(p.size for p in added if p.expert),
     )

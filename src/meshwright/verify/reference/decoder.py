@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.spec import ModelSpec, MoeSpec
 from meshwright.spec.layers import LayerKind
 from meshwright.spec.lora import LoraSpec
-from meshwright.verify.reference.lora import Drop, added, no_dropout
+from meshwright.verify.reference.lora import Drop, added, added_by_expert, no_dropout
 from meshwright.verify.reference.rope import rotate, rotations, score_factor
 
 LATENT_EPS = 1e-6
@@ -248,6 +248,7 @@ class ReferenceDecoder:
         def linear(which: str, x: Tensor, scale: Tensor | float = 1) -> Tensor:
             name = f"{path}.experts.{which}"
             y = self.linears(name, x, self.weights[name][expert])
+            y = y + added_by_expert(self.lora, name, expert, x, self.weights)
             return y + scale * self.weights[f"{name}_bias"][expert] if moe.expert_bias else y
 
         tokens = x.flatten(0, 1)

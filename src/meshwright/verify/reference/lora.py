@@ -3,9 +3,9 @@
 
 A linear layer with weight W and an adapter computes W x + s B A d(x), where s is alpha / rank, or alpha /
 sqrt(rank) (Kalajdzievski 2023, rsLoRA), and d the dropout of this layer by the rule of docs/lora.md. All but
-A and B is frozen.
+A and B is frozen. Each matrix of a routed expert has an A and a B of its own, without dropout.
 
-Shapes: n sequences of T tokens, I inputs and O outputs of a linear layer, r the rank.
+Shapes: n sequences of T tokens, I inputs and O outputs of a linear layer, r the rank, E experts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from meshwright.verify.reference.patterns import matches
 
 LINEAR = re.compile(r"blocks\.\d+\.(attn\.(q|k|v|o|q_a|kv_a|kv)|mlp\.(shared\.)?(gate|up|down))\.weight")
 """Names of the matrices that may have adapters."""
+OF_EXPERTS = re.compile(r"blocks\.\d+\.mlp\.experts\.(gate|up|down)")
+"""Names of the matrices of routed experts (E, O, I), which only a pattern gives adapters."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def has_adapter(lora: LoraSpec, name: str) -> bool:
     """True for a matrix beside which there is an adapter."""
-    wanted = any(pattern == "all-linear" or matches(pattern, name) for pattern in lora.targets)
-    return wanted and LINEAR.fullmatch(name) is not None
+    wanted = any(matches(pattern, name) for pattern in lora.targets)
+    if OF_EXPERTS.fullmatch(name):
+        return wanted
+    return (wanted or "all-linear" in lora.targets) and LINEAR.fullmatch(name) is not None
 
 
 def names_of(name: str) -> tuple[str, str]:
     """The names of A and of B beside the matrix of this name."""
-    layer = name[: -len("weight")]
+    layer = f"{name}_adapter." if OF_EXPERTS.fullmatch(name) else name[: -len("weight")]
     return f"{layer}lora_a.weight", f"{layer}lora_b.weight"
 
 
@@ -56,10 +60,10 @@ def initial_adapters(
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if has_adapter(lora, name):
-            (outputs, inputs), (a, b) = weight.shape, names_of(name)
-            drawn = uniforms(a, lora.rank * inputs).reshape(lora.rank, inputs)
-            found[a] = (2 * drawn - 1) / math.sqrt(inputs)
-            found[b] = torch.zeros(outputs, lora.rank, dtype=torch.float64)
+            (*experts, outputs, inputs), (a, b) = weight.shape, names_of(name)
+            shape = [*experts, lora.rank, inputs]
+            found[a] = (2 * uniforms(a, math.prod(shape)).reshape(shape) - 1) / math.sqrt(inputs)
+            found[b] = torch.zeros(*experts, outputs, lora.rank, dtype=torch.float64)
     return found
 
 
@@ -74,8 +78,22 @@ def added(
     if lora is None or not has_adapter(lora, name):
         return 0.0
     a, b = (weights[each] for each in names_of(name))
-    scale = lora.alpha / math.sqrt(lora.rank) if lora.rslora else lora.alpha / lora.rank
-    return scale * (drop(name, x) @ a.T @ b.T)
+    return _scale(lora) * (drop(name, x) @ a.T @ b.T)
+
+
+def added_by_expert(
+    lora: LoraSpec | None, name: str, expert: int, x: Tensor, weights: Mapping[str, Tensor]
+) -> Tensor | float:
+    """The share (R, O) of the adapter of one expert's matrix of this name for its rows x (R, I); 0 without
+    one."""
+    if lora is None or not has_adapter(lora, name):
+        return 0.0
+    a, b = (weights[each][expert] for each in names_of(name))
+    return _scale(lora) * (x @ (b @ a).T)
+
+
+def _scale(lora: LoraSpec) -> float:
+    return lora.alpha / math.sqrt(lora.rank) if lora.rslora else lora.alpha / lora.rank
 
 
 def no_dropout(_name: str, x: Tensor) -> Tensor:
