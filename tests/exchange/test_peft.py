@@ -17,7 +17,7 @@ from meshwright.checkpoint.weights import fill
 from meshwright.exchange.foreign.caller import IMPORT
 from meshwright.exchange.foreign.source import open_source
 from meshwright.exchange.hf import import_hf
-from meshwright.exchange.peft_adapter import peft_layers, to_peft, write_adapter
+from meshwright.exchange.peft_adapter import names_in_file, peft_layers, peft_targets, write_adapter
 from meshwright.model.decoder import Decoder
 from meshwright.model.lora import attach_adapters, merged
 from meshwright.spec import UserError
@@ -33,11 +33,16 @@ SPECS: dict[str, dict[str, Any]] = {
     "attention": {"rank": 2, "targets": ["*.attn.*"]},
     "some": {"rank": 5, "targets": ["*.attn.q.weight", "*.attn.v.weight", "blocks.1.mlp.*"]},
 }
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"rank": 3, "alpha": 7.0, "targets": ["*.experts.*"]},
+    "experts, rslora": {"rank": 2, "rslora": True, "targets": ["*.attn.*", "*.experts.*"]},
+    "some experts": {"rank": 5, "targets": ["*.experts.up", "blocks.1.mlp.experts.down", "*.q.weight"]},
+}
 FAMILIES = [
     "llama", "llama biases, wide heads", "qwen2", "qwen3 tied, biases", "phi3", "gpt2", "glm4", "gemma2",
     "cohere2", "starcoder2",
 ]  # fmt: skip
-EXPERTS = ["deepseek_v3", "deepseek_v2", "qwen2_moe"]
+EXPERTS = ["deepseek_v3", "deepseek_v2", "qwen2_moe", "mixtral", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe", "gpt_oss"]
 QUICK = {("llama", "all"), ("llama", "rslora"), ("phi3", "some"), ("gpt2", "all"), ("glm4", "all")}
 
 
@@ -75,7 +80,7 @@ def theirs_with(decoder: Decoder, lora: LoraSpec, folder: Path, out: Path) -> An
     write_adapter(out, decoder.spec, lora, tensors, str(folder), torch.float64)
     model = peft.PeftModel.from_pretrained(their_model(folder), out, is_trainable=True).eval()
     written = {name for name, each in model.named_parameters() if each.requires_grad}
-    assert len(written) == 2 * len([*peft_layers(decoder.spec, lora)])
+    assert len(written) == 2 * len(peft_targets(decoder.spec, lora))
     return model
 
 
@@ -86,10 +91,10 @@ def theirs_with(decoder: Decoder, lora: LoraSpec, folder: Path, out: Path) -> An
         for family in FAMILIES
         for kind in SPECS
     ]
-    + [(family, "attention") for family in EXPERTS],
+    + [(family, kind) for family in EXPERTS for kind in ("attention", *OF_EXPERTS)],
 )
 def test_a_folder_of_peft_has_the_same_logits_and_gradients(family: str, kind: str, tmp_path: Path) -> None:
-    lora = LoraSpec.model_validate(SPECS[kind])
+    lora = LoraSpec.model_validate((SPECS | OF_EXPERTS)[kind])
     save_theirs(tmp_path / "hf", *CASES[family])
     decoder = decoder_of(tmp_path / "hf", lora)
     with InFloat64():
@@ -105,12 +110,12 @@ def test_a_folder_of_peft_has_the_same_logits_and_gradients(family: str, kind: s
         for name, each in model.named_parameters()
         if each.grad is not None
     }
-    layers = [*peft_layers(decoder.spec, lora)]
-    assert {name for layer in layers for name in layer.names} == wanted.keys()
-    assert len(found) == 2 * sum(sum(layer.adapted) for layer in layers)
-    for layer in layers:
-        a, b = (wanted[name] for name in layer.names)
-        mine_a, mine_b = to_peft(layer, lora.rank, found)
+    targets = peft_targets(decoder.spec, lora)
+    assert {name for each in targets for name in names_in_file(each)} == wanted.keys()
+    assert len(found) == 2 * sum(sum(each.adapted) for each in targets)
+    for each in targets:
+        a, b = (wanted[name] for name in names_in_file(each))
+        mine_a, mine_b = each.to_peft(lora.rank, found)
         torch.testing.assert_close(mine_a, a, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(mine_b, b * (mine_b != 0), rtol=1e-10, atol=1e-13)
 

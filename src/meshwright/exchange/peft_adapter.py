@@ -2,7 +2,8 @@
 
 A layer of a file may join several of the decoder's (`qkv_proj`). Their adapters become one of the sum of
 their ranks, whose A has the rows of each A, and whose B has a block for each B. Rows of heads are in the
-file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`.
+file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`. Routed
+experts are those of `peft_experts.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from meshwright.exchange.foreign.peft import CONFIG
 from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json
+from meshwright.exchange.peft_experts import PeftExperts, peft_experts
 from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
@@ -40,9 +42,9 @@ class PeftLayer(NamedTuple):
     adapted: tuple[bool, ...]
 
     @property
-    def names(self) -> tuple[str, str]:
-        """Names of A and B in the file."""
-        return f"{_PREFIX}{self.module}.lora_A.weight", f"{_PREFIX}{self.module}.lora_B.weight"
+    def stem(self) -> str:
+        """The module that holds A and B."""
+        return self.module
 
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of A and B in the file, for adapters of the decoder of this rank."""
@@ -55,6 +57,39 @@ class PeftLayer(NamedTuple):
         """Rank of the adapter in the file."""
         return rank * sum(self.adapted)
 
+    def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
+        """A and B of the file, from those of the decoder's layers."""
+        shape_a, shape_b = self.shapes(rank)
+        found: tuple[Tensor, Tensor] | None = None
+        first_row = place = 0
+        rotary = self.piece.rotary or (None,) * len(self.weights)
+        for weight, has_adapter, turned in zip(self.weights, self.adapted, rotary, strict=True):
+            rows, columns = weight.shape
+            if has_adapter:
+                a, b = (source[name] for name in adapter_names(weight.name))
+                whole_a, whole_b = found = found or (a.new_zeros(shape_a), b.new_zeros(shape_b))
+                whole_a[place : place + rank, :columns] = a
+                whole_b[first_row : first_row + rows, place : place + rank] = (
+                    b if turned is None else turned.to_file(b)
+                )
+                place += rank
+            first_row += rows
+        assert found is not None
+        return found
+
+
+PeftTarget = PeftLayer | PeftExperts
+
+
+def peft_targets(model: ModelSpec, lora: LoraSpec) -> list[PeftTarget]:
+    """What has adapters in the family's files: layers, and stacked parameters of experts."""
+    return [*peft_layers(model, lora), *peft_experts(model, lora)]
+
+
+def names_in_file(target: PeftTarget) -> tuple[str, str]:
+    """Names of A and B in the file."""
+    return f"{_PREFIX}{target.stem}.lora_A.weight", f"{_PREFIX}{target.stem}.lora_B.weight"
+
 
 def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:
     """Yield each linear layer of the family's files that has an adapter."""
@@ -62,7 +97,7 @@ def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:
     for piece in hf_tensors(model):
         weights = tuple(listed[name] for name in piece.parameters if name in listed)
         adapted = tuple(map(lora.adapts, weights))
-        if any(adapted):
+        if any(adapted) and not weights[0].expert:
             yield PeftLayer(piece.hf.removesuffix(".weight"), piece, weights, adapted)
 
 
@@ -80,20 +115,20 @@ def write_adapter(
     Raises `UserError` for a folder that exists and is not empty or cannot be written, and for adapters that
     PEFT would put elsewhere.
     """
-    layers = [*peft_layers(model, lora)]
-    _check_names(model, layers)
+    targets = peft_targets(model, lora)
+    _check_names(model, targets)
     try:
         with new_folder(folder, "export") as made:
-            write_json(made.path / CONFIG, peft_config(model, lora, layers, base))
+            write_json(made.path / CONFIG, peft_config(model, lora, targets, base))
             infos = [
                 TensorInfo(name, shape, dtype)
-                for layer in layers
-                for name, shape in zip(layer.names, layer.shapes(lora.rank), strict=True)
+                for each in targets
+                for name, shape in zip(names_in_file(each), each.shapes(lora.rank), strict=True)
             ]
             with SafetensorsStream(made.path / WEIGHTS, infos) as stream:
-                for layer in layers:
-                    values = to_peft(layer, lora.rank, source)
-                    stream.write(zip(layer.names, (value.to(dtype) for value in values), strict=True))
+                for each in targets:
+                    values = (value.to(dtype) for value in each.to_peft(lora.rank, source))
+                    stream.write(zip(names_in_file(each), values, strict=True))
             made.finished(WEIGHTS)
     except OSError as error:
         raise UserError(
@@ -101,46 +136,28 @@ def write_adapter(
         ) from error
 
 
-def _check_names(model: ModelSpec, layers: Sequence[PeftLayer]) -> None:
-    """Raise `UserError` for adapters that PEFT takes for those of routed experts, by the ends of their names
-    (`convert_peft_config_for_transformers` of PEFT 0.21)."""
-    taken = [layer.module for layer in layers if layer.module.rpartition(".")[2] in _OF_EXPERTS]
+def _check_names(model: ModelSpec, targets: Sequence[PeftTarget]) -> None:
+    """Raise `UserError` for adapters of layers that PEFT takes for those of routed experts, by the ends of
+    their names (`convert_peft_config_for_transformers` of PEFT 0.21)."""
+    layers = [each.module for each in targets if isinstance(each, PeftLayer)]
+    taken = [module for module in layers if module.rpartition(".")[2] in _OF_EXPERTS]
     if model.moe is not None and taken:
         raise UserError(
             f"--adapter: PEFT takes an adapter of {taken[0]} for one of the model's routed experts; export "
-            f"the merged model without --adapter, or train with lora.targets = ['*.attn.*']"
+            f"the merged model without --adapter, or train with lora.targets = ['*.attn.*', "
+            f"'*.experts.*']"
         )
 
 
-def to_peft(layer: PeftLayer, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
-    """A and B of a layer of the family's files, from those of the decoder's layers."""
-    shape_a, shape_b = layer.shapes(rank)
-    found: tuple[Tensor, Tensor] | None = None
-    first_row = place = 0
-    rotary = layer.piece.rotary or (None,) * len(layer.weights)
-    for weight, has_adapter, turned in zip(layer.weights, layer.adapted, rotary, strict=True):
-        rows, columns = weight.shape
-        if has_adapter:
-            a, b = (source[name] for name in adapter_names(weight.name))
-            whole_a, whole_b = found = found or (a.new_zeros(shape_a), b.new_zeros(shape_b))
-            whole_a[place : place + rank, :columns] = a
-            whole_b[first_row : first_row + rows, place : place + rank] = (
-                b if turned is None else turned.to_file(b)
-            )
-            place += rank
-        first_row += rows
-    assert found is not None
-    return found
-
-
 def peft_config(
-    model: ModelSpec, lora: LoraSpec, layers: Sequence[PeftLayer], base: str | None
+    model: ModelSpec, lora: LoraSpec, targets: Sequence[PeftTarget], base: str | None
 ) -> dict[str, Any]:
     """The content of adapter_config.json."""
-    joined = [layer for layer in layers if sum(layer.adapted) > 1]
+    joined = [each for each in targets if sum(each.adapted) > 1]
     # alpha / rank, or alpha / sqrt(rank), is to be as before
-    factor = {layer: sum(layer.adapted) ** (0.5 if lora.rslora else 1) for layer in joined}
-    return {
+    factor = {each: sum(each.adapted) ** (0.5 if lora.rslora else 1) for each in joined}
+    of_experts = [each.module for each in targets if isinstance(each, PeftExperts)]
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -148,16 +165,17 @@ def peft_config(
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": _targets(model, layers),
-        "rank_pattern": {re.escape(layer.module): layer.rank(lora.rank) for layer in joined},
-        "alpha_pattern": {re.escape(layer.module): lora.alpha * factor[layer] for layer in joined},
+        "target_modules": _modules(model, [each for each in targets if isinstance(each, PeftLayer)]),
+        "rank_pattern": {re.escape(each.module): each.rank(lora.rank) for each in joined},
+        "alpha_pattern": {re.escape(each.module): lora.alpha * factor[each] for each in joined},
         "fan_in_fan_out": FAMILIES[model.family].names.transposed,
         "bias": "none",
         "inference_mode": True,
     }
+    return config | ({"target_parameters": of_experts} if of_experts else {})
 
 
-def _targets(model: ModelSpec, layers: Sequence[PeftLayer]) -> list[str]:
+def _modules(model: ModelSpec, layers: Sequence[PeftLayer]) -> list[str]:
     """Last parts of the modules' names where these have adapters wherever they occur, else whole names.
 
     Beside experts names are whole: of last parts PEFT makes those of stacked experts.

@@ -179,4 +179,9 @@ def adapter_config(folder: Path, key: str) -> dict[str, Any]:
                 f"{key}: {folder / CONFIG} has {name}, which changes more than weights; merge it by PEFT "
                 "(merge_and_unload), and give that folder"
             )
+    if config.get("target_parameters"):
+        raise UserError(
+            f"{key}: {folder / CONFIG} has target_parameters, adapters of stacked experts, which are not merged "
+            "here; merge it by PEFT (merge_and_unload), and give that folder"
+        )
     return config

@@ -1,0 +1,80 @@
+"""Adapters of routed experts as PEFT has them beside the stacked parameters of transformers 5.
+
+Files name such parameters in `target_parameters`. For E experts and rank r, A (r E, inputs) has the rows of
+each expert's A in turn, and column j E + e of B (outputs, r E) is column j of the B of expert e. Where a
+parameter joins gate and up, so do their adapters, with blocks of B, as in `peft_adapter.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
+from meshwright.spec import ModelSpec
+from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.parameters import Parameter, parameters
+
+
+class PeftExperts(NamedTuple):
+    """A stacked parameter of the family's files with adapters, called `module`: the weights of the decoder
+    that it joins, and which of these have adapters.
+
+    `stem` is the module that holds A and B. PEFT wraps a module once for each of its parameters, the last one
+    outermost.
+    """
+
+    module: str
+    piece: HfTensor
+    weights: tuple[Parameter, ...]
+    adapted: tuple[bool, ...]
+    stem: str
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of A and B in the file, for adapters of the decoder of this rank."""
+        experts, _, inputs = self.weights[0].shape
+        rows = self.rank(rank) * experts
+        return (rows, inputs), (sum(each.shape[1] for each in self.weights), rows)
+
+    def rank(self, rank: int) -> int:
+        """Rank of the adapter in the file."""
+        return rank * sum(self.adapted)
+
+    def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
+        """A and B of the file, from those of the decoder's experts."""
+        found: list[tuple[slice, Tensor, Tensor]] = []
+        first = 0
+        for number, (weight, has_adapter) in enumerate(zip(self.weights, self.adapted, strict=True)):
+            rows = slice(first, first + weight.shape[1])
+            if self.piece.turns:
+                rows = slice(number, None, len(self.weights))
+            if has_adapter:
+                a, b = (source[name] for name in adapter_names(weight.name))
+                found.append((rows, a, b))
+            first += weight.shape[1]
+        experts, _, inputs = self.weights[0].shape
+        every = found[0][1].new_zeros(experts, self.rank(rank), inputs)
+        outputs = every.new_zeros(experts, first, self.rank(rank))
+        for place, (rows, a, b) in enumerate(found):
+            ranks = slice(place * rank, (place + 1) * rank)
+            every[:, ranks], outputs[:, rows, ranks] = a, b
+        return every.flatten(0, 1), outputs.permute(1, 2, 0).flatten(1)
+
+
+def peft_experts(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftExperts]:
+    """Yield each stacked parameter of the family's files that has adapters."""
+    listed = {each.name: each for unit in parameters(model).values() for each in unit if each.expert}
+    inside = dict[str, str]()  # modules whose parameters so far have adapters
+    found: list[PeftExperts] = []
+    for piece in hf_tensors(model, stacked=True):
+        weights = tuple(listed[name] for name in piece.parameters if name in listed)
+        adapted = tuple(map(lora.adapts, weights))
+        if any(adapted):
+            holder = piece.hf.rpartition(".")[0]
+            found.append(PeftExperts(piece.hf, piece, weights, adapted, holder))
+            inside[holder] = piece.hf
+    for each in found:
+        outermost = inside[each.stem] == each.module
+        yield each if outermost else each._replace(stem=f"{each.stem}.base_layer")
