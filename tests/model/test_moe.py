@@ -178,6 +178,34 @@ def test_one_kernel_for_all_experts_gives_the_same(kind: str, monkeypatch: pytes
         torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-5)
 
 
+def test_adapters_of_any_rank_go_with_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's kernel takes rows of whole words alone; to products of a rank of 3 zeros are added."""
+    draw = torch.Generator().manual_seed(3)
+    x, a, b = (torch.randn(*shape, generator=draw) for shape in ((32, 20), (2, 3, 20), (2, 12, 3)))
+    groups = RowGroups(torch.tensor([16, 32], dtype=torch.int32), (16, 16))
+    grad = torch.randn(32, 12, generator=draw)
+
+    def products() -> list[torch.Tensor | None]:
+        low = grouped_mm(x, a, groups)
+        back = grouped_mm(grad, b.mT, groups)
+        of_b, of_a = grouped_outer(grad, low, groups), grouped_outer(back, x, groups)
+        return [grouped_mm(low, b, groups), of_a, of_b, grouped_mm(back, a.mT, groups, onto=x.clone())]
+
+    one_by_one, honest = products(), torch._grouped_mm
+    given: list[torch.Tensor] = []
+
+    def whole_words(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        given.extend((left, right))
+        return honest(left, right, offs=offs)
+
+    monkeypatch.setattr("meshwright.model.grouped_mm.one_kernel", lambda _x: True)
+    monkeypatch.setattr(torch, "_grouped_mm", whole_words)
+    for found, wanted in zip(products(), one_by_one, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    strides = [stride for each in given for stride in each.stride() if stride != 1]
+    assert strides and all(stride % 8 == 0 for stride in strides)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5])
 def test_copies_are_summed_exactly_and_rounded_once(top_k: int, dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 LORA: dict[str, Any] = {"rank": 8}
 
 
-def spec_of(model: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
+def spec_of(model: dict[str, Any], /, **sections: dict[str, Any]) -> RunSpec:
     given = {"model": model, "data": {"seq_len": 256}, "precision": {"compute": "bf16"}, "lora": LORA}
     return RunSpec.model_validate(given | {"train": {"batch_tokens": 16 * 256}} | sections)
 
@@ -51,6 +51,37 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_states_are_planned_to_the_byte(sections: dict[str, Any]) -> None:
     spec = spec_of(MODELS["dense"], **sections)
     assert rehearse(spec, 0, torch.device("cpu")).states == states(spec, 0).total
+
+
+OF_EXPERTS: dict[str, Any] = {"rank": 8, "targets": ["all-linear", "*.experts.*"]}
+EXPERT_LAYOUTS: list[dict[str, Any]] = [
+    {"layout": {"dp": 2, "ep": 2}},
+    {"layout": {"dp": 2, "tp": 2, "ep": 2, "zero": 1}},
+    {"layout": {"dp": 8, "ep": 4, "zero": 3}, "lora": {"rank": 3, "targets": ["*.experts.*"]}},
+    {"layout": {"dp": 4, "ep": 2, "pp": 2, "zero": 3}, "model": {**MODELS["experts"], "layers": 4}},
+    {"layout": {"dp": 4, "ep": 4}, "train": {"batch_tokens": 16 * 256, "optimiser": "adamw8bit"}},
+]
+
+
+@pytest.mark.parametrize("sections", EXPERT_LAYOUTS, ids=str)
+def test_states_of_experts_are_planned_to_the_byte(sections: dict[str, Any]) -> None:
+    spec = spec_of(MODELS["experts"], **{"lora": OF_EXPERTS} | sections)
+    assert rehearse(spec, 0, torch.device("cpu")).states == states(spec, 0).total
+
+
+EXPERT_POLICIES: list[dict[str, Any]] = [
+    {},
+    {"layout": {"dp": 2, "ep": 2}},
+    {"layout": {"tp": 2, "ep": 2}, "recompute": {"policy": "selective"}},
+    {"recompute": {"policy": "full"}},
+]
+
+
+@pytest.mark.parametrize("sections", EXPERT_POLICIES, ids=str)
+def test_adapters_of_experts_keep_nothing(sections: dict[str, Any]) -> None:
+    spec = spec_of(MODELS["experts"], **{"lora": OF_EXPERTS} | sections)
+    found = rehearse(spec, 0, torch.device("cpu"))
+    assert activations(spec).kept == pytest.approx(found.most["activations"], rel=0.03)
 
 
 POLICIES: list[dict[str, Any]] = [
@@ -88,6 +119,25 @@ def test_the_work_of_a_step_lacks_the_gradients_of_frozen_matrices() -> None:
     assert held.dense - held.frozen == adapters[1]
 
 
+def test_a_token_passes_the_adapters_of_its_own_experts() -> None:
+    small, large = (
+        spec_of(MODELS["experts"], lora={"rank": rank, "targets": ["*.experts.*"]}) for rank in (1, 33)
+    )
+    assert small.model.moe is not None
+    of_one = 3 * (small.model.hidden + small.model.moe.ffn) * small.model.moe.top_k
+    of_one *= sum(map(small.model.has_experts, range(small.model.layers)))
+    assert flops_per_token(large) - flops_per_token(small) == 6 * 32 * of_one
+    on = CostModel(cluster("h100", 1))
+    held = stored(on.blocks(large), model_contents(large))
+    assert held.routed - held.frozen_routed == sum(p.size for p in _listed(large) if p.trainable)
+
+
+def test_no_layout_cuts_experts_that_have_adapters() -> None:
+    for targets, slices in ((["all-linear"], {1, 2}), (["*.experts.*"], {1})):
+        space = LayoutSpace(spec_of(MODELS["experts"], lora={"rank": 8, "targets": targets}), 2, {"cp": 1})
+        assert {etp for _, etp in space.experts(2)} == slices
+
+
 def _listed(spec: RunSpec) -> list[Parameter]:
     return [parameter for unit in run_parameters(spec).values() for parameter in unit]
 
@@ -98,7 +148,7 @@ def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -
     for _ in range(15):
         ranks = chosen.choice([1, 2, 4, 8])
         lora = {"rank": chosen.choice([1, 8, 32])}
-        lora |= chosen.choice([{}, {"targets": ["*.attn.*"]}, {"targets": ["blocks.2.*"]}])
+        lora |= chosen.choice([{}, {"targets": ["*.attn.*"]}, {"targets": ["blocks.2.*"]}, {"targets": ["*.mlp.*"]}])
         batch = ranks * chosen.choice([1, 4]) * 256
         base = spec_of(MODELS[name], train={"batch_tokens": batch}, lora=lora)
         on = CostModel(cluster("h100", ranks))

@@ -18,6 +18,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"qkv_bias": True, "mlp_bias": True, "qk_norm": True},
     "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 32, "dense_first": 1}},
+    "expert biases": {
+        "moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 32, "expert_bias": True}
+    },
     "latents": {"heads": 4, "kv_heads": 4, "mla": {"q_rank": 24, "kv_rank": 16, "rope_dim": 8, "v_dim": 16}},
 }
 
@@ -27,7 +30,7 @@ def spec_of(model: dict[str, Any], lora: dict[str, Any], **sections: dict[str, A
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("targets", [["all-linear"], ["*.attn.*"], ["blocks.1.*.down.weight", "*.q.weight"]])
+@pytest.mark.parametrize("targets", [["all-linear"], ["*.attn.*"], ["blocks.1.*.down.weight", "*.q.weight"], ["blocks.1.*"]])
 def test_parameters_are_those_of_the_decoder(name: str, targets: list[str]) -> None:
     spec = spec_of(MODELS[name], {"targets": targets})
     with torch.device("meta"):
@@ -43,7 +46,14 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (r"lora\.rank: 4096 is more than \d+, the rank of", {}, {"rank": 4096}, {}),
     (r"lora\.targets: '\*\.q_proj' matches no linear layer; the near", {}, {"targets": ["*.q_proj"]}, {}),
     (r"matches embed\.weight, which gets no adapter", {}, {"targets": ["embed.*"]}, {}),
-    (r"those of routed experts are not supported", MODELS["experts"], {"targets": ["*.experts.*"]}, {}),
+    (r"lora\.rank: 33 is more than 32, the rank of blocks\.1\.mlp\.experts\.gate", MODELS["experts"],
+     {"targets": ["*.experts.*"], "rank": 33}, {}),
+    (r"matches blocks\.0\.mlp\.experts\.gate_bias, which gets no", MODELS["expert biases"],
+     {"targets": ["*.gate_bias"]}, {}),
+    (r"layout\.etp: 2 cuts experts into slices, which adapters such as that of blocks\.1\.mlp\.experts\.up ",
+     MODELS["experts"], {"targets": ["*.experts.up"]}, {"layout": {"dp": 2, "etp": 2}}),
+    (r"lora\.dropout: 0\.1 is not supported for adapters of routed experts", MODELS["experts"],
+     {"targets": ["all-linear", "*.experts.*"], "dropout": 0.1}, {}),
     (r"train\.frozen: 'embed\.\*' has no effect beside \[lora\]", {}, {}, {"train": {"frozen": ["embed.*"]}}),
     (r"train\.lr_factors\.embed\.\*: every parameter that it matches is frozen by \[lora\]", {}, {},
      {"train": {"lr_factors": {"embed.*": 2.0}}}),
@@ -53,6 +63,14 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (r"precision\.compute: 'fp8' rounds the operands", {}, {}, {"precision": {"compute": "fp8"}}),
     (r"lora\.dropout: 0\.1 does not go with train\.com", {}, {"dropout": 0.1}, {"train": {"compile": True}}),
 ]  # fmt: skip
+
+
+def test_all_linear_layers_are_without_routed_experts() -> None:
+    every = run_parameters(spec_of(MODELS["experts"], {"targets": ["all-linear"]})).values()
+    assert not [p.name for unit in every for p in unit if is_adapter(p.name) and p.expert]
+    both = run_parameters(spec_of(MODELS["experts"], {"targets": ["all-linear", "*.experts.*"]})).values()
+    shapes = {p.name: p.shape for unit in both for p in unit if is_adapter(p.name) and p.expert}
+    assert shapes["blocks.1.mlp.experts.up_adapter.lora_a.weight"][:2] == (4, 4) and len(shapes) == 6
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs_from_weights import trained
+from runs_from_weights import tokenizer_of, trained
 from safetensors.torch import load_file
 
-from hf_models import TOKENS, their_logits
+from hf_models import CASES, TOKENS, save_theirs, their_logits
 from meshwright import api
 from meshwright.spec import UserError
 
@@ -61,6 +61,33 @@ def test_peft_opens_the_adapters_with_the_logits_of_the_merged_model(
     again, once = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", merged))
     for name, value in once.items():
         torch.testing.assert_close(again[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_peft_opens_adapters_of_experts_with_the_logits_of_the_merged_model(
+    theirs: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "moe"
+    save_theirs(base, "Qwen3Moe", CASES["qwen3_moe"][1] | {"vocab_size": 300})
+    tokenizer_of(base)
+    run, adapter, whole = (tmp_path / name for name in ("run", "adapter", "merged"))
+    how = LORA | {"lora__targets": "*.attn.q.weight,*.experts.*", "model__weights": base, "model__hf": base}
+    trained(theirs, run, **how)
+    api.export(run, whole)
+    api.export(run, adapter, adapter=True)
+    before, after = load_file(base / "model.safetensors"), load_file(whole / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".experts." in name or ".q_proj." in name}
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert "model.layers.0.mlp.experts.gate_up_proj" in config["target_parameters"]
+    hf = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(hf, adapter).eval()
+    with torch.no_grad():
+        found, wanted = model(TOKENS).logits, their_logits(whole)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(their_logits(base), wanted, atol=1e-3)
+    torch.testing.assert_close(api.load_run(run)(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="target_parameters, adapters of stacked experts"):
+        api.import_hf(adapter, tmp_path / "imported")
 
 
 def test_generate_evaluate_and_average_take_the_merged_model(

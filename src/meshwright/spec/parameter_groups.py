@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
-from meshwright.spec.lora import LoraSpec, with_adapters
+from meshwright.spec.lora import LoraSpec, is_adapter, with_adapters
 from meshwright.spec.mup import rate_factor, widths_are_known
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
@@ -67,6 +67,14 @@ def trained_names(spec: Sections) -> frozenset[str]:
 def _trained_names(model: Architecture, frozen: tuple[str, ...], lora: LoraSpec | None) -> frozenset[str]:
     every = _run_parameters(model, frozen, lora).values()
     return frozenset(p.name for unit in every for p in unit if p.trainable)
+
+
+def slices_experts(spec: Sections) -> bool:
+    """True if `layout.etp` may cut the run's experts into slices, which their adapters are not."""
+    if spec.model.moe is None or spec.lora is None:
+        return spec.model.moe is not None
+    every = run_parameters(spec).values()
+    return not any(p.expert and is_adapter(p.name) for unit in every for p in unit)
 
 
 def group_of(spec: Sections, name: str, dims: int) -> Group:
