@@ -148,7 +148,9 @@ def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -
     for _ in range(15):
         ranks = chosen.choice([1, 2, 4, 8])
         lora = {"rank": chosen.choice([1, 8, 32])}
-        lora |= chosen.choice([{}, {"targets": ["*.attn.*"]}, {"targets": ["blocks.2.*"]}, {"targets": ["*.mlp.*"]}])
+        lora |= chosen.choice(
+            [{}, {"targets": ["*.attn.*"]}, {"targets": ["blocks.2.*"]}, {"targets": ["*.mlp.*"]}]
+        )
         batch = ranks * chosen.choice([1, 4]) * 256
         base = spec_of(MODELS[name], train={"batch_tokens": batch}, lora=lora)
         on = CostModel(cluster("h100", ranks))

@@ -18,9 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"qkv_bias": True, "mlp_bias": True, "qk_norm": True},
     "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 32, "dense_first": 1}},
-    "expert biases": {
-        "moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 32, "expert_bias": True}
-    },
+    "expert biases": {"moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 32, "expert_bias": True}},
     "latents": {"heads": 4, "kv_heads": 4, "mla": {"q_rank": 24, "kv_rank": 16, "rope_dim": 8, "v_dim": 16}},
 }
 
@@ -30,7 +28,9 @@ def spec_of(model: dict[str, Any], lora: dict[str, Any], **sections: dict[str, A
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("targets", [["all-linear"], ["*.attn.*"], ["blocks.1.*.down.weight", "*.q.weight"], ["blocks.1.*"]])
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], ["*.attn.*"], ["blocks.1.*.down.weight", "*.q.weight"], ["blocks.1.*"]]
+)
 def test_parameters_are_those_of_the_decoder(name: str, targets: list[str]) -> None:
     spec = spec_of(MODELS[name], {"targets": targets})
     with torch.device("meta"):

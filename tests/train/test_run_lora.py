@@ -45,13 +45,32 @@ def test_stop_and_resume_are_bitwise_equal(
     assert both["final_loss"] == whole["final_loss"] < half["final_loss"]
 
 
+EXPERTS: dict[str, object] = {
+    "model__moe__experts": 4, "model__moe__top_k": 2, "model__moe__ffn": 16, "model__moe__dense_first": 0,
+    "lora__targets": "*.experts.*",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "then"),
+    [
+        ({}, {"layout__dp": 2, "layout__zero": 3}, {"layout__tp": 2}),
+        (EXPERTS, {"layout__dp": 4, "layout__ep": 2, "layout__zero": 3}, {"layout__tp": 2, "layout__ep": 2}),
+    ],
+    ids=["dense", "experts"],
+)
 def test_a_resume_on_another_layout_goes_on_from_the_same_adapters(
-    ranks: Ranks, corpus: Path, tmp_path: Path
+    ranks: Ranks,
+    corpus: Path,
+    tmp_path: Path,
+    model: dict[str, object],
+    first: dict[str, object],
+    then: dict[str, object],
 ) -> None:
-    exact = LORA | {"precision__compute": "fp64"}
-    before = spec_of(corpus, **exact, layout__dp=2, layout__zero=3, train__stop_at=HALF)
+    exact = LORA | {"precision__compute": "fp64"} | model
+    before = spec_of(corpus, **exact, **first, train__stop_at=HALF)
     start(ranks, before, tmp_path)
-    both, found = start(ranks, spec_of(corpus, **exact, layout__tp=2), tmp_path, "auto")
+    both, found = start(ranks, spec_of(corpus, **exact, **then), tmp_path, "auto")
     alone, wanted = start(ranks, spec_of(corpus, **exact), tmp_path / "alone")
     assert both["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-12)
     assert any(is_adapter(name) and bool(tensor.any()) for name, tensor in wanted.items())

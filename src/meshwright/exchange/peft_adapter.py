@@ -82,7 +82,7 @@ PeftTarget = PeftLayer | PeftExperts
 
 
 def peft_targets(model: ModelSpec, lora: LoraSpec) -> list[PeftTarget]:
-    """What has adapters in the family's files: layers, and stacked parameters of experts."""
+    """The layers of the family's files that have adapters, and the stacked parameters of experts."""
     return [*peft_layers(model, lora), *peft_experts(model, lora)]
 
 

@@ -20,10 +20,12 @@ Pair = tuple[Tensor, Tensor, nn.Parameter]
 
 
 class NoAdapter:
-    """What matrices without an adapter have: it adds nothing."""
+    """The adapter of matrices that have none: it adds nothing."""
 
-    factors: Sequence[nn.Parameter] = ()
-    """The parameters whose gradients `pairs` tells."""
+    @property
+    def factors(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients are those of `pairs`."""
+        return ()
 
     def add_(self, y_RO: Tensor, x_RI: Tensor, groups: RowGroups) -> None:
         """Add the adapter's share for rows x to the rows y."""
@@ -53,7 +55,7 @@ class ExpertAdapter(nn.Module, NoAdapter):
         self.lora_a, self.lora_b = _Matrices(experts, rank, inputs), _Matrices(experts, outputs, rank)
 
     @property
-    def factors(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
+    def factors(self) -> Sequence[nn.Parameter]:
         return self.lora_a.weight, self.lora_b.weight
 
     def add_(self, y_RO: Tensor, x_RI: Tensor, groups: RowGroups) -> None:

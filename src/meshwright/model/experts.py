@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.expert_activations import ACTIVATIONS, ExpertActivation
-from meshwright.model.expert_lora import NO_ADAPTER, NoAdapter
+from meshwright.model.expert_lora import NO_ADAPTER, ExpertAdapter, NoAdapter
 from meshwright.model.grouped_mm import grouped_mm, grouped_outer, slices_of
 from meshwright.model.hooks import ExpertsHooks
 from meshwright.model.token_dispatcher import RowGroups
@@ -29,6 +29,10 @@ class Experts(nn.Module):
     gradient does not need an expert's output. Where an expert is cut into slices, each adds its part of that
     bias to its part of the output's channels.
     """
+
+    gate_adapter: ExpertAdapter | None
+    up_adapter: ExpertAdapter | None
+    down_adapter: ExpertAdapter | None
 
     def __init__(self, moe: MoeSpec, hidden: int, hooks: ExpertsHooks) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 def is_adaptable(parameter: Parameter) -> bool:
-    """True for the weight of a linear layer of attention or a feed-forward layer, and for those of experts."""
+    """True for the weight of a linear layer of attention or a feed-forward layer, and those of experts."""
     if parameter.expert:
         return parameter.is_matrix
     *path, layer, leaf = parameter.name.split(".")

@@ -59,8 +59,8 @@ def experts_adapters_are_whole(spec: Sections) -> None:
         )
     if lora.dropout:
         raise UserError(
-            f"lora.dropout: {lora.dropout:g} is not supported for adapters of routed experts, such as that of "
-            f"{routed[0].name}; give lora.dropout = 0, or lora.targets without experts"
+            f"lora.dropout: {lora.dropout:g} is not supported for adapters of routed experts, such as that "
+            f"of {routed[0].name}; give lora.dropout = 0, or lora.targets without experts"
         )
 
 

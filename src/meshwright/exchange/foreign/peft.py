@@ -181,7 +181,7 @@ def adapter_config(folder: Path, key: str) -> dict[str, Any]:
             )
     if config.get("target_parameters"):
         raise UserError(
-            f"{key}: {folder / CONFIG} has target_parameters, adapters of stacked experts, which are not merged "
-            "here; merge it by PEFT (merge_and_unload), and give that folder"
+            f"{key}: {folder / CONFIG} has target_parameters, adapters of stacked experts, which are not "
+            "merged here; merge it by PEFT (merge_and_unload), and give that folder"
         )
     return config
