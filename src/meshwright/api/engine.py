@@ -27,7 +27,6 @@ from torch import Tensor
 from meshwright.api.engine_callbacks import EngineCallback, called
 from meshwright.api.engine_checkpoints import load_checkpoint, save_checkpoint
 from meshwright.api.engine_spec import check_runnable, pretrained_spec, spec_from
-from meshwright.checkpoint.weights import fill
 from meshwright.comm.collectives import gather_rows, start_all_reduce, start_broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.exchange.hf_stream import GatheredParameters, StreamedWeights, hf_state
@@ -35,7 +34,6 @@ from meshwright.kernels.flash_implementation import flash_implementation
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.loss_function import LossFn, SampleLogProbs, SampleLoss
 from meshwright.parallel.microbatches import microbatches, own_tokens
-from meshwright.parallel.parallelize import round_stored
 from meshwright.rank.world import joined_mesh, mesh_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.accumulation import Accumulation
@@ -295,10 +293,7 @@ class Engine:
         """
         self._check_onloaded("load_hf_state")
         weights = StreamedWeights(self.spec.model, tensors)
-        self.mesh.control.together(lambda: fill(self._trainer.held, weights))
-        round_stored(self._trainer.states)
-        for unit in self._trainer.states.units:
-            unit.expire()
+        self.mesh.control.together(lambda: self._trainer.fill(weights))
 
     def decoder(self, dtype: torch.dtype | None = None) -> Decoder:
         """Return a copy of the whole model on this rank, for `meshwright.infer.generate`, in eval mode.

@@ -74,5 +74,6 @@ def load_checkpoint(trainer: Trainer, mesh: Mesh, run: Path, step: int | None) -
         tensors.update({**there, **frozen})
 
     kept = store.load(step, tensors, check, converted=frozen)
+    state.put_frozen(trainer, frozen)
     state.restore(trainer, kept)
     return int(kept["step"])

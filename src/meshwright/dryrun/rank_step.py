@@ -242,7 +242,8 @@ class _BufferAccount(UnitObserver):
         match event:
             case "full":
                 sharded = layout.zero == 3 and max(mesh.shard.size, mesh.expert_data.size) > 1
-                memory.mark(buffer, BUFFERS if sharded else PARAMETERS, name)
+                passing = sharded or unit.quantised is not None
+                memory.mark(buffer, BUFFERS if passing else PARAMETERS, name)
             case "stored":
                 memory.mark(buffer, PARAMETERS if unit.aliased else MASTERS, name)
             case "resized":

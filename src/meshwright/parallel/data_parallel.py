@@ -22,7 +22,8 @@ microbatch, and during that backward the embedding is gathered for it. Tied ends
 whole for the step.
 
 Parameters that are not trained are units of their own (`fsdp_unit.py`). With ZeRO-3 they are gathered with
-the rest of their group, and released when the backward has passed it; otherwise they never move.
+the rest of their group, and released when the backward has passed it; otherwise they never move. Those that
+are quantised are dequantised so, too, without ZeRO-3 and in a pipeline one group at a time.
 
 `gradient_reduction.py` waits for reductions and takes the norm of what is summed.
 """
@@ -30,7 +31,6 @@ the rest of their group, and released when the backward has passed it; otherwise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
 from weakref import WeakMethod
 
 import torch
@@ -42,7 +42,8 @@ from meshwright.parallel.flat_param import Stored, make_slots
 from meshwright.parallel.fsdp_unit import Encoding, Unit, UnitObserver
 from meshwright.parallel.gradient_reduction import GradientReduction
 from meshwright.parallel.precision import Formats
-from meshwright.spec.parameters import Piece
+from meshwright.parallel.quantised_weights import QuantisedWeights
+from meshwright.spec.parameters import UNIT_KINDS, Piece
 
 UnitModules = Sequence[nn.Module]
 """The modules of one unit, in the order in which the forward runs them."""
@@ -85,6 +86,9 @@ class DataParallel:
         self.units = [unit for group in self._groups for unit in group]
         self.trained = [unit for unit in self.units if unit.trainable]
         """Units of parameters that are trained."""
+        gathers = self.zero == 3 and self.each_microbatch
+        self._local = [unit for unit in self.units if unit.quantised is not None and not gathers]
+        """Units that are dequantised for each pass and released after it, without a message."""
         self._first_trained = first_trained
         self._places = {
             unit.parameters[slot.key]: (unit, slot) for unit in self.trained for slot in unit.slots
@@ -117,7 +121,7 @@ class DataParallel:
 
     def _make_units(self, modules: UnitModules) -> Iterator[Unit]:
         """Units of these modules: one of their parameters, and a second one of their routed experts; of both
-        those that are not trained are apart."""
+        those that are not trained are apart, and of these those that are quantised."""
         owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for root in modules:
             for module in root.modules():
@@ -125,15 +129,19 @@ class DataParallel:
                     owners.setdefault(self._names[parameter], []).append((module, attribute))
         mesh = self.mesh
         pieces = [(self._pieces[name], tuple(places)) for name, places in owners.items()]
-        for routed, trainable in product((False, True), (True, False)):
-            own = [each for each in pieces if (each[0].routed, each[0].trainable) == (routed, trainable)]
+        for kind in UNIT_KINDS:
+            own = [each for each in pieces if each[0].kind == kind]
             if not own:
                 continue
-            ranks = mesh.expert_data if routed else mesh.shard
-            shards = ranks if mesh.layout.shards(trainable) and ranks.size > 1 else None
+            ranks = mesh.expert_data if kind.routed else mesh.shard
+            shards = ranks if mesh.layout.shards(kind.trainable) and ranks.size > 1 else None
             replicas = mesh.replicate if shards is not None or mesh.replicate.size > 1 else ranks
             slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
-            yield Unit(slots, mesh, shards, replicas, self.formats, self._observer, self._encoding)
+            form = slots[0].piece.quantised
+            quantised = None if form is None else QuantisedWeights(form, self.formats)
+            yield Unit(
+                slots, mesh, shards, replicas, self.formats, self._observer, self._encoding, quantised
+            )
 
     # When things move -------------------------------------------------------------------------------
 
@@ -154,7 +162,10 @@ class DataParallel:
 
     def _after_forward(self, index: int, module: nn.Module, output: Tensor) -> None:
         modules = self.modules[index]
-        if self.zero < 3 or module is not modules[-1]:
+        if module is not modules[-1]:
+            return
+        self._release_local(index, output)
+        if self.zero < 3:
             return
         if not torch.is_grad_enabled():
             self._release(index)
@@ -168,6 +179,22 @@ class DataParallel:
             self._release(index)
         if index not in (0, self._head):
             output.register_hook(lambda _grad: self._before_backward(index))
+
+    def _release_local(self, index: int, output: Tensor) -> None:
+        """Release what was dequantised for the forward of a group until its backward."""
+        own = [unit for unit in self._groups[index] if unit in self._local]
+        for unit in own:
+            unit.release()
+        if own and output.requires_grad and torch.is_grad_enabled():
+            output.register_hook(lambda _grad: self._dequantise(own))
+
+    def _dequantise(self, own: Sequence[Unit]) -> None:
+        """Dequantise a group's units for its backward, in the place of those of another."""
+        for unit in self._local:
+            if unit not in own:
+                unit.release()
+        for unit in own:
+            unit.finish_gather()
 
     def _release(self, index: int) -> None:
         for unit in self._groups[index]:
@@ -258,7 +285,7 @@ class DataParallel:
         """
         self.unreached = []
         for unit in self.units:
-            if self.zero == 3 and not unit.trainable:
+            if (self.zero == 3 and not unit.trainable) or unit.quantised is not None:
                 unit.release()
         for unit in self.trained:
             if unit.waiting:  # a parameter that the loss does not depend on
@@ -308,7 +335,8 @@ class DataParallel:
             yield from unit.tensors(unit.gradient)
 
     def parameters(self) -> Iterator[tuple[str, Stored]]:
-        """(name, parameter) as stored; they share the memory that the optimiser updates."""
+        """(name, parameter) as stored; they share the memory that the optimiser updates, but for those of a
+        quantised base, which are copies."""
         return self._stored(self.units)
 
     def trained_parameters(self) -> Iterator[tuple[str, Stored]]:
@@ -322,7 +350,7 @@ class DataParallel:
     @staticmethod
     def _stored(units: Iterable[Unit]) -> Iterator[tuple[str, Stored]]:
         for unit in units:
-            yield from unit.tensors(unit.stored)
+            yield from unit.parameters_stored()
 
     def end_step(self) -> None:
         """Call after the optimiser: gradients and their memory are dropped, which the next step's activations

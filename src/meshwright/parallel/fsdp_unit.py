@@ -11,7 +11,8 @@ Each rank stores rows of every parameter in one flat buffer, so that a unit cros
 
 Parameters that are not trained are units of their own, without packed and summed gradients. They are stored
 in the compute format, since no update needs more digits, and only ZeRO-3 shards them: then they take P b/n
-bytes for b of a number, and otherwise P b on each rank, of which nothing crosses the wire.
+bytes for b of a number, and otherwise P b on each rank, of which nothing crosses the wire. Weights of a
+quantised base are units of their own, too, of bytes (`quantised_weights.py`); their `full` is never kept.
 
 n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
 DTensor's `Shard(0)` deals them (ceil(rows / n) to each rank until none is left); the flat buffers are padded
@@ -66,6 +67,19 @@ class Encoding(Protocol):
         """Write the parameters of all ranks' `messages` (ranks, bytes) into the unit's whole copy."""
 
 
+class QuantisedStorage(Encoding, Protocol):
+    """An encoding in which the parameters of a unit are stored, too."""
+
+    def size(self, part: int) -> int:
+        """Bytes of so many elements."""
+
+    def read(self, unit: Unit, slot: ParamSlot) -> Tensor:
+        """This rank's rows of one parameter, in the compute format."""
+
+    def write(self, unit: Unit, slot: ParamSlot, values: Tensor) -> None:
+        """Store this rank's rows of one parameter."""
+
+
 class Unit:
     """Storage and buffers of one unit on one rank; `data_parallel.DataParallel` decides when to fill them."""
 
@@ -78,15 +92,16 @@ class Unit:
         formats: Formats,
         observer: UnitObserver | None = None,
         encoding: Encoding | None = None,
+        quantised: QuantisedStorage | None = None,
     ) -> None:
         """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too.
 
-        Either all of them are trained, or none.
+        Either all of them are trained, or none, and all of them are `quantised`, or none.
         """
         self.trainable = slots[0].piece.trainable
         if not self.trainable:
             formats = replace(formats, master=formats.compute)
-        self._encoding = encoding
+        self._encoding, self.quantised = quantised or encoding, quantised
         self._observer = observer or UnitObserver()
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
@@ -95,8 +110,9 @@ class Unit:
         self._axis = mesh.expert_data if slots[0].piece.routed else mesh.shard
         self.part = sum(slot.padded for slot in slots)
         self.decayed = sum(slot.padded for slot in slots if slot.decay)
-        self.stored = torch.zeros(self.part, dtype=formats.master, device=mesh.device)
-        self.aliased = self.ranks == 1 and formats.compute == formats.master
+        size, form = (quantised.size(self.part), torch.uint8) if quantised else (self.part, formats.master)
+        self.stored = torch.zeros(size, dtype=form, device=mesh.device)
+        self.aliased = self.ranks == 1 and formats.compute == form
         self.full = (
             self.stored
             if self.aliased
@@ -156,6 +172,28 @@ class Unit:
         for slot in self.slots_in(flat):
             yield slot.key, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
 
+    def values(self, slot: ParamSlot) -> Tensor:
+        """This rank's rows of one parameter: a view of `stored`, or a copy of what is quantised."""
+        if self.quantised is not None:
+            return self.quantised.read(self, slot)
+        return self.local(self.stored, slot)
+
+    def set_values(self, slot: ParamSlot, values: Tensor) -> None:
+        """Store this rank's rows of one parameter."""
+        if self.quantised is not None:
+            self.quantised.write(self, slot, values)
+        else:
+            self.local(self.stored, slot).copy_(values)
+
+    def parameters_stored(self) -> Iterator[tuple[str, Stored]]:
+        """(name, part of the whole) for each parameter, in the memory of `stored`; those that are quantised
+        are copies in the host's memory."""
+        if self.quantised is None:
+            yield from self.tensors(self.stored)
+            return
+        for slot in self.slots:
+            yield slot.key, stored(slot, self.values(slot).cpu(), self.mesh, self.shards is not None)
+
     # Gathering parameters ---------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -187,11 +225,11 @@ class Unit:
         parts = whole.view(self.ranks, -1)
         # Autograd saved views of `full`; they hold the same values again, so their version stays.
         with self._observer.gathering(self), torch.no_grad(), preserve_version(self.full):
-            if self.ranks == 1:
-                self.full.copy_(whole)
-            elif whole.dtype is torch.uint8:
+            if whole.dtype is torch.uint8:
                 assert self._encoding is not None
                 self._encoding.unpack(self, parts)
+            elif self.ranks == 1:
+                self.full.copy_(whole)
             else:
                 for slot in self.slots:
                     target = self.whole_rows(slot)

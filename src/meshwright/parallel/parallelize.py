@@ -177,20 +177,20 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int, adapters_alone
         for slot in unit.slots:
             if adapters_alone and not is_adapter(slot.key):
                 continue
-            local, indices = unit.local(unit.stored, slot), slot.indices()
+            local, indices = unit.values(slot), slot.indices()
             whole = torch.Size(slot.global_shape)
             drawn = local.to(states.formats.master)  # `local` itself, but for what is not trained
             init_part_(drawn, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
             drawn[indices[0] >= whole[0]] = 0.0  # padding
-            if drawn is not local:
-                local.copy_(drawn)
+            if drawn is not local or unit.quantised is not None:
+                unit.set_values(slot, drawn)
     round_stored(states)
 
 
 def round_stored(states: DataParallel) -> None:
     """Round this rank's stored parameters, which were just set, to the numbers that the run stores."""
     for unit in states.units:
-        for slot in unit.slots if states.formats.rounded else ():
+        for slot in unit.slots if states.formats.rounded and unit.quantised is None else ():
             local = unit.local(unit.stored, slot)
             if local.dtype is not torch.bfloat16:
                 local.copy_(local.bfloat16())

@@ -12,10 +12,17 @@ from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
 from meshwright.spec.layers import LayerKind
-from meshwright.spec.lora import LORA_A
+from meshwright.spec.lora import BASE_BITS, BLOCK, LORA_A
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
-from meshwright.spec.parameters import Parameter, Piece, block_parameters, expert_piece, piece_of
+from meshwright.spec.parameters import (
+    BaseFormat,
+    Parameter,
+    Piece,
+    block_parameters,
+    expert_piece,
+    piece_of,
+)
 from meshwright.spec.precision import FP8_TILE, WORD
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
 from meshwright.spec.stages import Stage, first_trained, parameters_of, stages
@@ -208,11 +215,20 @@ def part_elements(piece: Piece, ranks: int) -> int:
     return ceil(rows / ranks) * (prod(piece.local_shape) // rows)
 
 
+def quantised_bytes(elements: int, form: BaseFormat, width: int) -> int:
+    """Bytes of codes and of scales of `width` bytes, of weights of a quantised base."""
+    return elements * BASE_BITS[form] // 8 + elements // BLOCK * width
+
+
 def gathered_bytes(spec: RunSpec, pieces: Iterable[Piece], ranks: int) -> int:
-    """Bytes of a rank's part of a unit that `ranks` ranks gather (`parallel/fp8_gather.py`)."""
+    """Bytes of a rank's part of a unit that `ranks` ranks gather (`parallel/fp8_gather.py`, and of a
+    quantised base `parallel/quantised_weights.py`)."""
     width, precision, found = widths(spec).compute, spec.precision, 0
     for piece in pieces:
         elements = part_elements(piece, ranks)
+        if piece.quantised is not None:
+            found += quantised_bytes(elements, piece.quantised, width)
+            continue
         if not (precision.fp8_gather and is_rounded(piece.key, len(piece.global_shape))):
             found += elements * width
             continue

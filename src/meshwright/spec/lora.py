@@ -19,15 +19,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
 from meshwright.spec.base import MAX_WIDTH, FrozenModel
-from meshwright.spec.parameters import Parameter
+from meshwright.spec.parameters import BaseFormat, Parameter
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer of attention and feed-forward layers in blocks, but not for
 routed experts, of which a block may have hundreds; patterns of names match them."""
+BASE_BITS: dict[BaseFormat, int] = {"int8": 8, "int4": 4, "nf4": 4}
+BLOCK = 64
+"""Adjacent inputs of a row of such a weight that share a scale."""
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of adapters' names, in place of `.weight`."""
 
@@ -47,6 +51,17 @@ class LoraSpec(FrozenModel):
     rslora: bool = Field(
         False, description="multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, rsLoRA)"
     )
+
+    quantise: Literal["none", "int8", "int4", "nf4"] = Field(
+        "none",
+        description="format that the frozen weights of linear layers in blocks are kept in, with a scale for "
+        "64 inputs of a row; they are dequantised where they are used (Dettmers et al. 2023, QLoRA)",
+    )
+
+    @property
+    def base_format(self) -> BaseFormat | None:
+        """The format of frozen weights of linear layers; None for the format that computes."""
+        return None if self.quantise == "none" else self.quantise
 
     @property
     def scale(self) -> float:
@@ -96,7 +111,8 @@ def _adapted(listed: tuple[Parameter, ...], lora: LoraSpec) -> Iterator[Paramete
         if waiting and not parameter.expert and parameter.name != waiting[0].name.replace(LORA_A, ".bias"):
             yield from waiting
             waiting = ()
-        yield replace(parameter, trainable=False)
+        quantised = lora.base_format if is_adaptable(parameter) and not parameter.expert else None
+        yield replace(parameter, trainable=False, quantised=quantised)
         if lora.adapts(parameter):
             waiting = (*waiting, *adapters_of(parameter, lora.rank))
     yield from waiting

@@ -6,7 +6,7 @@ import difflib
 from fnmatch import fnmatchcase
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.lora import ALL_LINEAR, LoraSpec, is_adaptable
+from meshwright.spec.lora import ALL_LINEAR, BLOCK, LoraSpec, is_adaptable
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
 
@@ -111,6 +111,44 @@ def dropout_is_not_compiled(spec: Sections) -> None:
         )
 
 
+def rows_of_the_base_are_whole_blocks(spec: Sections) -> None:
+    """Ranks cut a matrix of a quantised base between the blocks of inputs that share a scale, or not at all."""
+    if spec.lora is None or spec.lora.base_format is None:
+        return
+    tp = spec.layout.tp
+    for parameter in (each for unit in parameters(spec.model).values() for each in unit):
+        if not is_adaptable(parameter):
+            continue
+        ranks = tp if parameter.split is not None and parameter.dim == 1 else 1
+        whole, inputs = parameter.shape[1], parameter.shape[1] // ranks
+        if inputs % BLOCK == 0:
+            continue
+        fewer = [n for n in range(ranks - 1, 0, -1) if tp % n == 0 and whole // n % BLOCK == 0]
+        instead = f"layout.tp = {fewer[0]}, or lora.quantise = 'none'" if fewer else "lora.quantise = 'none'"
+        share = f"{whole} / {ranks} ranks = {inputs}" if ranks > 1 else f"{whole}"
+        raise UserError(
+            f"lora.quantise: {spec.lora.quantise!r} has a scale for {BLOCK} inputs of a row, and "
+            f"{parameter.name} has {share} of them, which is no multiple of it; try {instead}"
+        )
+
+
+def a_quantised_base_is_dequantised_in_place(spec: Sections) -> None:
+    """What a block dequantises for itself is not seen in compiled blocks, and needs no message in a pipeline."""
+    if spec.lora is None or spec.lora.base_format is None:
+        return
+    given = f"lora.quantise = {spec.lora.quantise!r}"
+    if spec.train.compile:
+        raise UserError(
+            f"train.compile: true does not go with {given}, whose weights change their place with each "
+            f"block; give train.compile = false, or lora.quantise = 'none'"
+        )
+    if spec.layout.zero == 3 and spec.layout.pp > 1:
+        raise UserError(
+            f"layout.zero: 3 keeps the weights of all stages whole while a pipeline runs, and so does not go "
+            f"with {given}; give layout.zero = 2, whose ranks hold their stages' codes"
+        )
+
+
 LORA_RULES = (
     targets_are_linear,
     rank_is_low,
@@ -118,4 +156,6 @@ LORA_RULES = (
     adapters_alone_are_trained,
     adapters_are_not_rounded,
     dropout_is_not_compiled,
+    rows_of_the_base_are_whole_blocks,
+    a_quantised_base_is_dequantised_in_place,
 )

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import ceil, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.spec.architecture import Architecture
 from meshwright.spec.sharded_tensor import ShardedTensor, is_matrix
 
 Split = Literal["vocabulary", "heads", "kv_heads", "ffn"]
+BaseFormat = Literal["int8", "int4", "nf4"]
+"""Formats of frozen weights with fewer bits than those that compute (Dettmers et al. 2023, QLoRA)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Parameter:
     True if the parameter acts on the residual stream, which sequence parallelism shards, so that each rank's
     gradient is then partial; if it is False, the parameter acts on the rank's own heads or tokens. `expert`
     marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`. One
-    that is not `trainable` is frozen: it has no gradient, and keeps its first value.
+    that is not `trainable` is frozen: it has no gradient, and keeps its first value, which may be `quantised`
+    to another format than those that compute.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Parameter:
     after_reduce: bool = True
     expert: bool = False
     trainable: bool = True
+    quantised: BaseFormat | None = None
 
     @property
     def size(self) -> int:
@@ -180,6 +184,22 @@ def _linear(
         yield Parameter(f"{name}.bias", (outputs,), None if dim else split)
 
 
+class UnitKind(NamedTuple):
+    """What the parameters of a unit have in common: they are gathered and reduced together."""
+
+    routed: bool
+    trainable: bool
+    quantised: bool
+
+
+UNIT_KINDS = tuple(
+    UnitKind(routed, *how)
+    for routed in (False, True)
+    for how in ((True, False), (False, False), (False, True))
+)
+"""Kinds in the order in which the units of one part of a model come."""
+
+
 @dataclass(frozen=True)
 class Piece(ShardedTensor):
     """The part of a parameter on one tensor or expert rank: some indices of dim `dim`, all of the others.
@@ -187,7 +207,8 @@ class Piece(ShardedTensor):
     There are `parts` different pieces, each on `copies` ranks. A piece reaches beyond the end of the
     parameter by `padding` rows of zeros where a vocabulary is not divided evenly. `summed` says that the
     ranks which hold the same piece have partial gradients. Pieces of routed experts also hold only some
-    indices of dim 0, the experts; their `parts` are those of one expert. `trainable` is the parameter's.
+    indices of dim 0, the experts; their `parts` are those of one expert. `trainable` and `quantised` are the
+    parameter's.
     """
 
     dim: int
@@ -196,6 +217,12 @@ class Piece(ShardedTensor):
     summed: bool
     routed: bool = False
     trainable: bool = True
+    quantised: BaseFormat | None = None
+
+    @property
+    def kind(self) -> UnitKind:
+        """The kind of unit that stores it."""
+        return UnitKind(self.routed, self.trainable, self.quantised is not None)
 
     @property
     def first(self) -> int:
@@ -226,17 +253,15 @@ class Piece(ShardedTensor):
 def piece_of(parameter: Parameter, model: Architecture, tp: int, rank: int, sequence_parallel: bool) -> Piece:
     """The piece of tensor rank `rank` of `tp`; with tp = 1 the whole parameter."""
     shape, dim = parameter.shape, parameter.dim
-    origin = (0,) * len(shape)
+    origin, stored = (0,) * len(shape), (False, parameter.trainable, parameter.quantised)
     if parameter.split is None:
         summed = tp > 1 and (sequence_parallel or not parameter.after_reduce)
-        return Piece(parameter.name, shape, origin, shape, dim, 1, tp, summed, trainable=parameter.trainable)
+        return Piece(parameter.name, shape, origin, shape, dim, 1, tp, summed, *stored)
     parts = min(tp, model.kv_heads) if parameter.split == "kv_heads" else tp
     copies, size = tp // parts, ceil(shape[dim] / parts)
     offset = _replaced(origin, {dim: rank // copies * size})
     local = _replaced(shape, {dim: size})
-    return Piece(
-        parameter.name, shape, offset, local, dim, parts, copies, copies > 1, trainable=parameter.trainable
-    )
+    return Piece(parameter.name, shape, offset, local, dim, parts, copies, copies > 1, *stored)
 
 
 def expert_piece(parameter: Parameter, ep: int, etp: int, rank: int) -> Piece:

@@ -43,7 +43,7 @@ def parameters_sha256(trainer: Trainer) -> str:
     sums = torch.zeros(len(places), dtype=torch.int64, device=mesh.device)
     for unit in states.units:
         for slot in unit.counted_slots(states.elsewhere):
-            sums[places[slot.key]] += _sum_of_hashes(unit.local(unit.stored, slot), slot)
+            sums[places[slot.key]] += _sum_of_hashes(unit.values(slot), slot)
     start_all_reduce(sums, mesh.world, "digest").wait()
     rows = [
         f"{name} {formats[name]} {shapes[name]} {total}\n"

@@ -186,6 +186,7 @@ class TrainingRun:
 
         frozen = state.frozen_tensors(self.trainer)
         kept = self._load(partial(self.store.load, step, converted=frozen), frozen)
+        state.put_frozen(self.trainer, frozen)
         self._restore(kept)
         self.store.save_frozen(state.frozen_tensors(self.trainer))
         if step is not None and latest != step:
@@ -210,7 +211,9 @@ class TrainingRun:
         try:
             form = state.form(self.trainer)
             kept = self._load(partial(self.snapshots.load, step, form=form))
-            self.store.frozen.load(kept.get("frozen"), state.frozen_tensors(self.trainer))
+            frozen = state.frozen_tensors(self.trainer)
+            self.store.frozen.load(kept.get("frozen"), frozen)
+            state.put_frozen(self.trainer, frozen)
         except BadCheckpointError as error:
             self.store.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()

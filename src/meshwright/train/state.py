@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -13,8 +14,10 @@ from meshwright.checkpoint.disk import FROZEN
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
+from meshwright.parallel.quantised_weights import put_values
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
+from meshwright.spec.lora import LoraSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Natural, Number, Positive, read
 from meshwright.spec.train import TrainSpec
@@ -47,8 +50,16 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
 
 
 def frozen_tensors(trainer: Trainer) -> dict[str, Stored]:
-    """Every parameter that is not trained, by the name that it has in a checkpoint, in the run's memory."""
+    """Every parameter that is not trained, by the name that it has in a checkpoint, in the run's memory; what
+    is quantised as copies, which `put_frozen` stores."""
     return {f"model/{name}": tensor for name, tensor in trainer.states.frozen_parameters()}
+
+
+def put_frozen(trainer: Trainer, frozen: Mapping[str, Stored]) -> None:
+    """Store what was loaded into `frozen_tensors`."""
+    put_values(
+        trainer.states.units, {name.removeprefix("model/"): tensor for name, tensor in frozen.items()}
+    )
 
 
 def form(trainer: Trainer) -> str:
@@ -214,6 +225,8 @@ def _changed(spec: RunSpec, state: dict[str, Any], parts: tuple[str, ...]) -> li
     for part in parts:
         free = FREE[part] | (TRAINING if state["data_digest"] is None else set())
         held = state["spec"].get(part) or {}  # a record may be older than [lora]
+        if part == "lora" and held:
+            held = LoraSpec().model_dump(mode="json") | held
         before = {**(usual[part].model_dump(mode="json") if part in usual else {}), **held}
         for key, (was, is_now) in differences(before, now[part] or {}).items():
             if key not in free:

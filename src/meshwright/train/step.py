@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.save_plan import Tensors
-from meshwright.checkpoint.weights import Weights, fill
+from meshwright.checkpoint.weights import WeightParts, Weights, fill
 from meshwright.comm.collectives import start_all_reduce, sum_scalars
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
@@ -31,6 +31,7 @@ from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import initialise, parallelize, round_stored
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
+from meshwright.parallel.quantised_weights import put_values
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.stale_gradients import DueGradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
@@ -164,14 +165,24 @@ class Trainer:
         if weights is None or self.spec.lora is not None:
             initialise(self.states, self.spec.model, self.spec.train.seed, adapters_alone)
         if weights is not None:
-            fill(self.held, weights)
-            round_stored(self.states)
+            self.fill(weights)
         for part in self.parts:
             part.begin()
 
+    def fill(self, weights: WeightParts) -> None:
+        """Take this rank's part of a model's weights, rounded to what the run stores. Local.
+
+        Raises `UserError` for weights that are damaged.
+        """
+        held = self.held
+        fill(held, weights)
+        put_values(self.states.units, held)
+        round_stored(self.states)
+
     @property
     def held(self) -> Tensors:
-        """This rank's parts of a model's own parameters and routers' biases by name, without adapters."""
+        """This rank's parts of a model's own parameters and routers' biases by name, without adapters; what
+        is quantised as copies, which `put_values` stores."""
         parameters = {name: each for name, each in self.states.parameters() if not is_adapter(name)}
         return {**parameters, **self.balance.biases()}
 

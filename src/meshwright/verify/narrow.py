@@ -12,7 +12,7 @@ from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.layers import LayerType, LongRope
-from meshwright.spec.lora import ALL_LINEAR, LoraSpec, adapter_names, is_adaptable
+from meshwright.spec.lora import ALL_LINEAR, BLOCK, LoraSpec, adapter_names, is_adaptable
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.stages import stages
 
@@ -158,15 +158,22 @@ def _narrow_cut(blocks: Sequence[int]) -> list[int]:
     return cut
 
 
+def _block_of_sides(spec: RunSpec) -> int:
+    """The number that divides the sides of matrices: of the products' recipe, or of a quantised base."""
+    base = BLOCK if spec.lora is not None and spec.lora.base_format is not None else 1
+    return max(spec.precision.side_block, base)
+
+
 def _narrow_model(spec: RunSpec, layout: Layout, layers: int, seq_len: int) -> dict[str, object]:
-    model, block = spec.model, spec.precision.side_block
+    model, block = spec.model, _block_of_sides(spec)
     kv_heads = _narrow_kv_heads(model, layout)
     heads = model.heads // model.kv_heads * kv_heads
+    shared = kv_heads if spec.precision.side_block > 1 else heads  # a base has blocks of inputs alone
     head_dim = min(model.head_dim, 8)
     if block > 1 and model.mla is not None:
         head_dim = model.head_dim
     elif block > 1:
-        head_dim = next(d for d in range(8, model.head_dim + 1, 2) if kv_heads * d // layout.tp % block == 0)
+        head_dim = next(d for d in range(8, model.head_dim + 1, 2) if shared * d // layout.tp % block == 0)
     ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
     slices = layout.etp if model.moe and model.moe.expert_bias else 1
     hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts, block, slices))
@@ -270,7 +277,7 @@ def _narrow_kv_heads(model: ModelSpec, layout: Layout) -> int:
 
 def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) -> MoeSpec:
     """As few experts as their groups, the expert ranks and each token's choice leave, with few channels."""
-    model, block = spec.model, spec.precision.side_block
+    model, block = spec.model, _block_of_sides(spec)
     unit = lcm(moe.groups, layout.ep)
     needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups), 2 * moe.groups, 2 * layout.ep)
     fewest = -(-needed // unit) * unit

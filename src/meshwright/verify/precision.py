@@ -142,8 +142,8 @@ class _Comparison:
         self.vote, self.clipping = Vote(self.trainer), ReferenceClipping(spec.train)
         self.state = gather_state(self.trainer)
         if mesh.rank == 0:
-            drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master, spec.lora)
-            compute = formats(spec.precision).compute
+            master, compute = spec.precision.master, formats(spec.precision).compute
+            drawn = initial_weights(spec.model, spec.train.seed, master, spec.lora, compute)
             drawn |= {name: each.to(compute) for name, each in drawn.items() if is_frozen(spec, name)}
             words = "step 0: the initial value of {} differs"
             self.found.close(0, "initial weight", self.state["parameter"], drawn, MASTER_TOLERANCE, words)
@@ -384,5 +384,5 @@ def stale_copies(trainer: Trainer) -> Iterator[str]:
         for slot in unit.slots:
             if slot.rows and not (in_8_bits and slot.rounded):
                 own = unit.parameters[slot.key].narrow(slot.dim, rank * slot.part[slot.dim], slot.rows)
-                if not torch.equal(own, unit.local(unit.stored, slot).to(own.dtype)):
+                if not torch.equal(own, unit.values(slot).to(own.dtype)):
                     yield slot.key

@@ -76,11 +76,13 @@ def buffers(view: RankView, shards: Sequence[StateShard]) -> int:
     """
     spec, width = view.spec, widths(view.spec)
     sharded = [unit for unit in shards if unit.ranks > 1]
+    base = sorted(unit.whole * width.compute for unit in shards if unit.quantised)
+    dequantised = sum(base[-2:])  # for the forward of one block, and by the backward before it of another
     if not sharded:
-        return 0
+        return dequantised
     largest = max((unit.whole for unit in sharded if unit.trainable), default=0)
     if spec.layout.zero == 1:
-        return largest * width.compute
+        return largest * width.compute + dequantised
     gathered = sum(unit.whole for unit in sharded) * width.compute if spec.layout.zero == 3 else 0
     packed = 0 if spec.microbatches > 1 else largest * width.reduce
-    return gathered + packed
+    return gathered + packed + dequantised

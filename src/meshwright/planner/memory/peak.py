@@ -95,6 +95,11 @@ class _Step:
         """The units of a group that are trained."""
         return [unit for unit in self.groups[name] if unit.trainable]
 
+    def passed(self, name: str) -> list[StateShard]:
+        """The units of a group that are freed behind its forward: without ZeRO-3 those of a quantised base,
+        and otherwise all, but for the last block, whose backward follows the head's."""
+        return [unit for unit in self.groups[name] if unit.zero < 3 or name != self.blocks[-1]]
+
     def release_frozen(self, name: str) -> None:
         """Free those of a group that are not trained, whose backward is over."""
         self.release([unit for unit in self.groups[name] if not unit.trainable])
@@ -108,7 +113,7 @@ class _Step:
     def gather(self, name: str, ahead: str | None) -> None:
         """Wait for a group's units to be gathered, and start to gather those of the group `ahead`."""
         for unit in self.groups[name]:
-            if unit.zero < 3 or unit.aliased(self.width) or unit in self.whole:
+            if not unit.passing or unit.aliased(self.width) or unit in self.whole:
                 continue
             self._begin(unit)
             self.buffers += unit.whole * self.width.compute
@@ -210,8 +215,7 @@ class _Step:
         self.look(at_mask(self.sizes))
         for layer, name in enumerate(blocks):
             self.gather(name, blocks[layer + 1] if name != blocks[-1] else self.after_blocks)
-            if name != blocks[-1]:  # whose backward follows the head's, so it stays whole
-                self.release(self.groups[name])
+            self.release(self.passed(name))
             self.activations += kept.by_block[layer] + kept.moved[layer]
             self.look(0)
             if layer:  # what the block before saved has left

@@ -15,7 +15,8 @@ bf16, else m = e), its P numbers, padding included, take (cf. Rajbhandari et al.
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. Parameters that are not trained are units of their own, of P b
-bytes, or P b / n with ZeRO-3, and nothing else. AdamW has two moments, and counts its steps in a number of 4
+bytes, or P b / n with ZeRO-3, and nothing else; those of a quantised base, too, with what their codes and
+scales take in the place of P b, and a copy that computes only while it is used. AdamW has two moments, and counts its steps in a number of 4
 bytes for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no
 pattern divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8
 bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has
@@ -32,7 +33,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby
 
 from meshwright.planner.rank_view import RankView, Widths, gathered_bytes, part_elements, place_of, widths
 from meshwright.planner.traffic import exchange
@@ -42,7 +43,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import MAP_SIZE, PREFIXES, block_of
 from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameter_groups import group_of, run_parameters
-from meshwright.spec.parameters import Parameter, Piece
+from meshwright.spec.parameters import UNIT_KINDS, Parameter, Piece
 from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiling
@@ -84,6 +85,7 @@ class StateShard:
     name: str
     routed: bool
     trainable: bool
+    quantised: bool
     ranks: int
     part: int
     decays: int
@@ -93,7 +95,7 @@ class StateShard:
     zero: int
     """The stage of ZeRO."""
     sent: int
-    """Bytes of a rank's part as it is gathered."""
+    """Bytes of a rank's part as it is gathered; of one that is quantised, as it is stored, too."""
     counts: int
     """Counts of steps that AdamW has of it."""
 
@@ -104,7 +106,16 @@ class StateShard:
 
     def aliased(self, width: Widths) -> bool:
         """True if the copy that computes is the one that is stored."""
-        return self.ranks == 1 and self.master(width) == width.compute
+        return self.ranks == 1 and self.master(width) == width.compute and not self.quantised
+
+    @property
+    def passing(self) -> bool:
+        """True if the copy that computes is there only where it is used."""
+        return self.zero == 3 or self.quantised
+
+    def stored(self, width: Widths) -> int:
+        """Bytes of a rank's part as it is stored."""
+        return self.sent if self.quantised else self.part * self.master(width)
 
     def master(self, width: Widths) -> int:
         """Bytes of a number as it is stored: what is not trained is stored as it computes."""
@@ -130,12 +141,11 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
         length = min(tiling().moment_elements, max(unit.part for unit in trained))
         optimiser = SLOTS * len(train.moments) * length * width.exact
     for unit in shards:
-        stored = unit.part * unit.master(width)
         if unit.aliased(width):
-            parameters += stored
+            parameters += unit.stored(width)
         else:
-            masters += stored
-            parameters += 0 if unit.zero == 3 else unit.whole * width.compute
+            masters += unit.stored(width)
+            parameters += 0 if unit.passing else unit.whole * width.compute
     for unit in trained:
         optimiser += width.exact * unit.part if train.ema is not None else 0
         if view.spec.precision.master == "fp32" and not staged:
@@ -196,9 +206,10 @@ def units(view: RankView) -> list[StateShard]:
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
 
     def shards(unit: str, listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
-        for routed, trainable in product((False, True), (True, False)):
-            ranks = (experts if routed else layout.shard_ranks) if zero and layout.shards(trainable) else 1
-            held = [each for each in listed if (each[1].routed, each[1].trainable) == (routed, trainable)]
+        for kind in UNIT_KINDS:
+            shared = zero and layout.shards(kind.trainable)
+            ranks = (experts if kind.routed else layout.shard_ranks) if shared else 1
+            held = [each for each in listed if each[1].kind == kind]
             if held:
                 pieces = [piece for _, piece in held]
                 part = sum(part_elements(piece, ranks) for piece in pieces)
@@ -206,8 +217,8 @@ def units(view: RankView) -> list[StateShard]:
                 decays = sum(size for _, size in matrices)
                 blocks = sum(size // block_of(p, view.spec.model.heads) for p, size in matrices)
                 sent = gathered_bytes(view.spec, pieces, ranks)
-                counts = _adam_counts(view.spec, unit, pieces) if trainable else 0
-                yield StateShard(unit, routed, trainable, ranks, part, decays, blocks, zero, sent, counts)
+                counts = _adam_counts(view.spec, unit, pieces) if kind.trainable else 0
+                yield StateShard(unit, *kind, ranks, part, decays, blocks, zero, sent, counts)
 
     every = view.pieces()
     if view.spec.train.lr_factors or view.spec.train.weight_decays:  # patterns may name a block

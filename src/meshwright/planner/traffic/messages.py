@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -34,7 +33,7 @@ from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameter_groups import run_parameters
-from meshwright.spec.parameters import Piece
+from meshwright.spec.parameters import UNIT_KINDS, Piece
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.stages import first_trained
 from meshwright.spec.tiling import loss_pieces
@@ -299,8 +298,8 @@ def _state_messages(view: RankView) -> Iterator[Message]:
     """Parameters and gradients of each ZeRO unit; routed experts are units of their own."""
     gathers = _gathers(view)
     for name, listed in view.pieces().items():
-        for routed, trainable in product((False, True), (True, False)):
-            pieces = [piece for _, piece in listed if (piece.routed, piece.trainable) == (routed, trainable)]
+        for kind in UNIT_KINDS:
+            pieces = [piece for _, piece in listed if piece.kind == kind]
             if pieces:
                 yield from _unit_messages(view.spec, pieces, gathers.get(name, 1))
 

@@ -37,8 +37,9 @@ class Origin:
 
 
 def buffers(trainer: Trainer) -> Iterator[tuple[str, StateBuffer]]:
-    """(prefix of names, flat buffer) of parameters, the optimiser's states and averages of this rank."""
-    for unit in trainer.states.units:
+    """(prefix of names, flat buffer) of parameters, the optimiser's states and averages of this rank, but for
+    the bytes of a quantised base."""
+    for unit in (each for each in trainer.states.units if each.quantised is None):
         yield "", StateBuffer("", unit, unit.stored, unit.slots)
     for buffer in trainer.optimiser.buffers():
         yield f"{buffer.kind} of ", buffer

@@ -18,15 +18,21 @@ from meshwright.spec import ModelSpec
 from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import parameters
 from meshwright.verify.reference.lora import initial_adapters
+from meshwright.verify.reference.quantised_base import quantised
 from meshwright.verify.reference.rounding import nearest
 
 
 def initial_weights(
-    model: ModelSpec, seed: int, master: str = "fp32", lora: LoraSpec | None = None
+    model: ModelSpec,
+    seed: int,
+    master: str = "fp32",
+    lora: LoraSpec | None = None,
+    compute: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """Return every parameter by its name in `Decoder.named_parameters`, whole and in float64.
 
-    With `master` "bf16" they are rounded to the nearest numbers of that format. Those of adapters come last.
+    With `master` "bf16" they are rounded to the nearest numbers of that format, and those of a quantised base to `compute` and then to its
+    own. Those of adapters come last.
     """
     kept = nearest if master == "bf16" else Tensor.double
     drawn = {
@@ -36,7 +42,8 @@ def initial_weights(
     }
     if lora is not None:
         drawn |= initial_adapters(lora, drawn, partial(_uniforms, seed))
-    return {name: kept(value) for name, value in drawn.items()}
+    held = {name: kept(value) for name, value in drawn.items()}
+    return held if lora is None or lora.quantise == "none" else quantised(held, lora.quantise, compute)
 
 
 def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
