@@ -1,22 +1,22 @@
-"""Codes of a frozen base against an implementation in numpy, and against bitsandbytes' published values."""
+"""Codes of a frozen base against an implementation in numpy, and against the values that the paper publishes."""
 
 from __future__ import annotations
 
-from typing import Any
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from scipy.stats import norm  # type: ignore[import-untyped]
 from torch import Tensor
 
+from blocks_in_numpy import in_numpy, levels_of
 from meshwright.model.blockwise_quantisation import (
     NF4_LEVELS,
     codes_a_byte,
     dequantise_blocks,
     quantise_blocks,
     rounded_to_blocks,
+    values_of_bytes,
 )
 from meshwright.spec.lora import BASE_BITS
 from meshwright.spec.parameters import BaseFormat
@@ -33,26 +33,6 @@ def weights_in(dtype: torch.dtype, rows: int = 48, columns: int = 192) -> Tensor
     drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * sizes
     drawn[3] = 0
     return drawn.to(dtype)
-
-
-def levels_of(form: BaseFormat) -> NDArray[np.float64]:
-    if form == "nf4":
-        return np.array(NF4_LEVELS)
-    most = 2 ** (BASE_BITS[form] - 1) - 1
-    return np.arange(-most, most + 1) / most
-
-
-def in_numpy(values: NDArray[Any], form: BaseFormat) -> NDArray[Any]:
-    """Values (O, I), rounded number by number: of all levels the nearest to each, times the block's most."""
-    wide = np.float64 if values.dtype == np.float64 else np.float32
-    found, levels = np.empty(values.shape, wide), levels_of(form)
-    for row in range(values.shape[0]):
-        for start in range(0, values.shape[1], 64):
-            block = values[row, start : start + 64].astype(np.float64)
-            most = np.abs(block).max()
-            near = np.abs(block[:, None] / (most or 1.0) - levels[None]).argmin(1)
-            found[row, start : start + 64] = levels[near].astype(wide) * wide(most)
-    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,7 +68,7 @@ def test_codes_take_their_bits(form: BaseFormat) -> None:
     codes = torch.empty(len(weight) * BASE_BITS[form] // 8, dtype=torch.uint8)
     largest, found = weight.new_empty(len(weight) // 64), torch.empty_like(weight)
     quantise_blocks(weight, form, codes, largest)
-    dequantise_blocks(codes, largest, form, found)
+    dequantise_blocks(codes, largest, values_of_bytes(form, found.dtype, found.device), found)
     assert torch.equal(found, rounded_to_blocks(weight, form))
     assert torch.equal(largest, weight.view(-1, 64).abs().amax(1))
     first, second = codes[0].item() // 16, codes[0].item() % 16
@@ -100,7 +80,6 @@ def test_codes_take_their_bits(form: BaseFormat) -> None:
 def test_the_levels_of_nf4_are_those_of_the_paper() -> None:
     """Quantiles of a normal distribution, as the paper's code takes them, to the digits of its table."""
     offset = 0.9677083
-    upper = norm.ppf(np.linspace(offset, 0.5, 9)[:-1])
-    lower = -norm.ppf(np.linspace(offset, 0.5, 8)[:-1])
-    made = np.sort(np.concatenate([upper, [0.0], lower]))
+    upper, lower = ([NormalDist().inv_cdf(p) for p in np.linspace(offset, 0.5, n)[:-1]] for n in (9, 8))
+    made = np.array(sorted([*upper, 0.0, *(-each for each in lower)]))
     assert np.allclose(made / made.max(), NF4_LEVELS, rtol=0, atol=1e-6)

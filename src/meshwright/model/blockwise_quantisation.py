@@ -46,12 +46,13 @@ def codes_a_byte(form: BaseFormat) -> int:
     return 1 if form == "int8" else 2
 
 
-@cache
-def _values_of_bytes(form: BaseFormat, wide: torch.dtype, device: torch.device) -> Tensor:
-    """(256, codes in a byte): the levels of the codes in each byte."""
+def values_of_bytes(form: BaseFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(256, codes in a byte): the levels of the codes in each byte, as values in `dtype` are computed of
+    them."""
     known = [*levels(form), *[0.0] * (256 - len(levels(form)))]
     rows = [[each] for each in known] if form == "int8" else [*product(known[:16], repeat=2)]
-    return torch.tensor(rows, dtype=wide).to(device)
+    table = torch.tensor(rows, dtype=torch.promote_types(dtype, torch.float32))
+    return table.to(device, non_blocking=True)
 
 
 def quantise_blocks(values: Tensor, form: BaseFormat, codes: Tensor, largest: Tensor) -> None:
@@ -77,13 +78,13 @@ def _nearest(blocks: Tensor, most: Tensor, form: BaseFormat) -> Tensor:
     return torch.bucketize(blocks / most, bounds, out_int32=True)
 
 
-def dequantise_blocks(codes: Tensor, largest: Tensor, form: BaseFormat, out: Tensor) -> None:
-    """Write the values (n,) of codes and largest magnitudes, as `quantise_blocks` makes them, to `out`."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    table, packed = _values_of_bytes(form, wide, out.device), codes_a_byte(form)
+def dequantise_blocks(codes: Tensor, largest: Tensor, table: Tensor, out: Tensor) -> None:
+    """Write the values (n,) of codes and largest magnitudes, as `quantise_blocks` makes them, to `out`; the
+    `table` is that of `values_of_bytes`."""
+    packed = table.shape[1]
     for start, end in _chunks(len(out)):
         found = table.index_select(0, codes[start // packed : end // packed].int()).view(-1, BLOCK)
-        scales = largest[start // BLOCK : end // BLOCK].to(wide)
+        scales = largest[start // BLOCK : end // BLOCK].to(table.dtype)
         torch.mul(found, scales.unsqueeze(-1), out=found)
         out[start:end].copy_(found.view(-1))
 
@@ -94,7 +95,7 @@ def rounded_to_blocks(weight: Tensor, form: BaseFormat) -> Tensor:
     codes = torch.empty(len(flat) // codes_a_byte(form), dtype=torch.uint8, device=weight.device)
     largest, found = flat.new_empty(len(flat) // BLOCK), torch.empty_like(flat)
     quantise_blocks(flat, form, codes, largest)
-    dequantise_blocks(codes, largest, form, found)
+    dequantise_blocks(codes, largest, values_of_bytes(form, weight.dtype, weight.device), found)
     return found.view(weight.shape)
 
 

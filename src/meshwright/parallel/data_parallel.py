@@ -139,9 +139,7 @@ class DataParallel:
             slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
             form = slots[0].piece.quantised
             quantised = None if form is None else QuantisedWeights(form, self.formats)
-            yield Unit(
-                slots, mesh, shards, replicas, self.formats, self._observer, self._encoding, quantised
-            )
+            yield Unit(slots, mesh, shards, replicas, self.formats, self._observer, self._encoding, quantised)
 
     # When things move -------------------------------------------------------------------------------
 

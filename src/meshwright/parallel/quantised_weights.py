@@ -19,7 +19,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from meshwright.model.blockwise_quantisation import codes_a_byte, dequantise_blocks, quantise_blocks
+from meshwright.model.blockwise_quantisation import (
+    codes_a_byte,
+    dequantise_blocks,
+    quantise_blocks,
+    values_of_bytes,
+)
 from meshwright.parallel.flat_param import ParamSlot, Stored, UnpaddedDTensor
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.precision import Formats
@@ -45,14 +50,15 @@ class QuantisedWeights:
 
     def unpack(self, unit: Unit, messages: Tensor) -> None:
         """Write the weights of all ranks' `messages` (ranks, bytes) into the unit's whole copy."""
+        table = self._table(unit)
         for slot in unit.slots:
             for message, rows in zip(messages, unit.whole_rows(slot), strict=True):
-                dequantise_blocks(*self._places(unit, message, slot), self._form, rows.view(-1))
+                dequantise_blocks(*self._places(unit, message, slot), table, rows.view(-1))
 
     def read(self, unit: Unit, slot: ParamSlot) -> Tensor:
         """This rank's rows of a weight, in the format that computes."""
         rows = torch.empty(slot.padded, dtype=self._formats.compute, device=unit.stored.device)
-        dequantise_blocks(*self._places(unit, unit.stored, slot), self._form, rows)
+        dequantise_blocks(*self._places(unit, unit.stored, slot), self._table(unit), rows)
         return rows.view(slot.part).narrow(slot.dim, 0, slot.rows)
 
     def write(self, unit: Unit, slot: ParamSlot, values: Tensor) -> None:
@@ -60,6 +66,9 @@ class QuantisedWeights:
         rows = torch.zeros(slot.part, dtype=self._formats.compute, device=unit.stored.device)
         rows.narrow(slot.dim, 0, slot.rows).copy_(values.bfloat16() if self._formats.rounded else values)
         quantise_blocks(rows.view(-1), self._form, *self._places(unit, unit.stored, slot))
+
+    def _table(self, unit: Unit) -> Tensor:
+        return values_of_bytes(self._form, self._formats.compute, unit.stored.device)
 
     def _places(self, unit: Unit, message: Tensor, slot: ParamSlot) -> tuple[Tensor, Tensor]:
         """The codes of a weight in a message, and the largest numbers of its blocks."""

@@ -220,6 +220,14 @@ def quantised_bytes(elements: int, form: BaseFormat, width: int) -> int:
     return elements * BASE_BITS[form] // 8 + elements // BLOCK * width
 
 
+def saved_by_a_base(spec: RunSpec) -> float:
+    """Bytes by which a weight of a quantised base is smaller than one in the format that computes."""
+    if spec.lora is None or (form := spec.lora.base_format) is None:
+        return 0.0
+    width = widths(spec).compute
+    return width - quantised_bytes(BLOCK, form, width) / BLOCK
+
+
 def gathered_bytes(spec: RunSpec, pieces: Iterable[Piece], ranks: int) -> int:
     """Bytes of a rank's part of a unit that `ranks` ranks gather (`parallel/fp8_gather.py`, and of a
     quantised base `parallel/quantised_weights.py`)."""

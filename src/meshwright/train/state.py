@@ -57,9 +57,7 @@ def frozen_tensors(trainer: Trainer) -> dict[str, Stored]:
 
 def put_frozen(trainer: Trainer, frozen: Mapping[str, Stored]) -> None:
     """Store what was loaded into `frozen_tensors`."""
-    put_values(
-        trainer.states.units, {name.removeprefix("model/"): tensor for name, tensor in frozen.items()}
-    )
+    put_values(trainer.states.units, {name.removeprefix("model/"): tensor for name, tensor in frozen.items()})
 
 
 def form(trainer: Trainer) -> str:

@@ -18,7 +18,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.offload import copy_seconds
 from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, step_axes
-from meshwright.planner.rank_view import widths
+from meshwright.planner.rank_view import saved_by_a_base, widths
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
 
@@ -52,6 +52,8 @@ class StoredParameters:
     frozen: float = 0.0
     """Those of `dense` that are not trained."""
     frozen_routed: float = 0.0
+    quantised: float = 0.0
+    """Those of `frozen` that are stored and gathered in fewer bits."""
 
     @property
     def trained(self) -> StoredParameters:
@@ -161,7 +163,9 @@ def _all_messages(spec: RunSpec, costs: CostModel, held: StoredParameters) -> _M
         count = held.tensors if stack.by_tensor and layout.zero else held.units
         gathered, elements = every if layout.shards(False) else every - frozen, every - frozen
         if layout.zero and gathered:
-            gathers[axis] += _messages(links, "all_gather", gathered * width, group, count)
+            narrower = held.quantised if axis == "shard" and layout.shards(False) else 0.0
+            size = gathered * width - narrower * saved_by_a_base(spec)
+            gathers[axis] += _messages(links, "all_gather", size, group, count)
             gathers[axis] += gathered * unpack if group.ranks > 1 else 0.0
         if not elements:
             continue

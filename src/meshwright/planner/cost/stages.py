@@ -258,6 +258,7 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
         dense=found.dense + added,
         routed=found.routed + trained.added_experts / (layout.ep * layout.etp),
         frozen=dense,
+        quantised=float(trained.quantised_split // layout.tp + trained.quantised_whole),
         frozen_routed=trained.frozen_experts / (layout.ep * layout.etp),
     )
 

@@ -48,6 +48,9 @@ class Trained(NamedTuple):
     frozen_whole: int = 0
     """Elements that each tensor rank holds."""
     frozen_experts: int = 0
+    quantised_split: int = 0
+    """Those of `frozen_split` that are stored in fewer bits."""
+    quantised_whole: int = 0
     added_split: int = 0
     """Elements of adapters that tensor ranks share."""
     added_whole: int = 0
@@ -71,6 +74,8 @@ class Trained(NamedTuple):
             self.frozen_split + other.frozen_split,
             self.frozen_whole + other.frozen_whole,
             self.frozen_experts + other.frozen_experts,
+            self.quantised_split + other.quantised_split,
+            self.quantised_whole + other.quantised_whole,
             self.added_split + other.added_split,
             self.added_whole + other.added_whole,
             self.added_experts + other.added_experts,
@@ -99,6 +104,8 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
         frozen_split=sum(p.size for p in frozen if p.split and not p.expert),
         frozen_whole=sum(p.size for p in frozen if not p.split and not p.expert),
         frozen_experts=sum(p.size for p in frozen if p.expert),
+        quantised_split=sum(p.size for p in frozen if p.quantised is not None and p.split),
+        quantised_whole=sum(p.size for p in frozen if p.quantised is not None and not p.split),
         added_split=sum(p.size for p in added if p.split),
         added_whole=sum(p.size for p in added if not p.split and not p.expert),
         added_experts=sum(p.size for p in added if p.expert),

@@ -77,7 +77,8 @@ def buffers(view: RankView, shards: Sequence[StateShard]) -> int:
     spec, width = view.spec, widths(view.spec)
     sharded = [unit for unit in shards if unit.ranks > 1]
     base = sorted(unit.whole * width.compute for unit in shards if unit.quantised)
-    dequantised = sum(base[-2:])  # for the forward of one block, and by the backward before it of another
+    # For a pass of one block; where a rank has several stages, also by the last backward of another one.
+    dequantised = sum(base[-min(2, len(view.own)) :])
     if not sharded:
         return dequantised
     largest = max((unit.whole for unit in sharded if unit.trainable), default=0)

@@ -20,7 +20,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, stored
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
-from meshwright.planner.rank_view import moment_width, sum_width, widths
+from meshwright.planner.rank_view import moment_width, saved_by_a_base, sum_width, widths
 from meshwright.planner.traffic import exchange
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
@@ -140,10 +140,11 @@ class LowerBound(Generic):
         during = after = 0.0
         """Gradients while a last microbatch's activations are there, and at the end of the step."""
         frozen = elements.frozen / shares, elements.frozen_routed / shares
+        saved = elements.quantised * saved_by_a_base(spec) / shares, 0.0
         every = elements.trained.dense / shares, elements.trained.routed / shares
-        for whole, still, n in zip(every, frozen, ranks, strict=True):
+        for whole, still, narrower, n in zip(every, frozen, saved, ranks, strict=True):
             part = whole / n
-            parameters += still * width.compute / (n if layout.shards(False) else 1)
+            parameters += (still * width.compute - narrower) / (n if layout.shards(False) else 1)
             if spec.train.offload == "none":
                 optimiser += moment_width(spec) * part
             optimiser += part * width.exact if spec.train.ema is not None else 0
