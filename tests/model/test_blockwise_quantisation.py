@@ -1,4 +1,4 @@
-"""Codes of a frozen base against an implementation in numpy, and against the values that the paper publishes."""
+"""Codes of a frozen base against an implementation in numpy, and the levels that the paper publishes."""
 
 from __future__ import annotations
 

@@ -81,3 +81,35 @@ def test_what_does_not_go_with_adapters_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         spec_of(model, lora, **sections)
+
+
+BASE: dict[str, Any] = {"quantise": "nf4"}
+WHOLE_BLOCKS: dict[str, Any] = {"hidden": 128, "ffn": 192, "heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+def test_linear_layers_of_blocks_are_quantised_whether_or_not_they_have_adapters() -> None:
+    experts = {"moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared_ffn": 64, "dense_first": 1}}
+    spec = spec_of(WHOLE_BLOCKS | experts, BASE | {"targets": ["*.attn.q.weight"]})
+    listed = [each for unit in run_parameters(spec).values() for each in unit]
+    found = {each.name.split(".", 2)[2] for each in listed if each.quantised == "nf4"}
+    layers = [f"attn.{each}" for each in "qkvo"]
+    layers += [f"mlp.{part}{each}" for part in ("", "shared.") for each in ("gate", "up", "down")]
+    assert found == {f"{layer}.weight" for layer in layers}
+    assert not any(each.quantised for each in listed if each.trainable or not each.name.startswith("blocks"))
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "told"),
+    [
+        ({"hidden": 96}, {}, r"attn\.q\.weight has 96 of them"),
+        ({}, {"layout": {"tp": 2}}, r"mlp\.down\.weight has 192 / 2 ranks = 96 .* try layout\.tp = 1"),
+        ({}, {"train": {"compile": True}}, r"train\.compile: true does not go with lora\.quantise = 'nf4'"),
+        ({}, {"layout": {"pp": 2, "dp": 2, "zero": 3}}, r"layout\.zero: 3 .* give layout\.zero = 2"),
+        ({}, {"precision": {"compute": "fp8"}}, r"precision\.compute: 'fp8'"),
+    ],
+)
+def test_what_does_not_go_with_a_quantised_base_is_refused(
+    model: dict[str, Any], sections: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        spec_of(WHOLE_BLOCKS | model, BASE, **sections)

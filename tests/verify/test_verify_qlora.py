@@ -13,8 +13,9 @@ from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.quantised_weights import QuantisedWeights
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, load
 from meshwright.verify import verify as subject
+from meshwright.verify.narrow import narrow
 from meshwright.verify.precision import verify_in_own_precision
 from ranks import Ranks
 from small import spec_of
@@ -93,3 +94,11 @@ def test_a_scale_of_another_block_is_noticed(ranks: Ranks, layout: dict[str, obj
     spec = spec_of(MODEL, **layout)
     found, _ = ranks.run(spec.layout, with_late_codes, spec)
     assert found is not None and not found["equal"]
+
+
+def test_a_narrowed_copy_has_whole_blocks_on_each_rank() -> None:
+    large = {"model.preset": "small", "lora.rank": 8, "lora.quantise": "nf4"}
+    spec = load(None, [(key, str(value)) for key, value in large.items()] + [("layout.tp", "2")])
+    small, note = narrow(spec)
+    assert note is not None and small.lora is not None and small.lora.quantise == "nf4"
+    assert small.model.parameters < spec.model.parameters / 10

@@ -9,7 +9,7 @@ Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is t
 `preference_loss` of pairs of answers.
 Layers: `linear`, whose products `low_precision_linear` may round; `quantisation` rounds trained weights,
 and `dynamic_linear` rounds inputs as they come; `lora` puts adapters beside them, with `lora_dropout`,
-and those of `expert_lora` beside experts.
+and those of `expert_lora` beside experts; `blockwise_quantisation` rounds frozen weights.
 `init` draws the initial weights.
 """
 

@@ -3,8 +3,8 @@
 `parallelize` applies the axes in order; `stage` cuts the decoder into stages and units.
 
 Data: `data_parallel` (replicas and ZeRO) gathers each `fsdp_unit`, whose parameters lie in the buffers of
-`flat_param`, and `gradient_reduction` sums their gradients; `fp8_gather` gathers weights in 8 bits, and
-`microbatches` is a rank's part of a batch.
+`flat_param`, and `gradient_reduction` sums their gradients; `fp8_gather` gathers weights in 8 bits,
+`quantised_weights` stores frozen ones in 8 and 4, and `microbatches` is a rank's part of a batch.
 Tensor: `tensor_parallel` splits the layers of `tensor_linears`, with the messages of `fused_comm_ops`;
 `tensor_lora` has the adapters of such layers, and `adapter_dropout` what they drop of their inputs;
 `heads_norm` norms the queries of all ranks together, and `vocab_parallel` splits the embedding and the loss.

@@ -14,10 +14,11 @@ computes (`model/blockwise_quantisation.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.model.blockwise_quantisation import (
     codes_a_byte,
@@ -25,7 +26,7 @@ from meshwright.model.blockwise_quantisation import (
     quantise_blocks,
     values_of_bytes,
 )
-from meshwright.parallel.flat_param import ParamSlot, Stored, UnpaddedDTensor
+from meshwright.parallel.flat_param import ParamSlot, Stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.precision import Formats
 from meshwright.spec.lora import BLOCK
@@ -79,13 +80,13 @@ class QuantisedWeights:
         return message[start // packed : end // packed], largest.view(self._formats.compute)
 
 
-def put_values(units: list[Unit], values: Mapping[str, Stored]) -> None:
+def put_values(units: Sequence[Unit], values: Mapping[str, Tensor | Stored]) -> None:
     """Store new `values` of quantised weights, by name: parts of the whole as `Unit.parameters_stored` gives
     them, which are no views of what is stored."""
     for unit in units:
         for slot in unit.slots if unit.quantised is not None else ():
             if slot.key in values:
                 given = values[slot.key]
-                assert not isinstance(given, UnpaddedDTensor)
+                assert isinstance(given, DTensor)
                 unit.set_values(slot, given.to_local())
         unit.expire()

@@ -112,7 +112,7 @@ def dropout_is_not_compiled(spec: Sections) -> None:
 
 
 def rows_of_the_base_are_whole_blocks(spec: Sections) -> None:
-    """Ranks cut a matrix of a quantised base between the blocks of inputs that share a scale, or not at all."""
+    """Ranks cut a matrix of a quantised base between blocks of inputs that share a scale, or not at all."""
     if spec.lora is None or spec.lora.base_format is None:
         return
     tp = spec.layout.tp
@@ -127,13 +127,13 @@ def rows_of_the_base_are_whole_blocks(spec: Sections) -> None:
         instead = f"layout.tp = {fewer[0]}, or lora.quantise = 'none'" if fewer else "lora.quantise = 'none'"
         share = f"{whole} / {ranks} ranks = {inputs}" if ranks > 1 else f"{whole}"
         raise UserError(
-            f"lora.quantise: {spec.lora.quantise!r} has a scale for {BLOCK} inputs of a row, and "
-            f"{parameter.name} has {share} of them, which is no multiple of it; try {instead}"
+            f"lora.quantise: {spec.lora.quantise!r} takes matrices with multiples of {BLOCK} inputs on a rank, and "
+            f"{parameter.name} has {share} of them; try {instead}"
         )
 
 
 def a_quantised_base_is_dequantised_in_place(spec: Sections) -> None:
-    """What a block dequantises for itself is not seen in compiled blocks, and needs no message in a pipeline."""
+    """Weights come and go outside compiled blocks, and without messages in a pipeline."""
     if spec.lora is None or spec.lora.base_format is None:
         return
     given = f"lora.quantise = {spec.lora.quantise!r}"

@@ -185,7 +185,7 @@ def _linear(
 
 
 class UnitKind(NamedTuple):
-    """What the parameters of a unit have in common: they are gathered and reduced together."""
+    """Properties that all parameters of a unit share, which are gathered and reduced together."""
 
     routed: bool
     trainable: bool

@@ -31,8 +31,8 @@ def initial_weights(
 ) -> dict[str, Tensor]:
     """Return every parameter by its name in `Decoder.named_parameters`, whole and in float64.
 
-    With `master` "bf16" they are rounded to the nearest numbers of that format, and those of a quantised base to `compute` and then to its
-    own. Those of adapters come last.
+    With `master` "bf16" they are rounded to the nearest numbers of that format, and those of a
+    quantised base to `compute` and then to its own. Those of adapters come last.
     """
     kept = nearest if master == "bf16" else Tensor.double
     drawn = {
