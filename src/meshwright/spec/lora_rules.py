@@ -127,8 +127,8 @@ def rows_of_the_base_are_whole_blocks(spec: Sections) -> None:
         instead = f"layout.tp = {fewer[0]}, or lora.quantise = 'none'" if fewer else "lora.quantise = 'none'"
         share = f"{whole} / {ranks} ranks = {inputs}" if ranks > 1 else f"{whole}"
         raise UserError(
-            f"lora.quantise: {spec.lora.quantise!r} takes matrices with multiples of {BLOCK} inputs on a rank, and "
-            f"{parameter.name} has {share} of them; try {instead}"
+            f"lora.quantise: {spec.lora.quantise!r} takes matrices with multiples of {BLOCK} inputs on a "
+            f"rank, and {parameter.name} has {share} of them; try {instead}"
         )
 
 

@@ -1,11 +1,11 @@
 """Training steps of one device, written apart from what `meshwright verify` checks.
 
 `steps.py` takes them. The model is in `decoder.py`, `rope.py`, `router.py`, `low_precision.py`,
-`rounding.py`, `lora.py`, `qlora.py`, `sums.py`, `soft_targets.py` and `preference.py`. `weights.py` has what it
-starts from, `data.py` with `chats.py`, `pairs.py` and `hashes.py` what it reads, `batches.py` and
+`rounding.py`, `lora.py`, `quantised_base.py`, `sums.py`, `soft_targets.py` and `preference.py`. `weights.py`
+has what it starts from, `data.py` with `chats.py`, `pairs.py` and `hashes.py` what it reads, `batches.py` and
 `schedule.py` the sizes and learning rates of steps. Updates are in `updates.py`, of `optimisers.py`,
-`adamw8bit.py`, `groups.py` by `patterns.py`, and
-`clipping.py`; islands and late gradients in `outer.py`, `compression.py` and `staleness.py`.
+`adamw8bit.py`, `groups.py` by `patterns.py`, and `clipping.py`; islands and late gradients in `outer.py`,
+`compression.py` and `staleness.py`.
 
 No module here imports one of model, parallel, train, checkpoint or planner; a contract of imports holds it.
 """
