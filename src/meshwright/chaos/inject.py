@@ -203,7 +203,8 @@ class Injection:
     @torch.no_grad()
     def _flip_a_bit(self, number: int, fault: Fault, done: int) -> None:
         self.acted(number)
-        stored = [tensor for _, tensor in self._run.trainer.states.parameters()]
+        units = (unit for unit in self._run.trainer.states.units if unit.quantised is None)
+        stored = [tensor for unit in units for _, tensor in unit.parameters_stored()]
         held = [(x.padded if isinstance(x, UnpaddedDTensor) else x).to_local() for x in stored]
         held = [local for local in held if local.numel()]
         bits = held[fault.number % len(held)].view(-1).view(torch.uint8)

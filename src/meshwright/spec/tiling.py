@@ -44,7 +44,7 @@ class Tiling:
     """Rows whose gradients of a norm's weight a thread of a CPU sums first."""
     norm_row: int = 1024
     """Elements of a gradient whose norm is taken in their own format."""
-    base_elements: int = 2**20
+    base_elements: int = 2**22
     """Elements of a quantised base that are converted at a time, with 12 bytes of temporaries each."""
     init_elements: int = 2**18
     """Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""

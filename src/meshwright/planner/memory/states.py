@@ -18,13 +18,13 @@ Otherwise they are reduced as they arise. Parameters that are not trained are un
 bytes, or P b / n with ZeRO-3, and nothing else; those of a quantised base, too, with what their codes and
 scales take in the place of P b, and a copy that computes only while it is used. AdamW has two moments, and
 counts its steps in a number of 4 bytes for each run of adjacent parameters of a unit that are updated alike
-(matrices and the rest, where no pattern divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8
-bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has
-two maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps
-elsewhere take no bytes of the device, but for the pieces of them that pass through a GPU in an update
-(`optim/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
-what one moment does, on the device. What groups of ranks that step apart hold for their exchanges is in
-`planner/traffic/exchange.py`.
+(matrices and the rest, where no pattern divides them), but for weights in bf16; Lion has one, and Muon has
+one of matrices of blocks. In 8 bits (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a
+block of them, and a rank has two maps besides, each of 256 values and thresholds and 65536 codes. Moments
+that `train.offload` keeps elsewhere take no bytes of the device, but for the pieces of them that pass through
+a GPU in an update (`optim/offload.py`), which then needs no such counts. A moving average of the weights
+(`train.ema`) takes what one moment does, on the device. What groups of ranks that step apart hold for their
+exchanges is in `planner/traffic/exchange.py`.
 """
 
 from __future__ import annotations
