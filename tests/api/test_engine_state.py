@@ -281,6 +281,10 @@ WRONG: dict[str, dict[str, Tensor]] = {
         "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1]])},
     "seq_lens: adds up to 5": {
         "input_ids": torch.zeros(1, 4, dtype=torch.int64), "seq_lens": torch.tensor([2, 3])},
+    "seq_lens: adds up to 3 in row 0, which has 4 tokens": {
+        "input_ids": torch.zeros(1, 4, dtype=torch.int64), "seq_lens": torch.tensor([2, 1])},
+    "batch.label: is not read; did you mean labels": {
+        "input_ids": torch.zeros(1, 4, dtype=torch.int64), "label": torch.zeros(1, 4, dtype=torch.int64)},
     "position_ids: has negative positions": {
         "input_ids": torch.zeros(1, 2, dtype=torch.int64), "position_ids": torch.tensor([[-1, 0]])},
     "no rank has any samples": {"input_ids": torch.zeros(0, 4, dtype=torch.int64)},
@@ -298,6 +302,30 @@ def test_batches_that_cannot_be_taken_are_told(folders: dict[str, Path]) -> None
         }.items():
             with pytest.raises(UserError, match=message):
                 engine.forward_backward(whole_batch(), function)
+        with pytest.raises(UserError, match="batch: is Tensor; give a dictionary"):
+            engine.forward_backward(torch.zeros(2, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0])
+def test_a_rate_that_is_none_changes_nothing(folders: dict[str, Path], rate: float) -> None:
+    with Engine(spec_of(folders["llama"], {})) as engine:
+        engine.forward_backward(whole_batch())
+        with pytest.raises(UserError, match=r"step: lr is .*, which is no learning rate"):
+            engine.step(lr=rate)
+        assert engine.step(lr=1e-3)["lr"] == 1e-3
+
+
+def test_states_are_offloaded_after_a_save(folders: dict[str, Path], tmp_path: Path) -> None:
+    with Engine(spec_of(folders["llama"], {})) as engine:
+        engine.forward_backward(whole_batch())
+        engine.step()
+        engine.save(tmp_path / "run")
+        before = dict(engine.hf_state())
+        engine.offload()
+        engine.onload()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in engine.hf_state())
+        with pytest.raises(UserError, match="is the folder of an HF model"):
+            engine.save(folders["llama"])
 
 
 def test_ranks_that_share_samples_are_told_of_others(ranks: Ranks, folders: dict[str, Path]) -> None:

@@ -144,8 +144,21 @@ def test_tokenized_chats_are_a_corpus(folder: Path, tmp_path: Path) -> None:
 
 def test_what_a_cut_loses_is_told(folder: Path, tmp_path: Path) -> None:
     rows = written(chats(7, 9), tmp_path / "rows.jsonl")
-    with pytest.warns(UserWarning, match=r"data\.seq_len: \d of 9 chats of .* are longer than 40 tokens"):
+    with pytest.warns(
+        UserWarning, match=r"data\.seq_len: 2 of 5 chats of .* are longer than 40 tokens and lose 5"
+    ):
         corpus_of(folder, rows, data__seq_len=40, train__batch_tokens=40)
+
+
+def test_a_chat_that_a_cut_leaves_nothing_of_is_left_out(folder: Path, tmp_path: Path) -> None:
+    late = {"messages": [{"role": "user", "content": "one two " * 40}, MESSAGES[1]]}
+    corpus = written([ROWS["chat"], late, ROWS["chat"]], tmp_path / "rows.jsonl")
+    with pytest.warns(UserWarning, match=r"left out 1 chats of .* no room for a word to train on in 80"):
+        found = corpus_of(folder, corpus, data__seq_len=80, data__pack="false", train__batch_tokens=80)
+    assert trained_texts(found) == 2 * ["\nthree<|im_end|>\n"]
+    with pytest.raises(UserError, match=r"data\.seq_len: no chat of .* has tokens to train on within 80"):
+        rows = written([late], tmp_path / "late.jsonl")
+        corpus_of(folder, rows, data__seq_len=80, train__batch_tokens=80)
 
 
 WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {

@@ -36,7 +36,7 @@ MLA = {
 }
 DROPPING: list[dict[str, object]] = [
     {"layout__dp": 2, "layout__zero": 3, "recompute__policy": "full"},
-    {"layout__tp": 2, "recompute__policy": "selective"},
+    {"layout__tp": 2, "layout__micro_batch": 4, "recompute__policy": "selective"},
     {"layout__tp": 4, "layout__sequence_parallel": "false", "model__kv_heads": 2},
     {"layout__cp": 2, "layout__tp": 2, "recompute__policy": "full"},
     {"layout__pp": 2, "layout__schedule": "zb-h1", "train__batch_tokens": 16 * 32},

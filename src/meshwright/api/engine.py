@@ -13,6 +13,7 @@ Every method is collective: all ranks of the world call the same ones in the sam
 from __future__ import annotations
 
 import atexit
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -192,6 +193,8 @@ class Engine:
         """
         if not self._gradients.batches:
             raise UserError("step: there is no gradient; call forward_backward first")
+        if lr is not None and not 0 <= lr < math.inf:
+            raise UserError(f"step: lr is {lr}, which is no learning rate; give 0 or more")
         count = self._gradients.count
         result = self._gradients.apply(self.steps + 1, lr)
         self.steps += 1

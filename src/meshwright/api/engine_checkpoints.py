@@ -31,6 +31,8 @@ def save_checkpoint(trainer: Trainer, mesh: Mesh, step: int, out: Path) -> Path:
     def prepare() -> None:
         if mesh.control.rank > 0:
             return
+        if (out / "config.json").exists() and not (out / RUN).exists():
+            raise UserError(f"save: {out} is the folder of an HF model; give a run's folder, or a new one")
         make_folder(out)
         if not (out / "tokenizer.json").exists():
             keep_tokenizer(spec, None, out)

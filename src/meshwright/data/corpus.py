@@ -152,9 +152,11 @@ def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
                 f"preference.loss: {spec.preference.loss!r} compares two answers, and {name} has no pairs; "
                 f"give rows with chosen and rejected (data.format = 'preference'), or --preference none"
             )
-    if spec.preference is not None and not corpus.train.samples:
+    if any(corpus.marked) and not corpus.train.samples:
+        what = "pair of" if spec.preference is not None else "chat of"
+        which = "of both answers " if spec.preference is not None else ""
         raise UserError(
-            f"data.seq_len: no pair of {', '.join(corpus.names)} has tokens to train on of both answers "
+            f"data.seq_len: no {what} {', '.join(corpus.names)} has tokens to train on {which}"
             f"within {spec.data.seq_len} tokens; give a larger data.seq_len"
         )
 
@@ -163,9 +165,11 @@ def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
     """Warn of chats that lose their ends, since a sample is shorter."""
     for name, side in zip(corpus.names, corpus.train.sides, strict=True):
         if isinstance(side, WholeDocuments) and side.left_out:
+            count = f"{side.left_out // 2:,} pairs" if side.pairs else f"{side.left_out:,} chats"
+            room = "for both answers" if side.pairs else "for a word to train on"
             warnings.warn(
-                f"data.seq_len: left out {side.left_out // 2:,} pairs of {name} whose prompts leave no room "
-                f"for both answers in {seq_len:,} tokens; give a larger data.seq_len if they matter",
+                f"data.seq_len: left out {count} of {name} whose prompts leave no room {room} in {seq_len:,} "
+                "tokens; give a larger data.seq_len if they matter",
                 stacklevel=3,
             )
         what = f"answers of {name} are in pairs longer" if side.pairs else f"chats of {name} are longer"

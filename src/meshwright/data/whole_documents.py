@@ -102,7 +102,7 @@ def whole_samples(reader: TrainedTokens, index: DocumentIndex, data: DataSpec, h
         lost[number] = len(reader.trained(end, first + int(whole[number])))
         size[number] = reader.bytes(first, end)
         trains[number] = len(reader.trained(first, end)) > 0
-    kept = whole_pairs(trains) if pairs else np.ones_like(trains)
+    kept = whole_pairs(trains) if pairs else trains
     start, whole, length, size, lost = (each[kept] for each in (start, whole, length, size, lost))
     counts = np.array([(whole > length).sum(), (whole - length).sum(), lost.sum(), (~kept).sum()])
     order, behind = _arranged(length, data, pairs)

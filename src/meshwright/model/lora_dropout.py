@@ -53,13 +53,16 @@ class Dropout:
         self.threshold, self.key, self.keys = round(share * STEPS), key_of(name), keys
 
     def __call__(self, x_BTI: Tensor, shard: int = 0, first: int = 0) -> Tensor:
-        """x has the tokens of tensor rank `shard` or of all, and the channels from `first` on."""
+        """x has the tokens of tensor rank `shard`, a piece of all samples' tokens one after the other, or all
+        of them, and the channels from `first` on."""
         keys = self.keys.current
         if keys is None or not self.threshold:
             return x_BTI
-        length = x_BTI.shape[1]
-        own = keys[:, shard * length : (shard + 1) * length] if length < keys.shape[1] else keys
-        dropped: Tensor = _Dropped.apply(x_BTI, own ^ self.key, first, self.threshold)
+        tokens = x_BTI.shape[:2]
+        if tokens != keys.shape:
+            count = tokens.numel()
+            keys = keys.reshape(-1)[shard * count : (shard + 1) * count].view(tokens)
+        dropped: Tensor = _Dropped.apply(x_BTI, keys ^ self.key, first, self.threshold)
         return dropped
 
 

@@ -15,6 +15,7 @@ Shapes: n samples, T tokens, S documents.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,11 +68,21 @@ class GivenBatch:
         return replace(self, batch=Batch(*map(torch.cat, zip(own, added, strict=True))))
 
 
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lens")
+"""Keys of a batch that are read; others are for the loss."""
+
+
 def read_batch(given: Mapping[str, Any], model: ModelSpec, layout: Layout) -> GivenBatch:
     """Return the batch, each row padded on the right to what the context and tensor ranks of `layout` share.
 
     Raises `UserError` for a tensor that is missing, misshapen or out of range.
     """
+    for name in given if isinstance(given, Mapping) else ():
+        near = difflib.get_close_matches(str(name), KEYS, 1, 0.8)
+        if near and name not in KEYS and near[0] not in given:
+            raise UserError(f"batch.{name}: is not read; did you mean {near[0]}?")
+    if not isinstance(given, Mapping):
+        raise UserError(f"batch: is {type(given).__name__}; give a dictionary with input_ids")
     tokens = _integers(given, "input_ids")
     if tokens is None:
         raise UserError("batch: has no input_ids; give the tokens of this rank's samples, (n, T)")
@@ -187,6 +198,12 @@ def _starts_of(lengths: Tensor, tokens: Tensor) -> Tensor:
         raise UserError(
             f"batch.seq_lens: adds up to {int(ends.max())}, and a row has {length} tokens; give lengths that "
             "fit"
+        )
+    if bool((ends[:, -1] < length).any()):
+        row = int((ends[:, -1] < length).nonzero()[0])
+        raise UserError(
+            f"batch.seq_lens: adds up to {int(ends[row, -1])} in row {row}, which has {length} tokens; give "
+            "the lengths of all of a row, or mark its padding in attention_mask and give its length, too"
         )
     starts = torch.zeros(rows, length + 1, dtype=torch.bool)
     return starts.scatter_(1, ends, True)[:, :length]

@@ -67,7 +67,8 @@ class StateOffload:
         tensors += [tensor for part in trainer.parts for _, tensor in part.held()]
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if tensor.device == trainer.mesh.device and storage.nbytes() and storage._cdata not in seen:
+            kept = storage.nbytes() and storage.resizable()  # NumPy shares some of the host's, once saved
+            if tensor.device == trainer.mesh.device and kept and storage._cdata not in seen:
                 seen.add(storage._cdata)
                 yield tensor
 

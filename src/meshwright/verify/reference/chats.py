@@ -20,12 +20,19 @@ Sample = tuple[list[int], list[int], list[int], list[int]]
 def chats(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[], Sample]]]:
     """Return the samples of the chats with these numbers, each with the places of it that are read.
 
-    A chat that is longer than a sample loses its end. Without packing each has a sample of its own. Else the
-    longest come first, of equal ones the first; each goes to the sample that it leaves the least room in, of
-    several the one that took a chat last, or begins a new one.
+    A chat that is longer than a sample loses its end, and is left out if nothing before is trained on.
+    Without packing each has a sample of its own. Else the longest come first, of equal ones the first; each goes to
+    the sample that it leaves the least room in, of several the one that took a chat last, or begins a new
+    one.
     """
-    size = spec.data.seq_len
-    read = {number: min(_length(spec.train.seed, size, number), size) for number in numbers}
+    size, seed = spec.data.seq_len, spec.train.seed
+    whole = {number: _length(seed, size, number) for number in numbers}
+    read = {
+        number: min(length, size)
+        for number, length in whole.items()
+        if length <= size or any(_trained(seed, number, position) for position in range(size))
+    }
+    numbers = list(read)
     if not spec.data.pack:
         return [(read[number], partial(_sample, spec, [(number, read[number])])) for number in numbers]
     members: list[list[int]] = []
