@@ -21,9 +21,9 @@ def chats(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[],
     """Return the samples of the chats with these numbers, each with the places of it that are read.
 
     A chat that is longer than a sample loses its end, and is left out if nothing before is trained on.
-    Without packing each has a sample of its own. Else the longest come first, of equal ones the first; each goes to
-    the sample that it leaves the least room in, of several the one that took a chat last, or begins a new
-    one.
+    Without packing each has a sample of its own. Else the longest come first, of equal ones the first; each
+    goes to the sample that it leaves the least room in, of several the one that took a chat last, or begins a
+    new one.
     """
     size, seed = spec.data.seq_len, spec.train.seed
     whole = {number: _length(seed, size, number) for number in numbers}
