@@ -121,8 +121,10 @@ def in_own_precision(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
     return verify_in_own_precision(spec, mesh, 2)
 
 
-def test_adapters_are_equal_in_their_own_precision(ranks: Ranks) -> None:
-    spec = spec_of(MODEL, precision__compute="bf16", layout__tp=2)
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_adapters_are_equal_in_their_own_precision(ranks: Ranks, experts: bool) -> None:
+    routed = EXPERTS | {"lora__targets": "all-linear,*.experts.*"} if experts else {}
+    spec = spec_of(MODEL, precision__compute="bf16", layout__tp=2, **routed)
     found, _ = ranks.run(spec.layout, in_own_precision, spec)
     assert found is not None and found["equal"], found["first"]
 
