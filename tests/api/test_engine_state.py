@@ -310,7 +310,7 @@ def test_batches_that_cannot_be_taken_are_told(folders: dict[str, Path]) -> None
 def test_a_rate_that_is_none_changes_nothing(folders: dict[str, Path], rate: float) -> None:
     with Engine(spec_of(folders["llama"], {})) as engine:
         engine.forward_backward(whole_batch())
-        with pytest.raises(UserError, match=r"step: lr is .*, which is no learning rate"):
+        with pytest.raises(UserError, match=r"step: lr is .*, which no step can take"):
             engine.step(lr=rate)
         assert engine.step(lr=1e-3)["lr"] == 1e-3
 

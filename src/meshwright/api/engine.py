@@ -194,7 +194,7 @@ class Engine:
         if not self._gradients.batches:
             raise UserError("step: there is no gradient; call forward_backward first")
         if lr is not None and not 0 <= lr < math.inf:
-            raise UserError(f"step: lr is {lr}, which is no learning rate; give 0 or more")
+            raise UserError(f"step: lr is {lr}, which no step can take; give 0 or a positive number")
         count = self._gradients.count
         result = self._gradients.apply(self.steps + 1, lr)
         self.steps += 1
