@@ -161,6 +161,38 @@ def test_a_chat_that_a_cut_leaves_nothing_of_is_left_out(folder: Path, tmp_path:
         corpus_of(folder, rows, data__seq_len=80, train__batch_tokens=80)
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"content": "three"}, ""),
+        ({"content": [{"type": "text", "text": "three"}]}, "1 of 2 chats have words, tools or calls"),
+        ({"content": ""}, "1 of 2 chats have a turn in which the assistant says nothing"),
+    ],
+)
+def test_what_a_template_leaves_out_is_told(
+    said: dict[str, Any], told: str, folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The template renders no list of parts, and has markers."""
+    template = folder / "chat_template.jinja"
+    words = "(message.content if message.content is string else '') + '"
+    template.write_text(template.read_text().replace("message.content + '", words))
+    rows = [ROWS["chat"], {"messages": [MESSAGES[0], {"role": "assistant", **said}]}]
+    corpus_of(folder, written(rows, tmp_path / "rows.jsonl"))
+    warned = [str(each.message) for each in recwarn if "chats have" in str(each.message)]
+    assert len(warned) == bool(told) and all(told in each for each in warned)
+
+
+def test_tools_that_a_template_does_not_render_are_told(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    rows = written([ROWS["chat"] | {"tools": [tool]}], tmp_path / "rows.jsonl")
+    with pytest.warns(UserWarning, match="1 of 1 chats have words, tools or calls"):
+        corpus_of(folder, rows)
+
+
 WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
     "no template": (
         [ROWS["chat"]],

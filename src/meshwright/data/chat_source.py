@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ class ChatSource(TextSource):
         super().__init__(source.name, text_key="")
         self._source, self.format, self._template = source, format, template
         self.changed_prompts = self.unended = 0
+        self.remarks: Counter[str] = Counter()
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the rows."""
@@ -112,6 +114,7 @@ class ChatSource(TextSource):
                 yield EncodedChat(ids, trained, spelt, hashed)
         self.skipped.update(self._source.skipped)
         self.changed_prompts, self.unended = encoder.changed_prompts, encoder.unended
+        self.remarks = encoder.remarks
 
     def tell(self, documents: int) -> None:
         """Warn of rows that were left out, and of prompts that have other tokens alone."""
@@ -119,6 +122,12 @@ class ChatSource(TextSource):
         left = f"{documents // 2:,} pairs" if self.pairs else f"{documents:,} chats"
         if reasons:
             warnings.warn(f"data.corpus: {self.name}: left out {reasons}; {left} are left", stacklevel=3)
+        for remark, count in sorted(self.remarks.items()):
+            warnings.warn(
+                f"data.corpus: {self.name}: {count:,} of {documents:,} {remark}; `meshwright data show` "
+                "prints what is trained on",
+                stacklevel=3,
+            )
         if self.unended:
             warnings.warn(
                 f"data.corpus: {self.name}: in {self.unended:,} of {documents:,} chats no token ends the "

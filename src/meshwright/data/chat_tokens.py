@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.chat_formats import Conversation, Message
+from meshwright.data.chat_remarks import remarks_of
 from meshwright.data.chat_template import ChatTemplate, Span
 from meshwright.data.chat_turns import assistant_spans
 from meshwright.data.tokenizer import IDs, Tokenizer
@@ -40,7 +42,7 @@ class ChatEncoder:
 
     `changed_prompts` counts those whose prompt alone has other tokens than before its completion, and
     `unended` the chats whose last trained word is followed by no added token: a model does not learn of these
-    where to stop.
+    where to stop. `remarks` counts what else chats fail to teach (`chat_remarks`).
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
@@ -50,6 +52,7 @@ class ChatEncoder:
             template = template.at(datetime.now())  # all chats of a corpus tell one date
         self._tokenizer, self._template = tokenizer, template
         self.changed_prompts = self.unended = 0
+        self.remarks: Counter[str] = Counter()
         self._added = tokenizer.added_tokens
         self._stops = [tokenizer.decode([token]) for token in tokenizer.tokens.stop_ids]
 
@@ -98,6 +101,7 @@ class ChatEncoder:
             text, spans = assistant_spans(
                 template, messages, tools, variables, list(self._added.values()), self._stops
             )
+        self.remarks.update(remarks_of(template, conversation, text, spans, self._added.values()))
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         trained = tokens_in(spans, offsets)
         if not trained.any() and any(message["role"] == "assistant" for message in messages):
