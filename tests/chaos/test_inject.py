@@ -266,7 +266,8 @@ def test_one_bit_of_one_parameter_flips(plan_of: Callable[..., FaultPlan]) -> No
     plan = plan_of(Fault("flip", 0, "data", step=1, number=1234567))
     arm(plan)
     rank: Any = Rank(plan)
-    rank.trainer = SimpleNamespace(states=SimpleNamespace(parameters=lambda: held))
+    unit = SimpleNamespace(quantised=None, parameters_stored=lambda: held)
+    rank.trainer = SimpleNamespace(states=SimpleNamespace(units=[unit]))
     rank.steps(3)
     bits = [
         (left.view(-1).view(torch.int32) ^ right.view(-1).view(torch.int32)).tolist()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_peft import InFloat64, decoder_of, theirs_with
+from peft_models import InFloat64, decoder_of, theirs_with
 from torch import Tensor
 
 from blocks_in_numpy import in_numpy
 from meshwright.comm.mesh import Mesh
-from meshwright.exchange.peft_adapter import peft_layers, to_peft
+from meshwright.exchange.peft_adapter import names_in_file, peft_layers
 from meshwright.spec import RunSpec, load
 from meshwright.spec.lora import BASE_BITS, is_adapter
 from meshwright.spec.parameters import BaseFormat
@@ -78,5 +78,5 @@ def test_logits_and_gradients_are_those_of_peft_on_rounded_weights(
     loss_of(theirs).backward()
     wanted = {name.replace(".default.", "."): each.grad for name, each in model.named_parameters()}
     for layer in peft_layers(decoder.spec, spec.lora):
-        for mine, name in zip(to_peft(layer, spec.lora.rank, found), layer.names, strict=True):
+        for mine, name in zip(layer.to_peft(spec.lora.rank, found), names_in_file(layer), strict=True):
             torch.testing.assert_close(mine, wanted[name], rtol=1e-10, atol=1e-13)

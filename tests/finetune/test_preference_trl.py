@@ -24,7 +24,7 @@ from hf_models import read_whole
 from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.data.packing import IGNORE
-from meshwright.exchange.peft_adapter import peft_layers, to_peft
+from meshwright.exchange.peft_adapter import names_in_file, peft_layers
 from meshwright.parallel.preference import METRICS
 from meshwright.spec import RunSpec, load
 from meshwright.verify.reference.weights import initial_weights
@@ -108,7 +108,7 @@ def by_peft(spec: RunSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: each
         for layer in peft_layers(spec.model, spec.lora)
-        for name, each in zip(layer.names, to_peft(layer, spec.lora.rank, tensors), strict=True)
+        for name, each in zip(names_in_file(layer), layer.to_peft(spec.lora.rank, tensors), strict=True)
     }
 
 

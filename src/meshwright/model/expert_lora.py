@@ -52,7 +52,10 @@ class ExpertAdapter(nn.Module, NoAdapter):
         super().__init__()
         experts, outputs, inputs = weight_EOI.shape
         self.scale, self.enabled = scale, True
-        self.lora_a, self.lora_b = _Matrices(experts, rank, inputs), _Matrices(experts, outputs, rank)
+        self.lora_a, self.lora_b = (
+            _ExpertMatrices(experts, rank, inputs),
+            _ExpertMatrices(experts, outputs, rank),
+        )
 
     @property
     def factors(self) -> Sequence[nn.Parameter]:
@@ -78,7 +81,7 @@ class ExpertAdapter(nn.Module, NoAdapter):
         return grouped_mm(x_RI, self.lora_a.weight.detach(), groups).mul_(self.scale)
 
 
-class _Matrices(nn.Module):
+class _ExpertMatrices(nn.Module):
     """A matrix for each expert, without values yet."""
 
     def __init__(self, *shape: int) -> None:

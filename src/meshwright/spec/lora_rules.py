@@ -117,7 +117,7 @@ def rows_of_the_base_are_whole_blocks(spec: Sections) -> None:
         return
     tp = spec.layout.tp
     for parameter in (each for unit in parameters(spec.model).values() for each in unit):
-        if not is_adaptable(parameter):
+        if not is_adaptable(parameter) or parameter.expert:  # experts stay as they are
             continue
         ranks = tp if parameter.split is not None and parameter.dim == 1 else 1
         whole, inputs = parameter.shape[1], parameter.shape[1] // ranks
