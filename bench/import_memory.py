@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +38,10 @@ print(json.dumps({"before": before, "above": memory("VmHWM") - before}))
 
 def measured(folder: Path, out: Path) -> dict[str, int]:
     """Import a folder in a process of its own: its bytes `before`, and the peak `above` these."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT, str(folder), str(out)], capture_output=True, text=True, check=True
-    )
+    words = [sys.executable, "-c", IMPORT, str(folder), str(out)]
+    # Without it glibc keeps some freed tensors, more or fewer of them from run to run.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
 
