@@ -26,7 +26,7 @@ from meshwright.runs.record import read_metrics
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import from_tree
 from meshwright.train.held_out import Likelihood, likelihoods
-from meshwright.train.step import nll
+from meshwright.train.nll import nll
 from ranks import Ranks
 
 SEQ_LEN = 24

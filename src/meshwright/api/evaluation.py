@@ -312,7 +312,7 @@ class _Texts:
         """Return the likelihood of each domain by the weights of a checkpoint with this state."""
         from meshwright.infer.forward import no_token_dropped
         from meshwright.train.held_out import likelihoods
-        from meshwright.train.step import nll
+        from meshwright.train.nll import nll
 
         self._check_own(state)
         found: Result = {}

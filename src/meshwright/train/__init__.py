@@ -1,9 +1,10 @@
 """Training: the step, the loop around it, and the state that checkpoints hold.
 
-`step` is the step, with the `parts` that it may have, and `loop` the run around it, which `open_run`
-opens. `state` is what a checkpoint holds, `saves` when one is written. `validation` measures the
-likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is relative to,
-`memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and samples,
+`step` is the step, with the `parts` that it may have, `nll` its loss without gradients, and `loop` the run
+around it, which `open_run` opens. `state` is what a checkpoint holds, `saves` when one is written.
+`validation` measures the likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is
+relative to, `memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and
+samples,
 `island_world` is the world that a run's ranks form, `signals` and `garbage_collection` are what happens
 between steps, and the folder `guard` watches the numbers. For loops of others, `given_batch` reads their
 batches, `accumulation` adds up gradients before a step, and `state_offload` frees a device's memory.

@@ -188,7 +188,7 @@ def _starts_of(lengths: Tensor, tokens: Tensor) -> Tensor:
     """True where a document of `seq_lens` begins, and where padding behind the last one does."""
     rows, length = tokens.shape
     lengths = lengths.unsqueeze(0) if lengths.ndim == 1 else lengths
-    if lengths.ndim != 2 or len(lengths) != rows or bool((lengths < 0).any()):
+    if lengths.ndim != 2 or len(lengths) != rows or not lengths.shape[1] or bool((lengths < 0).any()):
         raise UserError(
             f"batch.seq_lens: has shape {list(lengths.shape)} for {rows} rows; give the lengths of each "
             "row's documents, (n, S), with zeros behind them"

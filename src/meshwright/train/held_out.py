@@ -65,7 +65,7 @@ def likelihoods(
     """Return the likelihood of each source's share of the first `max_tokens` targets (default all).
 
     All ranks call this, each with the reader of its data rank; `nll` gives this rank's share of a batch
-    (`train.step.nll`). Raises the error of a batch that could not be read.
+    (`train.nll.nll`). Raises the error of a batch that could not be read.
     """
     sources = range(len(reader.split.sizes))
     found = torch.zeros(len(sources), 2, dtype=torch.float64, device=mesh.device)

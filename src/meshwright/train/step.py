@@ -20,16 +20,13 @@ from meshwright.optim.clipping import Clipping
 from meshwright.optim.lr_schedule import learning_rate
 from meshwright.optim.offload import MomentMemory
 from meshwright.optim.optimisers import OPTIMISER_CLASSES
-from meshwright.parallel.context_parallel import share
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.loss_normalization import (
-    count_targets,
     power_and_rest,
     weight_of_a_target,
 )
 from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import initialise, parallelize, round_stored
-from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.quantised_weights import put_values
 from meshwright.parallel.router_balance import LayerBalance
@@ -38,6 +35,7 @@ from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.lora import is_adapter
 from meshwright.train.memory_use import memory_bytes
+from meshwright.train.nll import loss_and_count, own_targets
 from meshwright.train.parts import Sources, parts_of
 
 P = TypeVar("P", bound=StepPart)
@@ -403,39 +401,6 @@ class Trainer:
         counts = (part.own_count(batch) for part in self.parts)
         found = next((count for count in counts if count is not None), None)
         return own_targets(self.pipeline, batch) if found is None else found
-
-
-def nll(pipeline: Pipeline, micro_batch: int, batch: Batch) -> Tensor:
-    """Return this rank's share of a batch's negative log-likelihood and of its targets, (2,) in float64.
-
-    The sums over all ranks are in nats, and the number of targets. All ranks of the mesh call this, each with
-    the samples of its data rank.
-    """
-    own = own_tokens(batch, pipeline.mesh)
-    return loss_and_count(pipeline, micro_batch, own, own_targets(pipeline, batch))
-
-
-@torch.no_grad()
-def loss_and_count(pipeline: Pipeline, micro_batch: int, own: Batch, count: int) -> Tensor:
-    """Return this rank's share of the loss of a batch, of which it has the tokens `own`, and of its `count`,
-    (2,) in float64."""
-    mesh = pipeline.mesh
-    micros = list(microbatches(own, micro_batch, mesh.device))
-    for stage in pipeline.stages.values():
-        stage.target_weight = 1.0
-    losses = pipeline.forward(micros)
-    found = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    if losses and mesh.tensor.rank == 0:
-        found[0] = torch.stack(losses).double().sum()
-        found[1] = count
-    return found
-
-
-def own_targets(pipeline: Pipeline, batch: Batch) -> int:
-    """Return the targets whose loss this rank computes, and no other of its tensor ranks counts."""
-    if not pipeline.has_end or pipeline.mesh.tensor.rank > 0:
-        return 0
-    return count_targets(share(batch.targets, pipeline.mesh.context))
 
 
 def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ The reference (`reference/`) is written apart from what it checks, its initial w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -107,12 +107,7 @@ def _side_by_side(
         comparison.note(
             number, "samples", compare_samples(number, samples, wanted["samples"], spec.at_step(number))
         )
-        for kind in kinds_of_a_step(spec.train.moments):
-            if kind in PHASES:
-                first = spec.of_step_group().at_step(number)
-                comparison.note(number, kind, differences(number, kind, sums, wanted, first))
-            elif kind in wanted:  # optimisers have moments of their own
-                comparison.add(number, kind, found[kind], due[kind], minuends(kind, wanted))
+        _compare_step(comparison, spec, number, found, sums, wanted, due)
         comparison.note(number, "frozen", _moved(spec, number, initial, found["parameter"]))
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
@@ -128,6 +123,25 @@ def _side_by_side(
         comparison.add(steps, "validation loss", held_out, losses)
     verdict = comparison.result(axes_of(spec.layout, spec.microbatches))
     return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+
+
+def _compare_step(
+    comparison: Comparison,
+    spec: RunSpec,
+    number: int,
+    found: ReferenceStep,
+    sums: list[tuple[list[int], list[Row]]],
+    wanted: ReferenceStep,
+    due: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Add the values of a step, kind by kind: `sums` of modules, and others that were `found` to what is
+    `due`."""
+    for kind in kinds_of_a_step(spec.train.moments):
+        if kind in PHASES:
+            first = spec.of_step_group().at_step(number)
+            comparison.note(number, kind, differences(number, kind, sums, wanted, first))
+        elif kind in wanted:  # optimisers have moments of their own
+            comparison.add(number, kind, found[kind], due[kind], minuends(kind, wanted))
 
 
 def _moved(
