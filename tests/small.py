@@ -14,7 +14,8 @@ from meshwright.parallel.data_parallel import DataParallel
 from meshwright.spec import RunSpec, load
 from meshwright.train import matmul_peak as peak
 from meshwright.train import metrics
-from meshwright.train.step import Sums, Totals, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_sums import Sums, Totals
 
 MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 

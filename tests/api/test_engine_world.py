@@ -83,8 +83,11 @@ def test_a_pretrained_model_takes_dotted_keys_and_a_run_file_its_own(folder: Pat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"outer.every": 2, "layout.replicate": 2}, "outer: an engine's ranks take each step together"),
-        ({"distil.teacher": "runs/teacher"}, "distil: an engine has no teacher"),
+        ({"outer.every": 2, "layout.replicate": 2}, "outer: with it a step uses gradients later, or lets"),
+        (
+            {"distil.teacher": "runs/teacher"},
+            "distil: with it a step learns from a teacher, and an engine",
+        ),
     ],
 )
 def test_runs_that_need_more_than_batches_are_refused(

@@ -44,20 +44,15 @@ def pretrained_spec(model: Path | str, keys: Mapping[str, Any], caller: str = "f
 
 def check_runnable(spec: RunSpec) -> None:
     """Raise `UserError` for a run whose steps need more than a batch and its loss."""
-    if spec.step_groups > 1 or spec.staleness or spec.own_step_group is not None:
+    for table, deed in spec.tables_of_steps.items():
         raise UserError(
-            "outer: an engine's ranks take each step together, with its own gradients; remove the table"
+            f"{table}: with it a step {deed}, and an engine's steps apply the gradients of a caller's batch "
+            f"and loss_fn alone; remove the table"
         )
     if spec.train.epochs is not None:
         raise UserError(
             f"train.epochs: {spec.train.epochs:g} cannot be counted, as an engine reads no corpus; give the "
             "steps of your loop as train.steps"
-        )
-    if spec.distil is not None:
-        raise UserError("distil: an engine has no teacher; remove the table, and give a loss_fn")
-    if spec.preference is not None:
-        raise UserError(
-            "preference: an engine takes batches of a caller; remove the table, and give a loss_fn"
         )
 
 

@@ -33,7 +33,7 @@ def folder_of(out: Path | None, spec: RunSpec | None = None) -> Iterator[Path]:
         out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
     if out is not None:
         out = Path(out)
-        alone = worker() is None and (spec is None or spec.outer.island is None)  # nobody else writes there
+        alone = worker() is None and (spec is None or spec.own_step_group is None)  # nobody else writes there
         there = out.exists() or not alone
         try:
             yield out
@@ -55,7 +55,7 @@ def folder_of(out: Path | None, spec: RunSpec | None = None) -> Iterator[Path]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return True for a folder in which a run, or one of its islands, has begun, saved anything or hung."""
+    """Return True for a folder in which a run, or one of its step groups, has begun, saved or hung."""
     return any(
         next(folder.rglob(name), None) is not None for name in ("run.json", "step-*", "chaos.*", "stacks-*")
     )

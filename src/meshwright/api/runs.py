@@ -63,7 +63,7 @@ def train(
     With `nodes` (least, most) this host is one of so many that run the same on a common `out`, with `nproc`
     ranks each (default: one for each GPU, or core): hosts may be lost and join while the run goes on, and the
     data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`;
-    so do other islands, where `outer.island` says which one this host trains.
+    so do other step groups, where `spec.own_step_group` is the one that this host trains.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -85,14 +85,14 @@ def train(
         check_host(spec, folder)
         if resume is not None:
             check_resumed_weights(spec, folder)
-        if spec.outer.island is not None:
-            folder = island_folder(folder, spec.outer.island)
-        free_running = spec.outer.quorum is not None and spec.outer.island is None
+        if spec.own_step_group is not None:
+            folder = island_folder(folder, spec.own_step_group)
+        free_running = spec.free_step_groups
         if resume is None or free_running:  # else the ranks do it, since to read checkpoints takes torch
             check_folder(spec, folder, resume)
         if resume is None:
             check_weights(spec)
-        if spec.outer.island is not None or free_running:
+        if spec.own_step_group is not None or free_running:
             make_folder(folder)
         if free_running:
             from meshwright.api.island_runs import train_islands

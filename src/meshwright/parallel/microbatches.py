@@ -1,4 +1,4 @@
-"""The part of a data rank's batch that a rank computes, and its microbatches."""
+"""The part of a data rank's batch that a rank computes, its microbatches, and the kinds of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.parallel.context_parallel import share
+from meshwright.spec import RunSpec
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
@@ -30,3 +31,18 @@ def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Batc
     count, there = batch.tokens.shape[0], batch.to(device)
     for start in range(0, count, size):
         yield there.rows(start, min(start + size, count))
+
+
+def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
+    """Microbatches of zeros, one for each way in which documents change what a compiler sees.
+
+    One document needs no mask. Several need one, or the power of two above the longest, a number that a
+    compiler takes for a constant until it has seen a second one.
+    """
+    shape = spec.micro_batch, spec.data.seq_len
+    zeros, alone = torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], -1)
+    places = torch.arange(shape[1])
+    ends = (shape[1], shape[1] // 2, shape[1] - 1) if spec.data.document_mask else (shape[1],)
+    for end in ends:
+        documents = (places >= end).long().expand(shape)
+        yield Batch(zeros, zeros, places.expand(shape), documents, alone, alone)

@@ -227,10 +227,10 @@ def further_tokens_have_a_loss(spec: Sections) -> None:
             f"model.position: 'learned' does not go with {part}, whose layer takes embeddings of tokens "
             f"without their positions; give 'rope', or model.mtp_num_layers = 0"
         )
-    if spec.distil is not None:
+    for table, source in spec.tables_of_models.items():
         raise UserError(
-            f"distil: a teacher answers about the next token alone, and {part} predicts one more; give "
-            f"model.mtp_num_layers = 0, or --distil none"
+            f"{table}: {source} answers about the next token alone, and {part} predicts one more; give "
+            f"model.mtp_num_layers = 0, or --{table} none"
         )
     if train.offload_activations != "none":
         raise UserError(

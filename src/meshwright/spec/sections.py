@@ -277,6 +277,11 @@ class Sections(FrozenModel):
         return self.outer.island
 
     @property
+    def free_step_groups(self) -> bool:
+        """True if all step groups of this run are worlds of their own, none of which waits for the others."""
+        return self.outer.quorum is not None and self.outer.island is None
+
+    @property
     def exchange_period(self) -> int:
         """Steps between two exchanges of a parameter over all step groups; 0 where there is one."""
         return self.outer.every
@@ -305,6 +310,16 @@ class Sections(FrozenModel):
     def tables_of_models(self) -> dict[str, str]:
         """Table -> the further model, in a word or two, that it gives a run; `spec.other_models` reads it."""
         return {} if self.distil is None else {"distil": "a teacher"}
+
+    @property
+    def tables_of_steps(self) -> dict[str, str]:
+        """Table -> what a step does for it besides the gradients of its batch, in a few words."""
+        found = {table: f"learns from {model}" for table, model in self.tables_of_models.items()}
+        if self.preference is not None:
+            found["preference"] = "compares pairs of answers"
+        if self.outer.every or self.outer.staleness or self.outer.island is not None:
+            found["outer"] = "uses gradients later, or lets groups of ranks step apart"
+        return found
 
     @property
     def uncounted_tables(self) -> dict[str, str]:

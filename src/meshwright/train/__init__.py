@@ -1,7 +1,8 @@
 """Training: the step, the loop around it, and the state that checkpoints hold.
 
-`step` is the step, with the `parts` that it may have, `nll` its loss without gradients, and `loop` the run
-around it, which `open_run` opens. `state` is what a checkpoint holds, `saves` when one is written.
+`step` is the step, with the `parts` that it may have and the `step_sums` over its ranks, `nll` its loss
+without gradients, and `loop` the run around it, which `open_run` opens, from its `starting_point`. `state` is
+what a checkpoint holds, `saves` when one is written.
 `validation` measures the likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is
 relative to, `memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and
 samples,

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
 from meshwright.checkpoint.directory import published
-from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.snapshots import NoSnapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.parallel.flat_param import Stored
 from meshwright.rank.machine import machine
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
@@ -35,6 +30,7 @@ from meshwright.train.island_world import World
 from meshwright.train.metrics import Metrics
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
+from meshwright.train.starting_point import StartingPoint, StartingPoints
 from meshwright.train.step import StepResult, Trainer
 from meshwright.train.validation import Validation
 
@@ -68,16 +64,16 @@ class TrainingRun:
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
         self.out, self.observers, self.corpus = out, observers, corpus
         self.world, self.loader, self.trainer = world, loader, trainer
-        self.store, self.snapshots, self._weights = store, snapshots, weights
-        self.samples = SampleRecord(mesh)
+        self.store, self.snapshots = store, snapshots
         self.saves = Saves(spec, self.control, store, observers)
         self.guard = Guard(trainer, loader, observers)
+        self.starting_points = StartingPoints(
+            spec, mesh, corpus, trainer, store, snapshots, self.guard, weights
+        )
         self.metrics = Metrics(trainer)
         self.validation = Validation(spec, mesh, trainer, corpus, loader, observers)
-        self.done = 0
-        self.from_memory = False
+        self._stand_at(StartingPoint(SampleRecord(mesh)))
         self.skipped = self.steps_timed = self.warned = 0
-        self.loss = math.nan
 
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
@@ -123,15 +119,7 @@ class TrainingRun:
     # Start ------------------------------------------------------------------------------------------
 
     def _start(self, resume: str | None) -> None:
-        if resume is None:
-            if self.store.latest() is not None:
-                raise UserError(
-                    f"{self.store.directory} already holds checkpoints; go on with --resume auto, or give "
-                    f"another --out or checkpoint.dir"
-                )
-            self._initialise()
-        else:
-            self._resume(resume)
+        self._go_on_from(self.starting_points.take(resume))
         if not self.metrics.peak_flops:  # a snapshot has it, and a restart has no time to lose
             self.metrics.measure_peak()
         self.observers.on_start(
@@ -153,16 +141,17 @@ class TrainingRun:
         if self.from_memory:  # the ranks may have died in what was due after that step
             self._validate_and_save()
 
-    def _initialise(self) -> None:
-        """Take the weights of `model.weights`, each rank its own part, or draw them."""
-        weights = self.control.together(self._weights)
-        if weights is not None and weights.exact and self.spec.precision.base != "fp64":
-            self.store.warnings.append(
-                f"model.weights: {self.spec.model.weights} has weights in float64, which this run rounds to "
-                f"{self.spec.precision.master}; give precision.compute = fp64 to keep them as they are"
-            )
-        self.control.together(lambda: self.trainer.initialise(weights))
-        self.store.save_frozen(state.frozen_tensors(self.trainer))
+    def _stand_at(self, point: StartingPoint) -> None:
+        self.done, self.loss, self.samples = point.done, point.loss, point.samples
+        self.from_memory = point.from_memory
+
+    def _go_on_from(self, point: StartingPoint) -> None:
+        """Take a state as the run's own, and note the samples again that its digest lacks."""
+        self._stand_at(point)
+        self.metrics.peak_flops = point.peak_flops or self.metrics.peak_flops
+        self.saves.start(point.done, point.saved)
+        for step in range(self.samples.steps, self.done):
+            self.samples.note(self.world.within(self.loader.step(step)))
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
@@ -170,97 +159,6 @@ class TrainingRun:
             if self.mesh.rank == 0:
                 warnings.warn(warning, stacklevel=2)
         self.warned = len(self.store.warnings)
-
-    def _resume(self, resume: str) -> None:
-        if resume != "auto" and not resume.isdecimal():
-            raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
-        step, latest = None if resume == "auto" else int(resume), self.store.latest()
-        if self._resume_from_memory(resume, latest):
-            return
-        if resume == "auto" and latest is None:
-            self.store.warnings.append(
-                f"{self.store.directory} holds no checkpoint: the run starts from its initial weights"
-            )
-            self._initialise()
-            return
-
-        frozen = state.frozen_tensors(self.trainer)
-        kept = self._load(partial(self.store.load, step, converted=frozen), frozen)
-        state.put_frozen(self.trainer, frozen)
-        self._restore(kept)
-        self.store.save_frozen(state.frozen_tensors(self.trainer))
-        if step is not None and latest != step:
-            self.store.go_back(step)
-        self.saves.start(self.done)
-        self.samples = SampleRecord(self.mesh, kept["samples_sha256"], self.done)
-        if self.done > self.spec.train.last_step:
-            raise UserError(
-                f"train.steps: the checkpoint is at step {self.done}, after the last step "
-                f"{self.spec.train.last_step}; give more steps"
-            )
-
-    def _resume_from_memory(self, resume: str, latest: int | None) -> bool:
-        """Go on from the newest snapshot, unless the checkpoint of step `latest` is newer or asked for.
-
-        Samples that its digest lacks are noted again. A damaged snapshot is reported, and not used.
-        """
-        step = self.snapshots.newest()
-        if step is None or resume != "auto" or step < (latest or 0):
-            self.snapshots.clear()
-            return False
-        try:
-            form = state.form(self.trainer)
-            kept = self._load(partial(self.snapshots.load, step, form=form))
-            frozen = state.frozen_tensors(self.trainer)
-            self.store.frozen.load(kept.get("frozen"), frozen)
-            state.put_frozen(self.trainer, frozen)
-        except BadCheckpointError as error:
-            self.store.warnings.append(f"{error}; the last checkpoint is used instead")
-            self.snapshots.clear()
-            return False
-        self._restore(kept)
-        self.from_memory, self.metrics.peak_flops = True, kept["matmul_flops_per_second"]
-        self.saves.start(step, saved=latest == step)
-        self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
-        for step in range(self.samples.steps, self.done):
-            self.samples.note(self.world.within(self.loader.step(step)))
-        return True
-
-    def _load(
-        self,
-        load: Callable[[dict[str, Stored], Callable[[Row], None]], Row],
-        frozen: Mapping[str, Stored] = MappingProxyType({}),
-    ) -> Row:
-        """Fill the run's tensors; which of them there are is known once the checkpoint's state is read.
-
-        Those in `frozen` are filled, too.
-        """
-        tensors = state.tensors(self.trainer)
-
-        def check(kept: Row) -> None:
-            self._check_same_run(kept)
-            there = state.tensors_in(self.trainer, kept)
-            tensors.clear()
-            tensors.update({**there, **frozen})
-
-        return load(tensors, check)
-
-    def _check_same_run(self, kept: Row) -> None:
-        state.check_fields(kept, self.store.directory)
-        state.check_same_run(
-            self.spec, kept, self.corpus.digest, self._name(kept), self.corpus.first_token_remark
-        )
-        for part in self.trainer.parts:
-            part.check(kept, self._name(kept))
-
-    def _name(self, kept: Row) -> str:
-        return f"the checkpoint of step {kept['step']} in {self.store.directory}"
-
-    def _restore(self, kept: Row) -> None:
-        state.restore(self.trainer, kept)
-        self.guard.restore(kept.get("guard"), self._name(kept))
-        self.done = int(kept["step"])
-        self.loss = kept["loss"] if kept["loss"] is not None else math.nan
 
     # Steps ------------------------------------------------------------------------------------------
 
@@ -337,7 +235,7 @@ class TrainingRun:
         latest = self.store.latest() or 0  # later ones were abandoned
         steps = self.control.on_first(lambda: list(published(self.store.directory)))
         goal = self.guard.goal_of_rollback(first, spiked, [step for step in steps if step <= latest])
-        self._resume(str(goal))
+        self._go_on_from(self.starting_points.resume(str(goal)))
         self.guard.skip(goal, spiked, before)
         self.batch = self.control.together(lambda: self.loader.step(self.done))
         self.trainer.expect(self.batch)

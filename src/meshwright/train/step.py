@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from meshwright.parallel.loss_normalization import (
     power_and_rest,
     weight_of_a_target,
 )
-from meshwright.parallel.microbatches import microbatches, own_tokens
+from meshwright.parallel.microbatches import kinds_of_microbatches, microbatches, own_tokens
 from meshwright.parallel.parallelize import initialise, parallelize, round_stored
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.quantised_weights import put_values
@@ -37,6 +37,7 @@ from meshwright.spec.lora import is_adapter
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.nll import loss_and_count, own_targets
 from meshwright.train.parts import Sources, parts_of
+from meshwright.train.step_sums import Sums, Totals
 
 P = TypeVar("P", bound=StepPart)
 
@@ -62,47 +63,6 @@ class StepResult:
     """The mean loss of the tokens after the next ones, where the model predicts them, without its factor."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Fields that parts of the step add to its metrics."""
-
-
-class Totals(NamedTuple):
-    """Numbers of one step that all ranks need, summed over all of them."""
-
-    squares: float
-    """The square of the norm of the gradients that the backward left, without `Trainer.gradient_factor`."""
-    loss: float
-    targets: float
-    """Targets of the step after this one."""
-    failures: float
-    stops: float
-
-
-class Sums:
-    """Numbers of a step in float64, summed over all ranks, on their way from the device to the host."""
-
-    def __init__(self, numbers: Tensor, following: Batch | None = None) -> None:
-        """`numbers` are those of `Totals`, then the squares of the parameters' norms where these are clipped.
-
-        `following` is the batch whose targets are counted.
-        """
-        self.on_device, self.following = numbers, following
-
-    def start_read(self, *more: Tensor) -> Callable[[], list[float]]:
-        """Start to copy the numbers, and `more` after them, behind what the device has been given until now.
-
-        Returns a function that waits for the copy, and not for what the device is given in between.
-        """
-        joined = torch.cat([self.on_device, *more]) if more else self.on_device
-        copy, came = joined.to("cpu", non_blocking=True), torch.cuda.Event() if joined.is_cuda else None
-        if came is not None:
-            came.record()
-
-        def read() -> list[float]:
-            if came is not None:
-                came.synchronize()
-            numbers: list[float] = copy.tolist()
-            return numbers
-
-        return read
 
 
 class Trainer:
@@ -401,18 +361,3 @@ class Trainer:
         counts = (part.own_count(batch) for part in self.parts)
         found = next((count for count in counts if count is not None), None)
         return own_targets(self.pipeline, batch) if found is None else found
-
-
-def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
-    """Microbatches of zeros, one for each way in which documents change what a compiler sees.
-
-    One document needs no mask. Several need one, or the power of two above the longest, a number that a
-    compiler takes for a constant until it has seen a second one.
-    """
-    shape = spec.micro_batch, spec.data.seq_len
-    zeros, alone = torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], -1)
-    places = torch.arange(shape[1])
-    ends = (shape[1], shape[1] // 2, shape[1] - 1) if spec.data.document_mask else (shape[1],)
-    for end in ends:
-        documents = (places >= end).long().expand(shape)
-        yield Batch(zeros, zeros, places.expand(shape), documents, alone, alone)
