@@ -55,6 +55,15 @@ def short(count: float) -> str:
     return f"{count:,.4g}" if abs(count) < 1000 else f"{count:,.0f}"
 
 
+def counted(number: int, plural: str) -> str:
+    """A number with what it counts, given by a plural as its first word: 1 chat without an end, 2 chats.
+
+    Words that are no plural of a noun, such as "empty", stay as they are.
+    """
+    words = plural if number != 1 else re.sub(r"(?<=ch)es\b|(?<=\w)s\b", "", plural, count=1)
+    return f"{number:,} {words}"
+
+
 def percent(share: float) -> str:
     """A share as a percentage with one decimal: 0.0312 is 3.1%."""
     return f"{100 * share:.1f}%"

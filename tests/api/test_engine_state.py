@@ -306,8 +306,49 @@ def test_batches_that_cannot_be_taken_are_told(folders: dict[str, Path]) -> None
             engine.forward_backward(torch.zeros(2, 4))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0])
-def test_a_rate_that_is_none_changes_nothing(folders: dict[str, Path], rate: float) -> None:
+UNTRAINED = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), -100)}
+ARGUMENTS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    r'count: "a" is no number of tokens or samples; give a finite one': (whole_batch(), {"count": "a"}),
+    "count: -1 is no number": (whole_batch(), {"count": -1}),
+    "count: nan is no number": (whole_batch(), {"count": float("nan")}),
+    "count: adds up to 0 over all data ranks": (whole_batch(), {"count": 0}),
+    "batch.labels: no token of any data rank is trained": (UNTRAINED, {}),
+    "micro_batch: 0 is no number of samples": (whole_batch(), {"micro_batch": 0}),
+    r'micro_batch: "2" is no number of samples': (whole_batch(), {"micro_batch": "2"}),
+    "loss_fn: 8 is no function; .* as count=": (whole_batch(), {"loss_fn": 8}),
+}
+
+
+@pytest.mark.parametrize("message", ARGUMENTS)
+def test_arguments_that_cannot_be_taken_are_told(folders: dict[str, Path], message: str) -> None:
+    batch, arguments = ARGUMENTS[message]
+    with Engine(spec_of(folders["llama"], {})) as engine:
+        with pytest.raises(UserError, match=message):
+            engine.forward_backward(batch, **arguments)
+        if "micro_batch" in arguments:
+            with pytest.raises(UserError, match=message):
+                engine.log_probs(batch, **arguments)
+        assert engine.forward_backward(whole_batch())["loss"] > 0  # nothing was lost
+        engine.step()
+
+
+def untrained_on_all_but_one(mesh: Mesh, spec: RunSpec) -> list[float]:
+    """Counts of a batch of which one data rank trains nothing."""
+    with Engine(spec, mesh=mesh) as engine:
+        row = engine.forward_backward(UNTRAINED if engine.data_rank else whole_batch())
+        return [row["count"], row["loss"]]
+
+
+def test_a_data_rank_may_have_nothing_to_train(ranks: Ranks, folders: dict[str, Path]) -> None:
+    spec = spec_of(folders["llama"], {"dp": 2})
+    with Engine(spec_of(folders["llama"], {})) as engine:
+        wanted = engine.forward_backward(whole_batch())
+    for count, loss in ranks.run(spec.layout, untrained_on_all_but_one, spec):
+        assert count == wanted["count"] and loss == pytest.approx(wanted["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, "fast"])
+def test_a_rate_that_is_none_changes_nothing(folders: dict[str, Path], rate: Any) -> None:
     with Engine(spec_of(folders["llama"], {})) as engine:
         engine.forward_backward(whole_batch())
         with pytest.raises(UserError, match=r"step: lr is .*, which no step can take"):
@@ -343,7 +384,7 @@ def test_a_batch_that_one_rank_cannot_take_ends_the_call_on_all(
 ) -> None:
     spec = spec_of(folders["llama"], LAYOUTS["dp2 zero3"])
     found = ranks.run(spec.layout, one_bad_batch, spec)
-    assert "rank 1 was given one that it cannot take" in found[0]
+    assert "rank 1 was given what it cannot take" in found[0]
     assert "has no input_ids" in found[1]
 
 

@@ -33,10 +33,10 @@ def test_keys_tell_the_format(keys: list[str], wanted: str) -> None:
 
 
 def test_keys_of_no_format_are_told_with_what_would_work() -> None:
-    words = (
-        r"keys are question, answer, .* messages for chat; prompt and completion for prompt; instruction and "
-    )
+    words = r"keys are url, id, .* messages for chat; prompt and completion for prompt; instruction and "
     with pytest.raises(UserError, match=f"^data.format: a row's {words}output for alpaca"):
+        format_of(["url", "id"])
+    with pytest.raises(UserError, match=r"'alpaca' .* with --data.columns.instruction question --data"):
         format_of(["question", "answer"])
     with pytest.raises(UserError, match="keys are none"):
         format_of([])
@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "no role": (
         "chat",
         {"messages": [{"content": "a"}]},
-        r"key 'messages\[0\].role': it is null; give one of system, ",
+        r"key 'messages\[0\].role': it is missing; give one of system, ",
     ),
     "another role": (
         "chat",
@@ -243,7 +243,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "a prompt without a completion": (
         "prompt",
         {"prompt": "a"},
-        r"key 'completion': it is null; give a text",
+        r"key 'completion': it is missing; the row's keys are prompt; add it, or remove the row",
     ),
     "a prompt of both": (
         "prompt",
@@ -255,7 +255,37 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         {"prompt": [], "completion": turns("a")},
         r"key 'prompt': it has no message",
     ),
-    "no output": ("alpaca", {"instruction": "a"}, r"key 'output': it is null; give a text"),
+    "no output": (
+        "alpaca",
+        {"instruction": "a"},
+        r"key 'output': it is missing; the row's keys are instruction;",
+    ),
+    "a null output": (
+        "alpaca",
+        {"instruction": "a", "output": None},
+        r"key 'output': it is null; give a text",
+    ),
+    "other names": (
+        "alpaca",
+        {"Question": "a", "answer": "b"},
+        r"key 'instruction': it is missing; .* --data.columns.instruction Question --data.columns.output",
+    ),
+    "another format": (
+        "chat",
+        {"instruction": "a", "output": "b"},
+        r"f line 3, key 'messages': it is missing; .* make it alpaca, and it is read as chat, .*mixture",
+    ),
+    "a null role": ("chat", {"messages": [{"role": None}]}, r"\.role': it is null; give one of"),
+    "a list that speaks": (
+        "sharegpt",
+        {"conversations": [{"from": ["gpt"], "value": "a"}]},
+        r"\.from': it is \[\"gpt\"\]; give one of",
+    ),
+    "a list as Python writes it": (
+        "chat",
+        {"messages": "[{'role': 'user'}]"},
+        r"key 'messages': .* is not JSON .*; write it as json.dumps does",
+    ),
     "several outputs": (
         "alpaca",
         {"instruction": "a", "output": ["b"]},
@@ -271,7 +301,11 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         {"conversations": [{"from": "bing", "value": "a"}]},
         r"conversations\[0\].from': it is \"bing\"; give",
     ),
-    "no value": ("sharegpt", {"conversations": [{"from": "human"}]}, r"\.value': it is null; give a text"),
+    "no value": (
+        "sharegpt",
+        {"conversations": [{"from": "human"}]},
+        r"\.value': it is missing; give a text",
+    ),
     "a call that is no JSON": (
         "sharegpt",
         {"conversations": [{"from": "function_call", "value": "x"}]},

@@ -301,9 +301,9 @@ def test_files_of_text_that_are_left_out_are_told(tmp_path: Path) -> None:
         counts = api.tokenize(str(tmp_path / "corpus"), "byte", tmp_path / "out", vocab_size=257)
     assert counts.skipped == {"compressed": 1, "not UTF-8": 1, "binary": 1, "pointer of Git LFS": 2}
     assert [str(each.message).rpartition(": ")[2] for each in told] == [
-        "left out 1 compressed files; unpack them if they are meant",
-        "left out 2 pointers of Git LFS; fetch the files (git lfs pull) if they are meant",
-        "left out 1 files or rows that are not UTF-8; convert them if they are meant",
+        "left out 1 compressed file; unpack what is to be read",
+        "left out 2 pointers of Git LFS; fetch with git lfs pull what is to be read",
+        "left out 1 text not in UTF-8; convert what is to be read",
     ]
 
 
@@ -315,12 +315,12 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "chat.jsonl": (
         '{"messages": [{"role": "user", "content": "a"}]}\n',
-        r"keys are messages; messages are a chat: give data.format = 'chat'",
+        r"keys are messages; data.format = 'chat' \(messages\) reads them; .* mixed by data.mixture$",
     ),
     "one.jsonl": ('{"body": "a", "n": 1}\n', r"its keys are body, n; give data\.text_key = 'body'$"),
     "alpaca.json": (
         '[{"instruction": "a", "output": "b"}]',
-        r"instruction, output; give data\.text_key = one of them",
+        r"output; data.format = 'alpaca' .*; to train on text alone, give data\.text_key = one of them",
     ),
     "numbers.jsonl": ('{"a": 1}\n', r"its keys are a; none of them is text"),
     "list.json": ('{"text": ["a", "b"]}', rf"'text' in .* row 1 is a list, not text; {WANTED}"),

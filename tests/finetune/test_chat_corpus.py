@@ -104,7 +104,7 @@ def test_a_folder_has_the_chats_of_all_its_files(
     found = trained_texts(corpus_of(folder, tmp_path / "data", data__pack="false"))
     whole = corpus_of(folder, written(rows, tmp_path / "rows.jsonl"), data__pack="false")
     assert found == trained_texts(whole)
-    assert any("left out 1 files without rows; 6 chats are left" in str(each.message) for each in recwarn)
+    assert any("left out 1 file without rows; it has 6 chats left" in str(each.message) for each in recwarn)
 
 
 def test_text_and_chats_are_mixed(folder: Path, tmp_path: Path) -> None:
@@ -119,6 +119,41 @@ def test_text_and_chats_are_mixed(folder: Path, tmp_path: Path) -> None:
     assert (targets[-1] == IGNORE).any() and (targets[-1] != IGNORE).any()
 
 
+def test_columns_say_what_rows_call_their_keys(folder: Path, tmp_path: Path) -> None:
+    rows = [{"question": "one", "answer": "three", "output": "other", "source": "x"}]
+    corpus = written(rows, tmp_path / "rows.jsonl")
+    columns = {"data.columns.instruction": "question", "data.columns.output": "answer"}
+    assert trained_texts(corpus_of(folder, corpus, **columns)) == ["\nthree<|im_end|>\n"]
+    names = {"columns": {"instruction": "question", "output": "answer"}}
+    counts = api.tokenize(str(corpus), str(folder), tmp_path / "out", vocab_size=320, **names)
+    assert counts.documents == 1
+    other = {**columns, "data.columns.output": "output"}
+    assert trained_texts(corpus_of(folder, corpus, **other)) == ["\nother<|im_end|>\n"]
+    with pytest.raises(UserError, match=r"data.columns.output: the first row of .* has no key 'answr'; did"):
+        corpus_of(folder, corpus, **{**columns, "data.columns.output": "answr"})
+
+
+def test_a_table_has_lists_as_json(folder: Path, tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_text('instruction,output,history\none,two,"[[""three"", ""four""]]"\none,two,\n')
+    corpus = corpus_of(folder, table, data__pack="false")
+    asked, plain = "\nfour<|im_end|>\n\ntwo<|im_end|>\n", "\ntwo<|im_end|>\n"
+    assert trained_texts(corpus) == [asked, plain]
+
+
+def test_rows_of_another_format_are_told_with_their_place(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    written([ROWS["chat"]], data / "a.jsonl")
+    written([ROWS["alpaca"]], data / "b.jsonl")
+    words = r"b.jsonl line 1, key 'messages': it is missing; .* make it alpaca, .* corpora by data.mixture"
+    with pytest.raises(UserError, match=words):
+        corpus_of(folder, data)
+    rows = written([{"text": "one"}, ROWS["chat"]], tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match=r"rows.jsonl line 2 has no key 'text'; .* mixed by data.mixture"):
+        corpus_of(folder, rows)
+
+
 def test_what_is_not_trained_on_is_counted(
     folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -129,7 +164,7 @@ def test_what_is_not_trained_on_is_counted(
     (text,) = {*trained_texts(corpus_of(folder, tmp_path / "out", data__pack="false"))}
     assert counts.utf8_bytes == 2 * len(text.replace("<|im_end|>", ""))
     assert counts.skipped[NOTHING_TRAINED] == 1 and sum(counts.skipped.values()) == 2
-    assert any("2 chats are left" in str(each.message) for each in recwarn)
+    assert any("it has 2 chats left" in str(each.message) for each in recwarn)
 
 
 def test_tokenized_chats_are_a_corpus(folder: Path, tmp_path: Path) -> None:
@@ -145,7 +180,8 @@ def test_tokenized_chats_are_a_corpus(folder: Path, tmp_path: Path) -> None:
 def test_what_a_cut_loses_is_told(folder: Path, tmp_path: Path) -> None:
     rows = written(chats(7, 9), tmp_path / "rows.jsonl")
     with pytest.warns(
-        UserWarning, match=r"data\.seq_len: 2 of 5 chats of .* are longer than 40 tokens and lose 5"
+        UserWarning,
+        match=r"data\.seq_len: a limit of 40 tokens cuts .* chats of .*; lost at the end: 5 tokens \(5 to",
     ):
         corpus_of(folder, rows, data__seq_len=40, train__batch_tokens=40)
 
@@ -153,7 +189,7 @@ def test_what_a_cut_loses_is_told(folder: Path, tmp_path: Path) -> None:
 def test_a_chat_that_a_cut_leaves_nothing_of_is_left_out(folder: Path, tmp_path: Path) -> None:
     late = {"messages": [{"role": "user", "content": "one two " * 40}, MESSAGES[1]]}
     corpus = written([ROWS["chat"], late, ROWS["chat"]], tmp_path / "rows.jsonl")
-    with pytest.warns(UserWarning, match=r"left out 1 chats of .* no room for a word to train on in 80"):
+    with pytest.warns(UserWarning, match=r"left out 1 chat of .* no room for a word to train on is left"):
         found = corpus_of(folder, corpus, data__seq_len=80, data__pack="false", train__batch_tokens=80)
     assert trained_texts(found) == 2 * ["\nthree<|im_end|>\n"]
     with pytest.raises(UserError, match=r"data\.seq_len: no chat of .* has tokens to train on within 80"):
@@ -165,8 +201,11 @@ def test_a_chat_that_a_cut_leaves_nothing_of_is_left_out(folder: Path, tmp_path:
     ("said", "told"),
     [
         ({"content": "three"}, ""),
-        ({"content": [{"type": "text", "text": "three"}]}, "1 of 2 chats have words, tools or calls"),
-        ({"content": ""}, "1 of 2 chats have a turn in which the assistant says nothing"),
+        (
+            {"content": [{"type": "text", "text": "three"}]},
+            "in 1 of 2 chats the chat template does not",
+        ),
+        ({"content": ""}, "in 1 of 2 chats the assistant says nothing in a turn"),
     ],
 )
 def test_what_a_template_leaves_out_is_told(
@@ -178,7 +217,7 @@ def test_what_a_template_leaves_out_is_told(
     template.write_text(template.read_text().replace("message.content + '", words))
     rows = [ROWS["chat"], {"messages": [MESSAGES[0], {"role": "assistant", **said}]}]
     corpus_of(folder, written(rows, tmp_path / "rows.jsonl"))
-    warned = [str(each.message) for each in recwarn if "chats have" in str(each.message)]
+    warned = [str(each.message) for each in recwarn if "2 chats the" in str(each.message)]
     assert len(warned) == bool(told) and all(told in each for each in warned)
 
 
@@ -189,7 +228,7 @@ def test_tools_that_a_template_does_not_render_are_told(folder: Path, tmp_path: 
     )
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     rows = written([ROWS["chat"] | {"tools": [tool]}], tmp_path / "rows.jsonl")
-    with pytest.warns(UserWarning, match="1 of 1 chats have words, tools or calls"):
+    with pytest.warns(UserWarning, match="in 1 of 1 chats the chat template does not render words"):
         corpus_of(folder, rows)
 
 

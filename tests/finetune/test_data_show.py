@@ -54,6 +54,20 @@ def test_a_program_gets_parts_and_counts(words: list[str], capsys: pytest.Captur
         assert "user" not in trained and 0 < document["trained"] < document["tokens"]
 
 
+def test_a_cut_is_marked(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cut = ["48" if word == "512" else word for word in words] + ["--data.pack", "false", "--n", "9"]
+    assert main([*cut, "--json"]) == 0
+    found = [
+        each for sample in json.loads(capsys.readouterr().out)["samples"] for each in sample["documents"]
+    ]
+    lost = [each["lost"] for each in found]
+    assert min(lost) == 0 < max(lost) and {each["tokens"] for each in found if each["lost"]} == {48}
+    assert main(cut) == 0
+    told = capsys.readouterr().out
+    assert told.count("cut here") == sum(less > 0 for less in lost)
+    assert f"of 48 tokens are trained on; cut here, {max(lost)} tokens lost)" in told
+
+
 def test_all_of_a_text_but_its_begin_is_trained_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

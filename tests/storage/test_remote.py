@@ -29,7 +29,7 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
 
 
-@pytest.mark.filterwarnings("ignore:.*left out 1 compressed files")
+@pytest.mark.filterwarnings("ignore:.*left out 1 compressed file")
 def test_a_folder_of_s3_has_the_tokens_of_the_same_folder_on_a_disk(
     s3: Bucket, corpus: Path, tmp_path: Path
 ) -> None:
@@ -45,7 +45,7 @@ def open_documents(corpus: Path) -> int:
     return len(list(open_source(str(corpus), "text").documents()))
 
 
-@pytest.mark.filterwarnings("ignore:.*left out 1 compressed files")
+@pytest.mark.filterwarnings("ignore:.*left out 1 compressed file")
 @pytest.mark.filterwarnings("ignore:.*was cut at byte")
 def test_cut_connections_to_s3_change_no_token(
     s3: Bucket, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wait: None

@@ -13,7 +13,6 @@ Every method is collective: all ranks of the world call the same ones in the sam
 from __future__ import annotations
 
 import atexit
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.api import engine_arguments as arguments
 from meshwright.api.engine_callbacks import EngineCallback, called
 from meshwright.api.engine_checkpoints import load_checkpoint, save_checkpoint
 from meshwright.api.engine_spec import check_runnable, pretrained_spec, spec_from
@@ -167,9 +167,11 @@ class Engine:
         run's. Returns `loss`, and `count`, the sum of all counts. Raises `UserError`.
         """
         self._check_onloaded("forward_backward")
+        arguments.check_loss_fn(loss_fn)
+        given, rows, total = self._agreed(batch, count, micro_batch)
+        arguments.check_total(total, count is not None)
         if self._gradients.batches == 0:
             called(self.callbacks, "on_step_begin", self)
-        given, rows, total = self._agreed(batch, count)
         padded = given.with_rows(rows)
         own = own_tokens(padded.batch, self.mesh)
         if loss_fn is None:
@@ -193,8 +195,7 @@ class Engine:
         """
         if not self._gradients.batches:
             raise UserError("step: there is no gradient; call forward_backward first")
-        if lr is not None and not 0 <= lr < math.inf:
-            raise UserError(f"step: lr is {lr}, which no step can take; give 0 or a positive number")
+        arguments.check_rate(lr)
         count = self._gradients.count
         result = self._gradients.apply(self.steps + 1, lr)
         self.steps += 1
@@ -224,7 +225,7 @@ class Engine:
         `micro_batch` is as in `forward_backward`.
         """
         self._check_onloaded("log_probs")
-        given, rows, _ = self._agreed(batch, None)
+        given, rows, _ = self._agreed(batch, None, micro_batch)
         whole = given.with_rows(rows).batch
         what = SampleLogProbs(self.mesh.context, given.length, {"input_ids": given.batch.tokens}, entropy)
         own = replace(own_tokens(whole, self.mesh), soft_targets=what)
@@ -237,18 +238,21 @@ class Engine:
         start_broadcast(found, self._trainer.pipeline.make(1).rank_of[-1], self.mesh.pipeline).wait()
         return (found[0], found[1]) if entropy else found[0]
 
-    def _agreed(self, batch: Mapping[str, Any], count: float | None) -> tuple[GivenBatch, int, float]:
+    def _agreed(
+        self, batch: Mapping[str, Any], count: float | None, micro_batch: int | None
+    ) -> tuple[GivenBatch, int, float]:
         """The batch, the most samples of any data rank, and the counts of all of them, in one message.
 
-        Raises `UserError` on all ranks where one cannot read its batch, and where ranks that share samples
-        were given others.
+        Raises `UserError` on all ranks where one cannot read what it was given, and where ranks that share
+        samples were given others.
         """
         given: GivenBatch | None = None
         failure, further = None, self._trainer.further
         own = [1.0, self.data_rank, *[0.0] * 4, *[0.0] * bool(further.numbers)]
         try:
+            arguments.check_micro_batch(micro_batch)
             given = read_batch(batch, self.spec.model, self.spec.layout)
-            counted = float(given.targets if count is None else count)
+            counted = arguments.checked_count(given.targets if count is None else count)
             numbers = [given.samples, given.batch.tokens.shape[1], counted, given.checksum]
             own = [0.0, self.data_rank, *numbers, *further.own_targets(given.batch)]
         except UserError as error:
@@ -354,7 +358,7 @@ def _check_alike(rows: Sequence[Sequence[float]]) -> None:
     """Raise `UserError` where a rank could not read its batch, or has another than those that share it."""
     for rank, (failed, *_) in enumerate(rows):
         if failed:
-            raise UserError(f"batch: rank {rank} was given one that it cannot take; its own error says why")
+            raise UserError(f"batch: rank {rank} was given what it cannot take; its own error says why")
     first: dict[float, tuple[int, Sequence[float]]] = {}
     for rank, (_, data_rank, *numbers) in enumerate(rows):
         other, wanted = first.setdefault(data_rank, (rank, numbers[:4]))

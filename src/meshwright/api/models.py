@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from meshwright.api.options import (
@@ -45,20 +47,21 @@ def tokenize(
     special_tokens: str = "text",
     format: str = "auto",
     chat_template: str | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Counts:
     """Turn a corpus into a folder of token shards for `data.corpus`, and return the counts.
 
     `tokenizer` is 'bpe' (trained to `vocab_size`), 'bpe:N', 'byte' or the path of a tokenizer.json. Training
     it skips the share `val_fraction` of the documents, which a run with that fraction holds out. Special
     tokens that a text spells are read as characters, or with `special_tokens` 'read' as those tokens.
-    `format` says what rows are, and `chat_template` is the file that renders chats; by default their keys
-    tell, and the template is that of the tokenizer's folder.
+    `format` says what rows are, `columns` what they call the keys of it, and `chat_template` is the file that
+    renders chats; by default their keys tell, and the template is that of the tokenizer's folder.
     """
     from meshwright.data.tokenize import tokenize as write
 
     return write(
         corpus, tokenizer, Path(out), vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction,
-        special_tokens=special_tokens, format=format, chat_template=chat_template,
+        special_tokens=special_tokens, format=format, chat_template=chat_template, columns=columns,
     )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ Result = dict[str, Any]
 def data_show(spec: RunSpec, n: int = 3) -> Result:
     """Return the first n samples that a run trains on, by document, in parts that are trained on or not.
 
-    Text is tokenized first where it is not yet. Raises `UserError`.
+    `lost` are the tokens at the end of a chat that is too long for a sample, which are not read. Text is
+    tokenized first where it is not yet. Raises `UserError`.
     """
     import numpy as np
 
@@ -44,6 +45,7 @@ def _sample(corpus: Corpus, source: int, index: int) -> Result:
     import numpy as np
 
     from meshwright.data.packing import IGNORE
+    from meshwright.data.whole_documents import WholeDocuments
 
     side = corpus.train.sides[source]
     before = side.targets_before(np.array([index, index + 1]))
@@ -52,13 +54,16 @@ def _sample(corpus: Corpus, source: int, index: int) -> Result:
     trained = np.concatenate([[False], targets[:-1] != IGNORE])
     trained &= np.diff(documents, prepend=-1) == 0  # the first token of a document follows none of its own
     found = []
-    for number in range(int(documents[used - 1]) + 1):
+    count = int(documents[used - 1]) + 1
+    lost = side.lost(index) if isinstance(side, WholeDocuments) else [0] * count
+    for number in range(count):
         own = np.flatnonzero(documents[:used] == number)
         parts = [
             {"text": text, "trained": learned}
             for text, learned in text_parts(corpus.tokenizer, tokens[own].tolist(), trained[own].tolist())
         ]
-        found.append({"tokens": len(own), "trained": int(trained[own].sum()), "parts": parts})
+        counts = {"tokens": len(own), "trained": int(trained[own].sum()), "lost": lost[number]}
+        found.append({**counts, "parts": parts})
     return {"documents": found, "padding": len(tokens) - used}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.load import one_line
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.cli.parser import Call
@@ -136,5 +137,4 @@ def text(value: Any) -> str:
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: 1 step, 1,234 microbatches."""
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
+    return counted(number, noun + ("es" if noun.endswith("ch") else "s"))

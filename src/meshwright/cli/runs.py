@@ -15,6 +15,7 @@ from meshwright.rank.device_defaults import with_device_defaults
 from meshwright.rank.env import resolve
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, read_tree
+from meshwright.units import counted
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
 NPROC = Flag(
@@ -93,12 +94,13 @@ def tokenize(call: Call) -> None:
         special_tokens=spec.data.special_tokens,
         format=spec.data.format,
         chat_template=spec.data.chat_template,
+        columns=spec.data.columns,
     )
     show.result(call, counts.to_json(), _show_counts)
 
 
 def _show_counts(result: Mapping[str, Any]) -> None:
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(result["skipped"].items()))
+    left_out = ", ".join(counted(count, reason) for reason, count in sorted(result["skipped"].items()))
     show.pairs({**result, **({"left_out": left_out} if left_out else {})})
 
 
@@ -125,7 +127,8 @@ def _show_samples(result: Mapping[str, Any]) -> None:
         )
         for each in found:
             show.marked((part["text"], part["trained"]) for part in each["parts"])
-            print(f"({each['trained']:,} of {each['tokens']:,} tokens are trained on)\n")
+            cut = f"; cut here, {show.count(each['lost'], 'token')} lost" if each["lost"] else ""
+            print(f"({each['trained']:,} of {each['tokens']:,} tokens are trained on{cut})\n")
     samples = show.count(result["of_samples"], "sample")
     documents = show.count(result["of_documents"], "document")
     show.line(f"in all {samples} of {result['seq_len']:,} tokens, with {documents}")

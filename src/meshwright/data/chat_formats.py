@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args
 
+from meshwright.data.near_formats import advice, flags, nearest_format
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.records import show
@@ -71,9 +72,10 @@ def format_of(keys: Iterable[str]) -> DataFormat:
             "of them as data.format"
         )
     wanted = "; ".join(f"{' and '.join(needed)} for {name}" for name, needed in KEYS.items())
+    near = advice(dict.fromkeys(given), KEYS)
     raise UserError(
-        f"data.format: a row's keys are {', '.join(given) or 'none'}, which are those of no format; it takes "
-        f"{wanted}"
+        f"data.format: a row's keys are {', '.join(given) or 'none'}, which are those of no format; "
+        f"{near or f'it takes {wanted}'}"
     )
 
 
@@ -87,7 +89,29 @@ def conversation_of(row: Row, format: DataFormat, place: str = "a row") -> Conve
         raise ValueError(f"rows of the format {format!r} are no conversations; those of {can} are")
     if not isinstance(row, Mapping):
         raise UserError(f"data.corpus: {place} is {show(row)}, no object; give one with the keys of a chat")
-    return _READERS[format](_Reader(row, place))
+    reader = _Reader(row, place)
+    if missing := [key for key in KEYS[format] if key not in row]:
+        reader.missing(missing[0], _remedy(row, format))
+    return _READERS[format](reader)
+
+
+def near_format(row: Row) -> str:
+    """Return which format a row is almost in, and what to do for it to be; '' where none is near."""
+    return advice(row, KEYS)
+
+
+def _remedy(row: Row, format: DataFormat) -> str:
+    """Return the end of the sentence about a row that lacks a key of its format."""
+    others = [other for other, keys in KEYS.items() if set(keys) <= row.keys()]
+    if others:
+        return (
+            f", which make it {' or '.join(others)}, and it is read as {format}, as data.format or the first "
+            "row says; keep rows of one format in a corpus, and mix corpora by data.mixture"
+        )
+    near = nearest_format(row, {format: KEYS[format]})
+    if near is not None and near.columns and not near.missing:
+        return f"; give {flags(near.columns)}"
+    return "; add it, or remove the row"
 
 
 def conversations_of(
@@ -114,6 +138,12 @@ class _Reader:
     def wrong(self, key: str, why: str) -> NoReturn:
         raise UserError(f"data.corpus: {self.place}, key '{key}': {why}")
 
+    def missing(self, key: str, remedy: str) -> NoReturn:
+        """Raise the error of a row that lacks a key."""
+        self.wrong(
+            key, f"it is missing; the row's keys are {', '.join(map(str, self.row)) or 'none'}{remedy}"
+        )
+
     def text(self, key: str, needed: bool = False) -> str:
         """The text of a key; '' where it is not there and not needed."""
         value = self.row.get(key)
@@ -124,10 +154,10 @@ class _Reader:
         return value
 
     def listed(self, key: str) -> list[Any]:
-        """The list of a key; null is an empty one."""
-        if key not in self.row:
-            self.wrong(key, f"it is missing; the row's keys are {', '.join(map(str, self.row)) or 'none'}")
+        """The list of a key, or of its JSON text, as tables of text have it; null is an empty one."""
         value = self.row[key]
+        if isinstance(value, str) and (not value.strip() or value.lstrip().startswith("[")):
+            value = self.json(key, value) if value.strip() else None
         if isinstance(value, str) or not isinstance(value, Sequence | None):
             self.wrong(key, f"it is {show(value)}; give a list")
         return list(value or ())
@@ -142,11 +172,11 @@ class _Reader:
             self.wrong(key, f'it is {show(value)}; give an object with "role" and "content"')
         found = {name: self.plain(part, f"{key}.{name}") for name, part in value.items() if part is not None}
         if found.get("role") not in ROLES:
-            self.wrong(f"{key}.role", f"it is {show(found.get('role'))}; give one of {', '.join(ROLES)}")
+            self.wrong(f"{key}.role", f"it is {shown_of(value, 'role')}; give one of {', '.join(ROLES)}")
         if not isinstance(found.get("tool_calls", []), list):
             self.wrong(f"{key}.tool_calls", f"it is {show(found['tool_calls'])}; give a list of calls")
         if "content" not in found and not found.get("tool_calls"):
-            self.wrong(f"{key}.content", "it is missing; give a text, or tool_calls")
+            self.wrong(f"{key}.content", f"it is {shown_of(value, 'content')}; give a text, or tool_calls")
         content = found.get("content", "")
         if found["role"] != "tool" and not isinstance(content, str | list):
             self.wrong(f"{key}.content", f"it is {show(content)}; give a text, or a list of parts")
@@ -187,7 +217,7 @@ class _Reader:
         try:
             return parse_json(text)
         except ValueError as error:
-            self.wrong(key, f"{show(text)} is not JSON ({error}); mend or remove the row")
+            self.wrong(key, f"{show(text)} is not JSON ({error}); write it as json.dumps does")
 
     def variables(self) -> dict[str, Any]:
         """The row's variables for the template, which TRL reads of the same key."""
@@ -200,6 +230,11 @@ class _Reader:
         """Return the conversation of messages with what else the row says."""
         common: dict[str, Any] = {"tools": self.tools(), "variables": self.variables(), "place": self.place}
         return Conversation(tuple(messages), **{**common, **others})
+
+
+def shown_of(row: Row, key: str) -> str:
+    """Return the value of a key as messages show it."""
+    return show(row[key]) if key in row else "missing"
 
 
 def _chat(reader: _Reader) -> Conversation:
@@ -292,10 +327,10 @@ def _turn(reader: _Reader, turn: Any, key: str) -> Message:
     if not isinstance(turn, Mapping):
         reader.wrong(key, f'it is {show(turn)}; give an object with "from" and "value"')
     speaker, value = turn.get("from"), turn.get("value")
-    if speaker not in FROM:
-        reader.wrong(f"{key}.from", f"it is {show(speaker)}; give one of {', '.join(FROM)}")
+    if not isinstance(speaker, str) or speaker not in FROM:
+        reader.wrong(f"{key}.from", f"it is {shown_of(turn, 'from')}; give one of {', '.join(FROM)}")
     if not isinstance(value, str):
-        reader.wrong(f"{key}.value", f"it is {show(value)}; give a text")
+        reader.wrong(f"{key}.value", f"it is {shown_of(turn, 'value')}; give a text")
     reader.plain(value, f"{key}.value")
     if speaker != "function_call":
         return {"role": FROM[speaker], "content": value}

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from meshwright.data.chat_formats import Conversation, Message
 from meshwright.data.chat_template import ChatTemplate, Span
 
-UNSAID = "chats have words, tools or calls that the chat template does not render"
-SILENT = "chats have a turn in which the assistant says nothing, and train on that"
+UNSAID = "the chat template does not render words, tools or calls"
+SILENT = "the assistant says nothing in a turn, and that is trained on"
+"""What is so in some chats of a corpus."""
 
 
 def remarks_of(

@@ -25,17 +25,20 @@ from meshwright.data.chat_template import ChatTemplate, special_tokens
 from meshwright.data.chat_tokens import ChatEncoder
 from meshwright.data.hub_source import HUB
 from meshwright.data.manifest import shards_of
+from meshwright.data.near_formats import renamed
 from meshwright.data.readers import SYNTHETIC, TextSource
+from meshwright.data.row_files import Rows
 from meshwright.data.shards import read_manifest
 from meshwright.data.sources import open_source
 from meshwright.data.split import content_hash
 from meshwright.data.tokenizer import IDs, Tokenizer
 from meshwright.data.whole_documents import trained_bytes
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, read_text, user_path
 from meshwright.spec.hf.chat_template_files import chat_template_files
 from meshwright.spec.sections import DataSpec
 from meshwright.storage.remote import is_url
+from meshwright.units import counted
 
 NOTHING_TRAINED = "chats without a token to train on"
 """Name by which chats are counted in which the assistant says nothing, or nothing but the first token."""
@@ -56,7 +59,8 @@ class EncodedChat(NamedTuple):
 class ChatSource(TextSource):
     """The rows of another source as chats in the order of its rows.
 
-    `template` may be None where all rows are prompts and completions that are texts.
+    `columns` are what the rows call the keys of their format, by these. `template` may be None where all rows
+    are prompts and completions that are texts.
     """
 
     is_text = False
@@ -66,9 +70,15 @@ class ChatSource(TextSource):
         """True for rows with a chosen and a rejected answer, which are two chats that follow each other."""
         return self.format == "preference"
 
-    def __init__(self, source: TextSource, format: DataFormat, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        source: TextSource,
+        format: DataFormat,
+        template: ChatTemplate | None,
+        columns: Mapping[str, str],
+    ) -> None:
         super().__init__(source.name, text_key="")
-        self._source, self.format, self._template = source, format, template
+        self._source, self.format, self._template, self._columns = source, format, template, columns
         self.changed_prompts = self.unended = 0
         self.remarks: Counter[str] = Counter()
 
@@ -80,7 +90,13 @@ class ChatSource(TextSource):
         """Return what decides the chats' tokens beside the rows and the tokenizer."""
         found = [] if self._template is None else [self._template, self._template.of([])]
         said = json.dumps([[each.source, sorted(each.variables.items())] for each in found])
-        return {"format": self.format, "template": hashlib.sha256(said.encode()).hexdigest()}
+        columns = {"columns": dict(self._columns)} if self._columns else {}
+        return {"format": self.format, "template": hashlib.sha256(said.encode()).hexdigest(), **columns}
+
+    def rows(self) -> Rows:
+        """Yield the rows, whose keys have the names of their format."""
+        for place, row in self._source.rows():
+            yield place, renamed(row, self._columns)
 
     def documents(self) -> Iterator[str]:
         """Raise `UserError`: chats are not text."""
@@ -101,7 +117,7 @@ class ChatSource(TextSource):
         """
         encoder = ChatEncoder(tokenizer, self._template)
         self.skipped.clear()
-        for conversation in conversations_of(self._source.rows(), self.format, self.skipped):
+        for conversation in conversations_of(self.rows(), self.format, self.skipped):
             found = encoder.encode_pair(conversation) if self.pairs else (encoder.encode(conversation),)
             for _, trained in found:
                 trained[:1] = False  # nothing is in front of the first token to predict it from
@@ -118,14 +134,14 @@ class ChatSource(TextSource):
 
     def tell(self, documents: int) -> None:
         """Warn of rows that were left out, and of prompts that have other tokens alone."""
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
-        left = f"{documents // 2:,} pairs" if self.pairs else f"{documents:,} chats"
+        reasons = ", ".join(counted(count, reason) for reason, count in sorted(self.skipped.items()))
+        left = counted(documents // 2, "pairs") if self.pairs else counted(documents, "chats")
         if reasons:
-            warnings.warn(f"data.corpus: {self.name}: left out {reasons}; {left} are left", stacklevel=3)
+            warnings.warn(f"data.corpus: {self.name}: left out {reasons}; it has {left} left", stacklevel=3)
         for remark, count in sorted(self.remarks.items()):
             warnings.warn(
-                f"data.corpus: {self.name}: {count:,} of {documents:,} {remark}; `meshwright data show` "
-                "prints what is trained on",
+                f"data.corpus: {self.name}: in {count:,} of {documents:,} chats {remark}; `meshwright data "
+                "show` prints what is trained on",
                 stacklevel=3,
             )
         if self.unended:
@@ -136,8 +152,9 @@ class ChatSource(TextSource):
             )
         if self.changed_prompts:
             warnings.warn(
-                f"data.corpus: {self.name}: {self.changed_prompts:,} prompts have other tokens alone than in "
-                "front of their completions; what is trained on begins where they differ",
+                f"data.corpus: {self.name}: a prompt has other tokens alone than in front of its completion "
+                f"in {self.changed_prompts:,} of {documents:,} chats; what is trained on begins where they "
+                "differ",
                 stacklevel=3,
             )
 
@@ -145,7 +162,8 @@ class ChatSource(TextSource):
         """Raise the `UserError` of the first row."""
         row = self._source.first_row()
         if row is not None:
-            conversation = conversation_of(row, self.format, f"the first row of {self.name}")
+            given = renamed(row, self._columns)
+            conversation = conversation_of(given, self.format, f"the first row of {self.name}")
             encoder = ChatEncoder(tokenizer, self._template)
             if self.pairs:
                 encoder.encode_pair(conversation)
@@ -161,13 +179,26 @@ def with_chats(source: TextSource, data: DataSpec) -> TextSource:
     """
     format = data.format
     if format == "auto":
-        row = source.first_row()
+        first = source.first_row()
+        row = renamed(first, data.columns)
         if not isinstance(row, Mapping) or data.text_key in row:
             return source
-        if not any(set(keys) <= row.keys() for keys in KEYS.values()):
+        is_chat = any(set(keys) <= row.keys() for keys in KEYS.values())
+        if not is_chat and (data.mixture or not data.columns):
             return source
+        if not is_chat:
+            _check_columns(first, source.name, data.columns)
         format = format_of(row)
-    return source if format == "text" else ChatSource(source, format, template_of(data))
+    return source if format == "text" else ChatSource(source, format, template_of(data), data.columns)
+
+
+def _check_columns(row: Mapping[str, Any], name: str, columns: Mapping[str, str]) -> None:
+    """Raise `UserError` if a corpus's first row lacks a key that `columns` name."""
+    for key, column in columns.items():
+        if column not in row:
+            keys = [*map(str, row)]
+            hint = did_you_mean(column, keys) or f"; its keys are {', '.join(keys) or 'none'}"
+            raise UserError(f"data.columns.{key}: the first row of {name} has no key {column!r}{hint}")
 
 
 def has_chats(data: DataSpec) -> bool:

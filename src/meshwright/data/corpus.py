@@ -41,6 +41,7 @@ from meshwright.spec.files import user_path
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.weights import own_tokenizer
 from meshwright.storage.remote import is_url
+from meshwright.units import counted
 
 READER = 4
 """Version of what is read of files as documents: 2 reads JSON, CSV and TSV as rows, 3 Arrow, and caches of
@@ -165,19 +166,19 @@ def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
     """Warn of chats that lose their ends, since a sample is shorter."""
     for name, side in zip(corpus.names, corpus.train.sides, strict=True):
         if isinstance(side, WholeDocuments) and side.left_out:
-            count = f"{side.left_out // 2:,} pairs" if side.pairs else f"{side.left_out:,} chats"
+            count = counted(side.left_out // 2, "pairs") if side.pairs else counted(side.left_out, "chats")
             room = "for both answers" if side.pairs else "for a word to train on"
             warnings.warn(
-                f"data.seq_len: left out {count} of {name} whose prompts leave no room {room} in {seq_len:,} "
-                "tokens; give a larger data.seq_len if they matter",
+                f"data.seq_len: left out {count} of {name}, as no room {room} is left behind the prompt in "
+                f"{seq_len:,} tokens; give a larger data.seq_len if they matter",
                 stacklevel=3,
             )
-        what = f"answers of {name} are in pairs longer" if side.pairs else f"chats of {name} are longer"
+        what = "answers in a pair of" if side.pairs else "chats of"
         if isinstance(side, WholeDocuments) and side.cut_documents:
             warnings.warn(
-                f"data.seq_len: {side.cut_documents:,} of {side.documents:,} {what} than "
-                f"{seq_len:,} tokens and lose {side.cut_tokens:,} at their ends ({side.cut_trained:,} to be "
-                "trained on); give a larger data.seq_len if they matter",
+                f"data.seq_len: a limit of {seq_len:,} tokens cuts {side.cut_documents:,} of "
+                f"{side.documents:,} {what} {name}; lost at the end: {counted(side.cut_tokens, 'tokens')} "
+                f"({side.cut_trained:,} to be trained on); give a larger data.seq_len if they matter",
                 stacklevel=3,
             )
 
@@ -263,6 +264,7 @@ def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
     asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
     asked += [data.special_tokens] if data.special_tokens == "read" else []
     asked += [data.format, data.chat_template] if data.has_chats or data.chat_template else []
+    asked += [data.columns] if data.columns else []
     key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
     return cache_folder(data.cache) / f".opened-{key}"
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import IO, Any, TypeVar
 
+from meshwright.data.chat_formats import near_format
 from meshwright.data.publish import readable
 from meshwright.data.row_files import (
     ALWAYS_ROWS,
@@ -45,8 +46,6 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 """Byte-order marks."""
 
 ROWS_WANTED = 'give an array of objects with a text each, as in [{"text": "Once"}, {"text": "Twice"}]'
-CHATS = ("messages", "conversations", "conversation")
-"""Keys under which data sets have chats."""
 
 _HEAD, _AT_ONCE = 2**13, 2**22
 """Bytes of a file of text that say whether it is binary, and bytes of it that are read at once."""
@@ -347,23 +346,24 @@ def _hint(key: str, row: Any) -> str:
         for mark, name in ((";", "';'"), ("\t", "tabs"), ("|", "'|'")):
             if key in (name.strip() for name in keys[0].split(mark)):
                 return f"; its fields are divided by {name}: give it as CSV with commas, or as TSV with tabs"
-    if meant := did_you_mean(key, keys):
+    near = near_format(row)
+    if not near and (meant := did_you_mean(key, keys)):
         return meant
     if not keys:
         return f"; it has no keys: {ROWS_WANTED}"
-    return f"; its keys are {', '.join(keys)}; {_instead(row)}"
+    instead = _instead(row)
+    if near:
+        has_text = any(isinstance(value, str) for value in row.values())
+        instead = f"{near}; to train on text alone, {instead}" if has_text else near
+    return f"; its keys are {', '.join(keys)}; {instead}"
 
 
 def _instead(row: dict[str, Any]) -> str:
     """Return what to do about a row whose keys are others."""
-    if chats := [name for name in CHATS if isinstance(row.get(name), list)]:
-        return (
-            f"{chats[0]} are a chat: give data.format = 'chat', or 'sharegpt' for turns with from and value"
-        )
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if len(texts) == 1:
         return f"give data.text_key = '{texts[0]}'"
-    if texts:
+    if len(texts) > 1:
         return "give data.text_key = one of them, or write what belongs together as one text first"
     if tables := [name for name, value in row.items() if isinstance(value, list)]:
         return f"if its rows are in '{tables[0]}', give that array alone: {ROWS_WANTED}"

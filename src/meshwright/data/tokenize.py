@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from meshwright.data.word_rule import CUTS, GPT2, WordRule
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 from meshwright.spec.sections import DataSpec
+from meshwright.units import counted
 
 PIECE = 2**20  # characters that are encoded at once at most, a multiple of TRAIN_PIECE
 TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
@@ -76,16 +78,17 @@ def tokenize(
     special_tokens: str = "text",
     format: str = "auto",
     chat_template: str | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Counts:
     """Tokenize `corpus` (as in `data.corpus`) into the folder `out`, a `data.corpus` from then on.
 
-    `tokenizer`, `special_tokens`, `format` and `chat_template` are as in `data`; a BPE is trained to
-    `vocab_size` entries, without looking at the documents that `val_fraction` holds out. Raises `UserError`;
-    `out` appears whole or not at all.
+    `tokenizer`, `special_tokens`, `format`, `columns` and `chat_template` are as in `data`; a BPE is trained
+    to `vocab_size` entries, without looking at the documents that `val_fraction` holds out. Raises
+    `UserError`; `out` appears whole or not at all.
     """
     data = DataSpec.model_validate({
         "corpus": corpus, "tokenizer": tokenizer, "text_key": text_key, "format": format,
-        "chat_template": chat_template,
+        "chat_template": chat_template, "columns": dict(columns),
     })  # fmt: skip
     source = with_chats(open_source(corpus, text_key), data)
     reads = special_tokens == "read" or isinstance(source, ChatSource)
@@ -114,7 +117,7 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
                 writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
+        reasons = ", ".join(counted(count, reason) for reason, count in sorted(source.skipped.items()))
         left_out = f" ({source.skipped.total()} left out: {reasons})" if reasons else ""
         what = "chat to train on" if isinstance(source, ChatSource) else "text"
         raise UserError(f"data.corpus: {source.name} holds no {what}{left_out}; give another corpus")
@@ -137,15 +140,16 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
 def warn_of_left_out(source: TextSource) -> None:
     """Warn of files and rows of a corpus that look like text, and are not read."""
     kinds = {
-        "compressed": "compressed files; unpack them",
-        "link": "links; put the files there",
-        "pointer of Git LFS": "pointers of Git LFS; fetch the files (git lfs pull)",
-        "not UTF-8": "files or rows that are not UTF-8; convert them",
+        "compressed": ("compressed files", "unpack"),
+        "link": ("links", "copy"),
+        "pointer of Git LFS": ("pointers of Git LFS", "fetch with git lfs pull"),
+        "not UTF-8": ("texts not in UTF-8", "convert"),
     }
-    for reason, what in kinds.items():
+    for reason, (what, remedy) in kinds.items():
         if count := source.skipped[reason]:
             warnings.warn(
-                f"data.corpus: {source.name}: left out {count:,} {what} if they are meant", stacklevel=3
+                f"data.corpus: {source.name}: left out {counted(count, what)}; {remedy} what is to be read",
+                stacklevel=3,
             )
 
 

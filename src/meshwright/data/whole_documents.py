@@ -178,6 +178,14 @@ class WholeDocuments:
         targets.flat[spot[inside] - 1] = wanted[inside]
         return Samples(tokens, targets, positions, documents)
 
+    def lost(self, index: int) -> list[int]:
+        """Return how many tokens each document of a sample has behind the end that is read."""
+        begin, end = self._samples.first[index], self._samples.first[index + 1]
+        starts = self._source.rows(0, self._source.documents).starts
+        number_D = np.searchsorted(starts, self._samples.start[begin:end])
+        lost: list[int] = (np.diff(starts)[number_D] - self._samples.length[begin:end]).tolist()
+        return lost
+
     def byte_count(self, targets: int) -> int:
         """Return the UTF-8 bytes that the trained tokens among the first so many places' targets spell.
 

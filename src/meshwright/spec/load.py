@@ -247,6 +247,8 @@ def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
         node = node[step]
     if key is None and name not in optional_tables() and _is_none(text):
         node.pop(last, None)
+    elif key is None and _holds_texts(_table_of(name)):
+        node[last] = text
     else:
         node[last] = None if name in optional_tables() else _value(key, text)
 
@@ -264,7 +266,8 @@ def _flag_key(name: str, text: str) -> Key | None:
             f"--{name}: is a table of keys, not {text}; give its keys, such as --{first}, or none"
         )
     if name in known:
-        raise UserError(f"--{name}: is a table; give its entries, such as --{name}.NAME 0.5, or none")
+        entry = "NAME TEXT" if _holds_texts(name) else "NAME 0.5"
+        raise UserError(f"--{name}: is a table; give its entries, such as --{name}.{entry}, or none")
     raise UserError(f"--{name}: unknown key{_nearest(name, known)}")
 
 
@@ -273,6 +276,11 @@ def _table_of(name: str) -> str:
     return next(
         (t for t, key in known_keys().items() if "object" in key.types and name.startswith(f"{t}.")), ""
     )
+
+
+def _holds_texts(table: str) -> bool:
+    """Return True for a table with the user's keys whose values are texts, not numbers."""
+    return table in known_keys() and known_keys()[table].text == "table of texts"
 
 
 def _value(key: Key | None, text: str) -> Any:
@@ -304,12 +312,12 @@ def _tidy(node: dict[str, Any], prefix: str, where: Where) -> None:
         key = known_keys().get(prefix + name)
         may_be_none = key.optional if key else prefix + name in optional_tables()
         if isinstance(value, dict) and _table_of(prefix + name):
-            entry = name
+            entry, kind = name, "text" if _holds_texts(_table_of(prefix + name)) else "number"
             while isinstance(value, dict) and value:
                 inner, value = next(iter(value.items()))
                 entry += f".{inner}"
             raise UserError(
-                f"{where(prefix + name)}: is a table, where a number should be; a name with dots needs "
+                f"{where(prefix + name)}: is a table, where a {kind} should be; a name with dots needs "
                 f'quotes, as in "{entry}" = {show(value)}'
             )
         if isinstance(value, dict) and not (key and key.is_text):

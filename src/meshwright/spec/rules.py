@@ -9,7 +9,7 @@ from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, n
 from meshwright.spec.base import MAX_RANKS
 from meshwright.spec.distil_rules import DISTIL_RULES, other_model_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.lora_rules import LORA_RULES
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
@@ -19,7 +19,7 @@ from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
 from meshwright.spec.preference_rules import PREFERENCE_RULES, pairs_are_compared
 from meshwright.spec.records import show
-from meshwright.spec.sections import Sections
+from meshwright.spec.sections import ROW_KEYS, Sections
 from meshwright.spec.stages import even
 from meshwright.spec.verification import VerifyOptions
 
@@ -255,6 +255,23 @@ def one_corpus_or_a_mixture(spec: Sections) -> None:
         )
 
 
+def columns_name_keys_of_chats(spec: Sections) -> None:
+    """Rows of chats may call the keys of their format otherwise; that of a text is `data.text_key`."""
+    for key, column in spec.data.columns.items():
+        if key not in ROW_KEYS:
+            raise UserError(
+                f"data.columns.{key}: no format has such a key{did_you_mean(key, ROW_KEYS)}; give the key of "
+                f"the format first, and then its name in the rows: {', '.join(ROW_KEYS)}"
+            )
+        if not column:
+            raise UserError(f"data.columns.{key}: '' names no column; give its name in the rows")
+    if spec.data.columns and spec.data.format == "text":
+        raise UserError(
+            "data.columns: names keys of chats, and data.format = 'text' reads none; give data.text_key for "
+            "the key of a text"
+        )
+
+
 def compiled_backwards_are_whole(spec: Sections) -> None:
     """The backward of a compiled block is one program, which also computes the gradients of weights."""
     if spec.train.compile and spec.layout.splits_backward:
@@ -299,6 +316,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     warm_up_ends_before_the_decay,
     keys_of_training_have_an_effect,
     one_corpus_or_a_mixture,
+    columns_name_keys_of_chats,
     rollbacks_have_checkpoints,
     *EIGHT_BIT_RULES,
     *LOW_PRECISION_RULES,

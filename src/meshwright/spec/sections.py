@@ -22,6 +22,11 @@ from meshwright.spec.train import TrainSpec
 
 DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference"]
 """Kinds of rows of a corpus (`data.format`)."""
+ROW_KEYS = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system",
+    "history", "chosen", "rejected", "tools", "chat_template_kwargs",
+)  # fmt: skip
+"""Keys of rows that are chats, whatever their format."""
 
 
 class DataSpec(FrozenModel):
@@ -54,6 +59,11 @@ class DataSpec(FrozenModel):
         "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected) or 'text'; 'auto' "
         "tells it from the keys of the first row. Of chats the assistant's turns are trained on, and each "
         "stays whole in one sample",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="what the rows of chats call the keys of their format, as instruction = 'question'; they "
+        "are " + ", ".join(ROW_KEYS),
     )
     chat_template: str | None = Field(
         None,

@@ -61,16 +61,15 @@ def chat_lengths(spec: RunSpec) -> ChatLengths:
     Raises `UserError`, also where no chat has a token to train on.
     """
     data = spec.data
-    source = open_source(data.corpus, data.text_key)
-    chats = with_chats(source, data)
+    chats = with_chats(open_source(data.corpus, data.text_key), data)
     if not isinstance(chats, ChatSource):
         raise ValueError(f"{data.corpus} holds text, not chats")
     if bpe_size(data.tokenizer, spec.model.vocab_size) is not None:
         chats.check_text()
     tokenizer = build_tokenizer(data.tokenizer, spec.model.vocab_size, [], 0.0).reading_special()
     encoder = ChatEncoder(tokenizer, template_of(data))
-    rows = sum(1 for _ in source.rows())
-    every = islice(source.rows(), 0, None, max(1, -(-rows // LOOKED_AT)))
+    rows = sum(1 for _ in chats.rows())
+    every = islice(chats.rows(), 0, None, max(1, -(-rows // LOOKED_AT)))
     encoded = [encoder.encode(each) for each in conversations_of(every, chats.format, Counter())]
     tokens = [len(ids) for ids, trained in encoded if trained[1:].any()]
     if not tokens:

@@ -42,6 +42,7 @@ WANTS = {
 }
 """Values of --want, each with what it is."""
 POLICY = "recompute.policy"
+_READ_AS = ("data.text_key", "data.format", "data.columns")
 _SIZES = ("train.tokens", "train.steps", "train.batch_tokens")
 
 
@@ -70,7 +71,7 @@ def init(
     of the file with their texts. Returns `file` (None where none is needed), `found` and `told`, sentences,
     and `commands`, pairs of a command and what it does. Raises `UserError`, and writes nothing then.
     """
-    read_as = [(key, text) for key, text in overrides if key in ("data.text_key", "data.format")]
+    read_as = [(key, text) for key, text in overrides if key.startswith(_READ_AS)]
     held = holdings(have, DataSpec(**given_keys("data", {}, read_as)))
     wanted = _wanted(held, want)
     found = [f"{each.source}: {each.told}" for each in held.all]
@@ -232,9 +233,9 @@ def _continued(
     return draft, told
 
 
-def _read_as(data: DataSpec) -> dict[str, str]:
+def _read_as(data: DataSpec) -> dict[str, Any]:
     """Return the keys by which a run reads its corpus, those that are not as usual."""
-    names = ("text_key", "special_tokens", "format", "chat_template")
+    names = ("text_key", "special_tokens", "format", "columns", "chat_template")
     return {name: getattr(data, name) for name in names if getattr(data, name) != getattr(AS_THEY_ARE, name)}
 
 
