@@ -260,6 +260,19 @@ def test_all_weights_are_trained_without_an_adapter() -> None:
          "data.corpus",
          "chats.jsonl"),
         (AXOLOTL, {"datasets": [{"path": "chats.jsonl"}]}, "data.format", "chat"),
+        (AXOLOTL, {"datasets": [{"path": "a", "field_messages": "talk"}]}, "data.columns",
+         {"messages": "talk"}),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": {"field_instruction": "q", "field_output": "a"}}]},
+         "data.columns", {"instruction": "q", "output": "a"}),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": "alpaca_chat.load_qa"}]}, "data.columns",
+         {"instruction": "question", "output": "answer"}),
+        (AXOLOTL, {"adapter": "qlora", "load_in_4bit": True}, "lora.quantise", "nf4"),
+        (AXOLOTL, {"load_in_8bit": True}, "lora.quantise", "int8"),
+        (AXOLOTL, {"lora_target_linear": None, "lora_target_modules": "all-linear"}, "lora.targets",
+         ("all-linear",)),
+        (LLAMA_FACTORY, {"quantization_bit": 4, "quantization_method": "bnb", "double_quantization": True},
+         "lora.quantise", "nf4"),
+        (LLAMA_FACTORY, {"quantization_bit": 8}, "lora.quantise", "int8"),
         (LLAMA_FACTORY, {"warmup_ratio": None, "warmup_steps": 20}, "train.warmup_steps", 20),
         (LLAMA_FACTORY, {"max_steps": 9}, "train.steps", 9),
         (LLAMA_FACTORY, {"lora_alpha": 64, "lora_target": "all"}, "lora.alpha", 64),
@@ -281,23 +294,25 @@ def test_a_key_is_taken_over(text: str, changes: dict[str, Any], key: str, value
 @pytest.mark.parametrize(
     ("text", "changes", "part"),
     [
-        (AXOLOTL, {"load_in_4bit": True, "adapter": "qlora"},
-         "load_in_4bit = true: is not trained here; give adapter: lora, whose frozen weights are in bf16; "
-         "adapter = qlora"),
+        (AXOLOTL, {"load_in_4bit": True, "adapter": None},
+         "load_in_4bit = true: all weights are trained in bf16 or fp32; give adapter: qlora, or remove it"),
+        (AXOLOTL, {"adapter": "llama-adapter"}, "adapter = llama-adapter: give lora or qlora"),
+        (AXOLOTL, {"excess_length_strategy": "drop"}, "chats that are too long lose their ends"),
         (AXOLOTL, {"chat_template": "chatml"},
          "chat_template = chatml: remove it to take the model's own template"),
         (AXOLOTL, {"train_on_inputs": True}, "train_on_inputs = true: what the user says is not trained on"),
-        (AXOLOTL, {"rl": "dpo"}, "rl = dpo: only supervised fine-tuning is read"),
+        (AXOLOTL, {"rl": "dpo"}, "rl = dpo: only supervised fine-tuning is read; a run file has"),
         (AXOLOTL, {"optimizer": "lomo"}, "optimizer = lomo: give one of adamw_torch"),
         (AXOLOTL, {"lr_scheduler": "rex"}, "lr_scheduler = rex: give one of cosine"),
         (AXOLOTL, {"some_new_key": 3}, "some_new_key: has no counterpart; remove it to train without it"),
         (AXOLOTL, {"datasets": [{"path": "a"}, {"path": "b"}]},
          "datasets with 2 entries: several corpora need"),
-        (AXOLOTL, {"datasets": [{"path": "a", "type": {"field_output": "x"}}]},
-         "datasets[0].type = {'field_output'"),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": {"field_output": "x", "format": "{instruction}"}}]},
+         "datasets[0].type.format: has no counterpart"),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": "pygmalion"}]}, "datasets[0].type = pygmalion: give"),
         (AXOLOTL, {"datasets": [{"path": "a", "shards": 4}]}, "datasets[0].shards: has no counterpart"),
-        (AXOLOTL, {"datasets": [{"path": "a", "field_messages": "talk"}]},
-         "datasets[0] with the keys talk, role, content"),
+        (AXOLOTL, {"datasets": [{"path": "a", "message_field_role": "who"}]},
+         "datasets[0] with turns of who and content: name them role and content, or from and value"),
         (AXOLOTL, {"datasets": [{"path": "a", "train_on_eos": "all"}]},
          "datasets[0].train_on_eos = all: give turn"),
         (AXOLOTL, {"lora_target_linear": None},
@@ -307,10 +322,12 @@ def test_a_key_is_taken_over(text: str, changes: dict[str, Any], key: str, value
         (AXOLOTL, {"val_set_size": 100}, "val_set_size = 100: give a share of the rows"),
         (AXOLOTL, {"learning_rate": "fast"}, "learning_rate: 'fast' is not a number"),
         (AXOLOTL, {"base_model": ""}, "base_model: is missing"),
-        (LLAMA_FACTORY, {"stage": "dpo"}, "stage = dpo: give sft or pt"),
+        (LLAMA_FACTORY, {"stage": "dpo"}, "stage = dpo: give sft or pt; a run file has [preference]"),
         (LLAMA_FACTORY, {"finetuning_type": "freeze"}, "finetuning_type = freeze: give lora or full"),
-        (LLAMA_FACTORY, {"quantization_bit": 4},
-         "quantization_bit = 4: quantised weights are not trained here"),
+        (LLAMA_FACTORY, {"quantization_bit": 4, "finetuning_type": "full"},
+         "quantization_bit = 4: give 4 or 8 bits of bitsandbytes, and nf4, with finetuning_type: lora"),
+        (LLAMA_FACTORY, {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_bit = 4: give"),
+        (LLAMA_FACTORY, {"enable_thinking": False}, "enable_thinking = false: give rows with"),
         (LLAMA_FACTORY, {"max_samples": 1000}, "max_samples = 1000: all rows are read"),
         (LLAMA_FACTORY, {"dataset": "identity,other"}, "dataset = identity, other: several corpora need"),
         (LLAMA_FACTORY, {"dataset": "identiti"}, "has no such entry; did you mean 'identity'?"),
@@ -322,6 +339,18 @@ def test_what_changes_the_result_and_has_no_counterpart_is_refused(
     text: str, changes: dict[str, Any], part: str
 ) -> None:
     assert part in refusal(text, **changes)
+
+
+def test_keys_that_are_off_and_not_known_are_told_apart() -> None:
+    told = read(AXOLOTL, some_new_key=False, dataset_num_proc=4)[1]
+    assert told.endswith("left out, as they are off, but not known: some_new_key")
+    assert "dataset_num_proc" in told.partition("left out, as they change no result: ")[2].partition(";")[0]
+
+
+def test_a_quantised_base_is_told_not_to_be_that_of_bitsandbytes() -> None:
+    told = read(AXOLOTL, adapter="qlora", load_in_4bit=True)[1]
+    assert "load_in_4bit: frozen weights are kept in nf4, and their scales are not quantised again" in told
+    assert "quantization_bit: frozen weights are kept in int8" in read(LLAMA_FACTORY, quantization_bit=8)[1]
 
 
 def test_all_that_is_refused_is_listed_at_once() -> None:
@@ -342,21 +371,28 @@ def test_all_that_is_refused_is_listed_at_once() -> None:
           "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
                    "assistant_tag": "assistant"}},
          ("data/a.json", "chat")),
-        ({"file_name": "a.json", "columns": {"prompt": "question"}},
-         "with the columns prompt = question: name them"),
-        ({"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
-         "with the keys talk, from"),
+        ({"file_name": "a.json", "columns": {"prompt": "question", "response": "output"}},
+         ("data/a.json", "alpaca", {"instruction": "question"})),
+        ({"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk", "tools": "tools"}},
+         ("data/a.json", "sharegpt", {"conversations": "talk"})),
+        ({"file_name": "a.json", "formatting": "sharegpt",
+          "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+                   "assistant_tag": "assistant"}},
+         ("data/a.json", "chat", {"messages": "conversations"})),
+        ({"file_name": "a.json", "formatting": "sharegpt", "tags": {"user_tag": "me"}},
+         "with the tags from, value, me, gpt: name them"),
+        ({"file_name": "a.json", "columns": {"images": "pictures"}}, "with the column images: has no"),
         ({"file_name": "a.json", "ranking": True}, "with ranking: has no counterpart"),
         ({"script_url": "x"}, "its entry has no file_name and no hf_hub_url"),
     ],
 )  # fmt: skip
-def test_rows_of_dataset_info(row: Mapping[str, Any], found: tuple[str, str] | str) -> None:
+def test_rows_of_dataset_info(row: Mapping[str, Any], found: tuple[Any, ...] | str) -> None:
     Path("data/dataset_info.json").write_text(json.dumps({"identity": row}))
     if isinstance(found, str):
         assert found in refusal(LLAMA_FACTORY)
     else:
         data = read(LLAMA_FACTORY)[0]["data"]
-        assert (data["corpus"], data["format"]) == found
+        assert (data["corpus"], data["format"], *filter(None, [data.get("columns")])) == found
 
 
 def test_the_stage_of_deepspeeds_file_is_read() -> None:

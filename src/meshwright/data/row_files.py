@@ -118,6 +118,8 @@ def _one_value(line: bytes, place: str) -> Any:
         raise too_large(place)
     try:
         return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.corpus: {place} is not UTF-8 ({error}); convert the file first") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"data.corpus: {place} is not JSON ({error}); {MEND}") from error
 
@@ -163,6 +165,10 @@ def _json_values(stored: StoredFile, offset: int = 0, number: int = 0) -> Rows:
                 place = f"{stored} row {number}"
                 value, text, start = _value(decoder, text, start, file, place)
                 yield place, value
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"data.corpus: {stored} is not UTF-8 ({error}); convert the file first"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"data.corpus: {stored} is not JSON at row {max(number, 1)} ({error}); give an array of "

@@ -11,6 +11,7 @@ from meshwright.spec.foreign_keys import (
     KeysRead,
     adapters,
     batch,
+    columns,
     common_defaults,
     handled,
     held_out,
@@ -21,6 +22,7 @@ from meshwright.spec.foreign_keys import (
     only,
     optimiser,
     precision,
+    quantised_base,
     schedule,
     shown,
     to,
@@ -47,12 +49,23 @@ _NO_EFFECT = (
     "shuffle_merged_datasets", "group_by_length", "include_tokens_per_second", "heads_k_stride",
     "ring_attn_func", "auto_resume_from_checkpoints", "low_cpu_mem_usage", "lora_fan_in_fan_out",
     "torch_compile_backend", "torch_compile_mode", "gc_steps", "profiler_steps", "seq_len_bucketing",
+    "use_wandb", "use_mlflow", "use_comet", "mlflow_run_name", "hub_private_repo", "save_first_step",
+    "logging_dir", "attn_implementation", "lora_embedding_kernel", "activation_offloading",
+    "dataset_num_proc", "dataset_keep_in_memory", "dataloader_persistent_workers", "eval_causal_lm_metrics",
+    "do_bench_eval", "do_causal_lm_eval", "skip_prepare_dataset", "sample_packing_bin_size",
+    "sample_packing_group_size", "sample_packing_sequentially", "sample_packing_eff_est",
+    "experimental_skip_move_to_device",
 )  # fmt: skip
-_BITS = "is not trained here; give adapter: lora, whose frozen weights are in bf16"
+_BITS = "all weights are trained in bf16 or fp32; give adapter: qlora, or remove it"
 _ADAPTER_KEYS = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "peft_use_rslora",
 )  # fmt: skip
-_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "chat"}
+_FORMATS = {
+    "alpaca": "alpaca", "alpaca_chat.load_default": "alpaca", "alpaca_chat.load_qa": "alpaca",
+    "sharegpt": "sharegpt", "completion": "text", "chat_template": "chat",
+}  # fmt: skip
+_QUESTIONS = {"instruction": "question", "output": "answer"}
+"""Columns of rows of the type alpaca_chat.load_qa."""
 _FILE_KINDS = ("json", "parquet", "csv", "arrow", "text")
 
 
@@ -79,12 +92,17 @@ def read_axolotl(file: Mapping[str, Any]) -> KeysRead:
 
 def _adapter(reading: KeysRead) -> None:
     kind = reading.get("adapter")
+    bits = [key for key in ("load_in_4bit", "load_in_8bit") if reading.get(key)]
     if kind is None:
         reading.left_out += [key for key in _ADAPTER_KEYS if reading.get(key) is not None]
+        for key in bits:
+            reading.refuse(f"{key} = true", _BITS)
         return
-    if kind != "lora":
-        reading.refuse(f"adapter = {kind}", _BITS)
+    if kind not in ("lora", "qlora"):
+        reading.refuse(f"adapter = {kind}", "give lora or qlora")
         return
+    if kind == "qlora" or bits:
+        quantised_base(reading, bits[0] if bits else "adapter", 8 if bits == ["load_in_8bit"] else 4)
     for key, ours, default in (
         ("lora_r", "rank", 8),
         ("lora_alpha", "alpha", 16),
@@ -126,6 +144,8 @@ def _dataset(reading: KeysRead, entry: Mapping[str, Any]) -> None:
         path = str(listed[0])
     elif files:
         reading.refuse(f"{place}.data_files = {shown(files)}", "give the file as path")
+    if isinstance(kind, Mapping):
+        kind, entry = "alpaca", {**entry, **_named(reading, kind)}
     if not isinstance(kind, str) or kind not in _FORMATS:
         reading.refuse(f"{place}.type = {shown(kind)}", f"give one of {', '.join(_FORMATS)}")
         return
@@ -135,10 +155,12 @@ def _dataset(reading: KeysRead, entry: Mapping[str, Any]) -> None:
         reading.set("data.text_key", entry.get("field", "text"))
     if kind == "chat_template":
         _chat(reading, entry)
+    if kind == "alpaca_chat.load_qa":
+        columns(reading, _QUESTIONS)
     if kind == "alpaca":
         reading.told.append(
-            f"{place}.type = alpaca: rows are rendered by the model's chat template, where axolotl writes "
-            "'### Instruction:'"
+            f"{place}.type: rows of alpaca are rendered by the model's chat template, where axolotl writes "
+            "'### Instruction:' or the type's own format"
         )
     known = {"path", "type", "data_files", "name", "ds_type", "field", "split", *_CHAT_KEYS}
     if entry.get("split", "train") != "train" and not Path(path).exists():
@@ -146,6 +168,13 @@ def _dataset(reading: KeysRead, entry: Mapping[str, Any]) -> None:
     for other in entry.keys() - known:
         if entry[other] not in (None, False, "", [], {}):
             reading.refuse(f"{place}.{other}", "has no counterpart; remove it to train without it")
+
+
+def _named(reading: KeysRead, kind: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take the columns over that a type of the user's names; return what it has besides, which is refused."""
+    fields = {f"field_{key}": key for key in ("instruction", "input", "output", "system")}
+    columns(reading, {ours: str(kind[key]) for key, ours in fields.items() if kind.get(key)})
+    return {f"type.{key}": value for key, value in kind.items() if key not in fields}
 
 
 _CHAT_KEYS = (
@@ -161,18 +190,15 @@ def _chat(reading: KeysRead, entry: Mapping[str, Any]) -> None:
     named = {"role": "role", "content": "content", **(entry.get("message_property_mappings") or {})}
     named["role"] = entry.get("message_field_role") or named["role"]
     named["content"] = entry.get("message_field_content") or named["content"]
-    keys = (field, named["role"], named["content"])
-    formats = {
-        ("messages", "role", "content"): "chat",
-        ("conversations", "from", "value"): "sharegpt",
-        ("conversations", "role", "content"): "sharegpt",
-    }
-    if keys in formats:
-        reading.set("data.format", formats[keys])
+    formats = {("role", "content"): ("chat", "messages"), ("from", "value"): ("sharegpt", "conversations")}
+    turn = (named["role"], named["content"])
+    if turn in formats:
+        format, key = formats[turn]
+        reading.set("data.format", format)
+        columns(reading, {key: field})
     else:
         reading.refuse(
-            f"{place} with the keys {', '.join(keys)}",
-            "name them messages, role, content, or conversations, from, value",
+            f"{place} with turns of {' and '.join(turn)}", "name them role and content, or from and value"
         )
     for key, fine in (
         ("chat_template", ("tokenizer_default",)),
@@ -243,7 +269,7 @@ KEYS: Keys = {
     **dict.fromkeys(_NO_EFFECT, leave_out),
     **dict.fromkeys(
         (*_ADAPTER_KEYS, "adapter", "sequence_len", "micro_batch_size", "gradient_accumulation_steps",
-         "num_epochs", "max_steps", "deepspeed"), handled),
+         "num_epochs", "max_steps", "deepspeed", "load_in_8bit", "load_in_4bit"), handled),
     "chat_template_jinja": _template_file,
     "plugins": _plugins,
     "base_model": to("model.hf"),
@@ -256,8 +282,6 @@ KEYS: Keys = {
     "tokens": only(instead="give a base_model whose tokenizer has them"),
     "sample_packing": to("data.pack"),
     "val_set_size": held_out,
-    "load_in_8bit": only(instead=_BITS),
-    "load_in_4bit": only(instead=_BITS),
     "lora_modules_to_save": only(instead="all but the adapters is frozen; remove it"),
     "lora_model_dir": only(instead="merge it, and give the result: meshwright import DIR --out RUN"),
     "peft_use_dora": only(instead="adapters are plain LoRA; give false"),
@@ -289,5 +313,6 @@ KEYS: Keys = {
     "resume_from_checkpoint": only(instead="give --resume auto with the run's folder"),
     "early_stopping_patience": only(instead="a run ends after its steps; remove it"),
     "neftune_noise_alpha": only(instead="embeddings get no noise; remove it"),
-    "rl": only(instead="only supervised fine-tuning is read"),
+    "excess_length_strategy": only("truncate", instead="chats that are too long lose their ends"),
+    "rl": only(instead="only supervised fine-tuning is read; a run file has [preference] for pairs"),
 }  # fmt: skip

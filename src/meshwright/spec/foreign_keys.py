@@ -38,6 +38,7 @@ class KeysRead:
         self.tree: dict[str, dict[str, Any]] = {}
         self.left_out: list[str] = []
         self.told: list[str] = []
+        self.unknown: list[str] = []
         self.refused: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -76,7 +77,7 @@ class KeysRead:
             if key in keys:
                 keys[key](self, key)
             elif value in (False, "", [], {}):
-                self.left_out.append(key)
+                self.unknown.append(key)
             else:
                 self.refuse(key, "has no counterpart; remove it to train without it")
 
@@ -85,6 +86,8 @@ class KeysRead:
         parts = list(self.told)
         if self.left_out:
             parts.append(f"left out, as they change no result: {', '.join(self.left_out)}")
+        if self.unknown:
+            parts.append(f"left out, as they are off, but not known: {', '.join(self.unknown)}")
         return f"read as a file of {program}; {'; '.join(parts)}" if parts else ""
 
     def check(self, program: str) -> None:
@@ -178,7 +181,7 @@ def precision(reading: KeysRead, key: str) -> None:
 
 def adapters(reading: KeysRead, targets: Any, all_linear: bool, target_key: str) -> None:
     """Set the layers that get adapters: all linear ones, or those by their names in transformers."""
-    if all_linear:
+    if all_linear or targets in ("all-linear", ["all-linear"]):
         reading.set("lora.targets", ["all-linear"])
         return
     names = [targets] if isinstance(targets, str) else list(targets or ())
@@ -190,6 +193,22 @@ def adapters(reading: KeysRead, targets: Any, all_linear: bool, target_key: str)
         )
     else:
         reading.set("lora.targets", [f"*.{LAYERS[name]}.weight" for name in names])
+
+
+def quantised_base(reading: KeysRead, key: str, bits: int) -> None:
+    """Keep the frozen weights beside adapters in NF4 or int8; the values are not those of bitsandbytes."""
+    name = {4: "nf4", 8: "int8"}[bits]
+    reading.set("lora.quantise", name)
+    scales = (
+        "their scales are not quantised again" if bits == 4 else "each 64 inputs have a scale of their own"
+    )
+    reading.told.append(f"{key}: frozen weights are kept in {name}, and {scales}")
+
+
+def columns(reading: KeysRead, named: Mapping[str, str]) -> None:
+    """Set what the rows call the keys of their format, where they call them otherwise."""
+    if others := {key: name for key, name in named.items() if name and name != key}:
+        reading.set("data.columns", others)
 
 
 def length(reading: KeysRead, epochs_key: str, epochs: float) -> None:

@@ -13,6 +13,7 @@ from meshwright.spec.foreign_keys import (
     KeysRead,
     adapters,
     batch,
+    columns,
     common_defaults,
     handled,
     held_out,
@@ -22,7 +23,9 @@ from meshwright.spec.foreign_keys import (
     only,
     optimiser,
     precision,
+    quantised_base,
     schedule,
+    shown,
     to,
     whole_to,
     zero_stage,
@@ -43,7 +46,8 @@ _NO_EFFECT = (
 )  # fmt: skip
 _ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "finetuning_type")
 _PLAIN = "adapters are plain LoRA; give false"
-_BITS = "quantised weights are not trained here; remove it, and the frozen weights are in bf16"
+_QUANTISED_KEYS = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
+_BITS = "give 4 or 8 bits of bitsandbytes, and nf4, with finetuning_type: lora"
 
 
 def read_llama_factory(file: Mapping[str, Any]) -> KeysRead:
@@ -75,6 +79,7 @@ def read_llama_factory(file: Mapping[str, Any]) -> KeysRead:
 
 def _adapter(reading: KeysRead) -> None:
     kind = reading.get("finetuning_type", "lora")
+    _quantised(reading, kind)
     if kind == "full":
         reading.left_out += [key for key in _ADAPTER_KEYS[:-1] if reading.get(key) is not None]
         return
@@ -93,9 +98,25 @@ def _adapter(reading: KeysRead) -> None:
     adapters(reading, names, names == ["all"], "lora_target")
 
 
+def _quantised(reading: KeysRead, kind: str) -> None:
+    """Keep the frozen weights beside adapters in 4 or 8 bits."""
+    bits = reading.number("quantization_bit")
+    if bits is None:
+        reading.left_out += [key for key in _QUANTISED_KEYS if reading.get(key) is not None]
+        return
+    method = str(reading.get("quantization_method", "bnb"))
+    usual = method in ("bnb", "bitsandbytes") and reading.get("quantization_type", "nf4") == "nf4"
+    if kind == "lora" and usual and bits in (4, 8):
+        quantised_base(reading, "quantization_bit", int(bits))
+    else:
+        reading.refuse(f"quantization_bit = {bits:g}", _BITS)
+
+
 def _stage(reading: KeysRead, key: str) -> None:
     if reading.get(key) not in ("sft", "pt"):
-        reading.refuse(f"{key} = {reading.get(key)}", "give sft or pt")
+        reading.refuse(
+            f"{key} = {reading.get(key)}", "give sft or pt; a run file has [preference] for pairs of answers"
+        )
 
 
 def _dataset(reading: KeysRead, key: str) -> None:
@@ -141,12 +162,12 @@ def _corpus(reading: KeysRead, row: Mapping[str, Any], folder: Path, name: str) 
     for key in ("ranking", "num_samples", "folder"):
         if row.get(key):
             reading.refuse(f"dataset = {name} with {key}", "has no counterpart; give a file of chats")
-    columns = row.get("columns") or {}
+    named = row.get("columns") or {}
     if reading.get("stage") == "pt":
         reading.set("data.format", "text")
-        reading.set("data.text_key", columns.get("prompt", "text"))
+        reading.set("data.text_key", named.get("prompt", "text"))
     else:
-        _format(reading, row, columns, name)
+        _format(reading, row, named, name)
 
 
 _ALPACA = {
@@ -157,39 +178,54 @@ _ALPACA = {
     "history": "history",
 }
 _CHATS = {
-    ("messages", "role", "content", "user", "assistant"): "chat",
-    ("conversations", "from", "value", "human", "gpt"): "sharegpt",
-    ("conversations", "role", "content", "user", "assistant"): "sharegpt",
+    ("role", "content", "user", "assistant"): ("chat", "messages"),
+    ("from", "value", "human", "gpt"): ("sharegpt", "conversations"),
 }
+_BESIDE = ("system", "tools")
+"""Columns of chats beside their turns."""
 
 
-def _format(reading: KeysRead, row: Mapping[str, Any], columns: Mapping[str, str], name: str) -> None:
-    """The format of a data set whose columns have the names that the format has here."""
+def _format(reading: KeysRead, row: Mapping[str, Any], named: Mapping[str, str], name: str) -> None:
+    """The format of a data set, and what its columns are called."""
     if row.get("formatting", "alpaca") == "alpaca":
-        wrong = [f"{key} = {column}" for key, column in columns.items() if _ALPACA.get(key) != column]
-        if wrong:
-            reading.refuse(
-                f"dataset = {name} with the columns {', '.join(wrong)}",
-                "name them instruction, input, output, system and history",
-            )
         reading.set("data.format", "alpaca")
+        _columns(reading, named, _ALPACA, name)
         return
     tags = row.get("tags") or {}
-    keys = (
-        columns.get("messages", "conversations"), tags.get("role_tag", "from"),
-        tags.get("content_tag", "value"), tags.get("user_tag", "human"), tags.get("assistant_tag", "gpt"),
+    turn = (
+        tags.get("role_tag", "from"), tags.get("content_tag", "value"), tags.get("user_tag", "human"),
+        tags.get("assistant_tag", "gpt"),
     )  # fmt: skip
-    if keys in _CHATS:
-        reading.set("data.format", _CHATS[keys])
+    if turn in _CHATS:
+        format, key = _CHATS[turn]
+        reading.set("data.format", format)
+        own = {"messages": "conversations", **named}
+        _columns(reading, own, {"messages": key, **{each: each for each in _BESIDE}}, name)
     else:
         reading.refuse(
-            f"dataset = {name} with the keys {', '.join(keys)}",
-            "name them messages, role, content, user, assistant, or conversations, from, value, human, gpt",
+            f"dataset = {name} with the tags {', '.join(turn)}",
+            "name them role, content, user, assistant, or from, value, human, gpt",
         )
+
+
+def _columns(reading: KeysRead, named: Mapping[str, str], ours: Mapping[str, str], name: str) -> None:
+    """Take the names of columns over; `ours` are the keys of the format by those of the program."""
+    for key in named.keys() - ours.keys():
+        reading.refuse(f"dataset = {name} with the column {key}", "has no counterpart; remove it")
+    columns(reading, {ours[key]: str(column) for key, column in named.items() if key in ours})
 
 
 def _template(reading: KeysRead, key: str) -> None:
     reading.told.append(f"{key} = {reading.get(key)}: the model's own chat template takes its place")
+
+
+def _thinking(reading: KeysRead, key: str) -> None:
+    """What templates do by default; rows say otherwise, each for itself."""
+    if reading.get(key) is not True:
+        reading.refuse(
+            f"{key} = {shown(reading.get(key))}",
+            'give rows with "chat_template_kwargs": {"enable_thinking": false}',
+        )
 
 
 def _packing(reading: KeysRead, key: str) -> None:
@@ -212,9 +248,9 @@ def _pure_bf16(reading: KeysRead, key: str) -> None:
 KEYS: Keys = {
     **dict.fromkeys(_NO_EFFECT, leave_out),
     **dict.fromkeys(
-        (*_ADAPTER_KEYS, "cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps",
-         "num_train_epochs", "max_steps", "dataset_dir", "neat_packing", "warmup_steps", "deepspeed"),
-        handled),
+        (*_ADAPTER_KEYS, *_QUANTISED_KEYS, "cutoff_len", "per_device_train_batch_size",
+         "gradient_accumulation_steps", "num_train_epochs", "max_steps", "dataset_dir", "neat_packing",
+         "warmup_steps", "deepspeed"), handled),
     "model_name_or_path": to("model.hf"),
     "adapter_name_or_path": only(instead="merge it, and give the result: meshwright import DIR --out RUN"),
     "stage": _stage,
@@ -225,7 +261,7 @@ KEYS: Keys = {
     "train_on_prompt": only(instead="what the user says is not trained on; give false"),
     "mask_history": only(instead="every answer of the assistant is trained on; give false"),
     "max_samples": only(instead="all rows are read; remove it, or give a file of so many rows"),
-    "quantization_bit": only(instead=_BITS),
+    "enable_thinking": _thinking,
     "use_dora": only(instead=_PLAIN),
     "pissa_init": only(instead=_PLAIN),
     "loraplus_lr_ratio": only(instead=_PLAIN),
