@@ -18,12 +18,45 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.given_rows import write_rows
 from meshwright.spec import UserError
 from meshwright.spec.axolotl_keys import KEYS as AXOLOTL
+from meshwright.spec.foreign_run_files import COUNTERPARTS
 from meshwright.spec.llama_factory_keys import KEYS as LLAMA_FACTORY
 from meshwright.spec.schema import known_keys, optional_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 TABLES = ("model", "data", "train", "layout", "precision", "recompute", "checkpoint", "lora")
-OURS, TRLS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+OURS, TRLS, TRAINERS, LIGHTNINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TORCHTITAN = {
+    "training": "local_batch_size global_batch_size seq_len steps max_norm dataset dataset_path "
+    "mixed_precision_param",
+    "optimizer": "name lr weight_decay beta1 beta2 eps",
+    "lr_scheduler": "warmup_steps decay_type decay_ratio min_lr_factor",
+    "model": "flavor hf_assets_path",
+    "parallelism": "data_parallel_shard_degree data_parallel_replicate_degree tensor_parallel_degree "
+    "context_parallel_degree pipeline_parallel_degree expert_parallel_degree pipeline_parallel_schedule",
+    "activation_checkpoint": "mode",
+    "compile": "enable",
+    "checkpoint": "interval folder keep_latest_k",
+    "validation": "freq",
+    "metrics": "log_freq enable_wandb enable_tensorboard",
+    "debug": "seed",
+}
+"""Keys of torchtitan's JobConfig (torchtitan/config/job_config.py, v0.2.0) that most files have."""
+MEGATRON = re.findall(
+    r"--\S+",
+    """
+    --micro-batch-size --global-batch-size --seq-length --train-iters --train-samples
+    --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size
+    --num-virtual-stages-per-pipeline-rank --context-parallel-size --expert-model-parallel-size
+    --use-distributed-optimizer --recompute-granularity --lr --min-lr --lr-decay-style --lr-warmup-iters
+    --clip-grad --weight-decay --adam-beta1 --adam-beta2 --adam-eps --bf16 --fp16 --seed --save
+    --save-interval --eval-interval --log-interval --load --pretrained-checkpoint --data-path
+    --tokenizer-model --split --max-position-embeddings --rotary-base --norm-epsilon
+    --untie-embeddings-and-output-weights --num-experts --moe-router-topk --moe-ffn-hidden-size
+    --moe-aux-loss-coeff --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
+    --num-query-groups
+    """,
+)
+"""Options of Megatron-LM (megatron/training/arguments.py, core_v0.15.0) that most scripts have."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +78,13 @@ def test_the_ten_lines_run_as_printed(folder: Path) -> None:
     exec(compile(OURS, "coming-from.md", "exec"), {})
     on_processors = TRLS.replace('"runs/trl",', '"runs/trl", use_cpu=True, bf16=False, report_to=[],')
     exec(compile(on_processors, "coming-from.md", "exec"), {})
-    adapters = [load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-trl")]
+    trainers = TRAINERS.replace('"runs/hf",', '"runs/hf", use_cpu=True, report_to=[],')
+    exec(compile(trainers, "coming-from.md", "exec"), {})
+    compile(LIGHTNINGS, "coming-from.md", "exec")
+    folders = [folder / name for name in ("adapter", "adapter-trl", "adapter-hf")]
+    adapters = [load_file(each / "adapter_model.safetensors") for each in folders]
     shapes = [{name: tuple(each.shape) for name, each in adapter.items()} for adapter in adapters]
-    assert shapes[0] == shapes[1] and len(shapes[0]) == 2 * 7 * 2
+    assert shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) == 2 * 7 * 2
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (16, 32)
     assert all(each.any() for name, each in adapters[0].items() if "lora_B" in name)  # which are 0 at first
@@ -103,6 +140,34 @@ def test_the_keys_of_the_page_exist() -> None:
     known = {*known_keys(), *optional_tables(), "checkpoint"}
     named = {key for row in rows for key in re.findall(rf"`\[?((?:{'|'.join(TABLES)})\b[\w.]*)", row[-1])}
     assert len(named) > 50 and named <= known, named - known
+
+
+def names_in(title: str) -> set[str]:
+    """What the first column of the table under a title names."""
+    table = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_tables_have_the_keys_that_most_files_of_torchtitan_and_megatron_have() -> None:
+    found = names_in("torchtitan")
+    tables = {f"{table}.{name}" for table, names in TORCHTITAN.items() for name in names.split()}
+    alone = {name for name in found if "." not in name}  # the table is that of the name before
+    assert {name for name in found if "." in name} | {f"parallelism.{name}" for name in alone} == tables
+    assert names_in("Megatron-LM") == set(MEGATRON)
+
+
+def test_keys_with_a_hint_are_those_of_the_tables() -> None:
+    """`spec check` of a file of torchtitan or Megatron names what its keys are here, as the page does."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+    named = [(set(re.findall(r"`(?:--)?([\w.-]+)`", row[0])), row[-1]) for row in rows if len(row) == 2]
+    ours = {theirs.replace("-", "_"): cell for found, cell in named for theirs in found}
+    checked = 0
+    for key, theirs in COUNTERPARTS.items():
+        for cell in (ours[each] for each in theirs if each in ours):
+            checked += 1
+            assert key in cell or key == "model.hf", (key, cell)
+    assert checked > 30
 
 
 def test_the_keys_of_other_programs_are_read() -> None:

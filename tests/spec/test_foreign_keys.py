@@ -273,6 +273,7 @@ def test_all_weights_are_trained_without_an_adapter() -> None:
         (LLAMA_FACTORY, {"quantization_bit": 4, "quantization_method": "bnb", "double_quantization": True},
          "lora.quantise", "nf4"),
         (LLAMA_FACTORY, {"quantization_bit": 8}, "lora.quantise", "int8"),
+        (AXOLOTL, {"optimizer": "paged_adamw_32bit"}, "train.optimiser", "adamw"),
         (LLAMA_FACTORY, {"warmup_ratio": None, "warmup_steps": 20}, "train.warmup_steps", 20),
         (LLAMA_FACTORY, {"max_steps": 9}, "train.steps", 9),
         (LLAMA_FACTORY, {"lora_alpha": 64, "lora_target": "all"}, "lora.alpha", 64),

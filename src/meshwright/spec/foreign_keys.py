@@ -22,7 +22,10 @@ LAYERS = {
     "up_proj": "mlp.up", "down_proj": "mlp.down",
 }  # fmt: skip
 """Linear layers by their names in transformers."""
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
+ADAMW = (
+    "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw", "paged_adamw",
+    "paged_adamw_32bit",
+)  # fmt: skip
 ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
