@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from chat_models import chats, model_in, written
+from chat_models import chats, model_in, pair_rows, written
 
 from meshwright import api
 from meshwright.api.run_files import places
@@ -124,6 +124,22 @@ def test_a_run_on_chats_goes_on_with_them(have: list[str]) -> None:
     assert (spec.data.format, spec.data.chat_template) == ("sharegpt", "own.jinja")
 
 
+def test_pairs_and_columns_that_are_named_become_runs(have: list[str]) -> None:
+    written(pair_rows(1, 40), Path("pairs.jsonl"))
+    loss = [("preference.loss", "dpo"), ("lora.rank", "4")]
+    spec = made(["pairs.jsonl", "model"], *loss)
+    assert spec.preference is not None and spec.preference.loss == "dpo"
+    corpus = open_corpus(spec)
+    assert corpus.pairs == [True] and 2 * 36 <= corpus.train.documents <= 2 * 40
+    assert not any(side.cut_documents for side in corpus.train.sides)  # both answers fit into a sample
+    written([{"question": "one", "answer": "two", "n": n} for n in range(30)], Path("qa.jsonl"))
+    named = [("data.columns.instruction", "question"), ("data.columns.output", "answer")]
+    spec = made(["qa.jsonl", "model"], *named)
+    assert spec.data.columns == {"instruction": "question", "output": "answer"}
+    api.train(load(Path("run.toml"), [("train.steps", "1")]), out=Path("runs/qa"), quiet=True)
+    assert made(["runs/qa"], want="finetune").data.columns == spec.data.columns
+
+
 @pytest.mark.parametrize(
     ("row", "keys"),
     [
@@ -149,6 +165,12 @@ def test_chats_are_told_by_the_keys_of_their_rows(
         (["chats.jsonl"], None, "chats need a model to tune; give one more --have, such as Qwen"),
         (["chats.jsonl", "model"], "train", "a chat template, and --want finetune"),
         (["silent.jsonl", "model"], None, "--have: silent.jsonl has no chat with an answer to train on"),
+        (["pairs.jsonl", "model"], None, "need a loss of pairs; give --preference.loss dpo with --lora.rank"),
+        (
+            ["qa.jsonl", "model"],
+            None,
+            "with --data.columns.instruction question --data.columns.output answer",
+        ),
         (["chats.jsonl", "untold"], None, "data.tokenizer: its folder has no chat template"),
     ],
 )
@@ -156,6 +178,8 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
     have: list[str], names: list[str], want: str | None, sentence: str
 ) -> None:
     written([{"messages": [{"role": "user", "content": "Hello?"}]}], Path("silent.jsonl"))
+    written(pair_rows(1, 9), Path("pairs.jsonl"))
+    written([{"question": "one", "answer": "two"}], Path("qa.jsonl"))
     model_in(Path("untold"))
     (Path("untold") / "chat_template.jinja").unlink()
     overrides: Overrides = ONE

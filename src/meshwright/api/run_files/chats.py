@@ -27,11 +27,15 @@ STEP = 64
 
 @dataclass(frozen=True)
 class ChatLengths:
-    """Rows in all, those that were looked at, and the tokens of those with some to train on (n,)."""
+    """Rows in all, those that were looked at, and the tokens of those with some to train on (n,).
+
+    Rows with `pairs` of answers have the tokens of both.
+    """
 
     rows: int
     looked_at: int
     tokens: I64
+    pairs: bool = False
 
     @property
     def chats(self) -> int:
@@ -70,11 +74,16 @@ def chat_lengths(spec: RunSpec) -> ChatLengths:
     encoder = ChatEncoder(tokenizer, template_of(data))
     rows = sum(1 for _ in chats.rows())
     every = islice(chats.rows(), 0, None, max(1, -(-rows // LOOKED_AT)))
-    encoded = [encoder.encode(each) for each in conversations_of(every, chats.format, Counter())]
-    tokens = [len(ids) for ids, trained in encoded if trained[1:].any()]
+    read = conversations_of(every, chats.format, Counter())
+    encoded = [encoder.encode_pair(each) if chats.pairs else (encoder.encode(each),) for each in read]
+    tokens = [
+        sum(len(ids) for ids, _ in answers)
+        for answers in encoded
+        if all(trained[1:].any() for _, trained in answers)
+    ]
     if not tokens:
         raise UserError(
             f"--have: {data.corpus} has no chat with an answer to train on; give chats in which the "
             "assistant speaks"
         )
-    return ChatLengths(rows, len(encoded), np.array(tokens))
+    return ChatLengths(rows, len(encoded), np.array(tokens), chats.pairs)

@@ -56,9 +56,10 @@ class Draft:
 
     @property
     def sizeless(self) -> RunSpec:
-        """The run in samples of one token on one device, which is valid before sizes are chosen."""
+        """The run in samples of four tokens, as few as a pair of answers takes, on one device: it is valid
+        before sizes are chosen."""
         kept = [(key, text) for key, text in self.texts if not key.startswith(_SIZING)]
-        return from_tree({}, [*kept, ("data.seq_len", "1")])
+        return from_tree({}, [*kept, ("data.seq_len", "4")])
 
     def toml(self) -> str:
         """Return the file: values as the spec reads them, comments behind the keys or in lines before."""

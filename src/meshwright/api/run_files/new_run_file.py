@@ -233,10 +233,11 @@ def _continued(
     return draft, told
 
 
-def _read_as(data: DataSpec) -> dict[str, Any]:
+def _read_as(data: DataSpec) -> dict[str, str]:
     """Return the keys by which a run reads its corpus, those that are not as usual."""
-    names = ("text_key", "special_tokens", "format", "columns", "chat_template")
-    return {name: getattr(data, name) for name in names if getattr(data, name) != getattr(AS_THEY_ARE, name)}
+    names = ("text_key", "special_tokens", "format", "chat_template")
+    own = {name: getattr(data, name) for name in names if getattr(data, name) != getattr(AS_THEY_ARE, name)}
+    return own | {f"columns.{key}": name for key, name in data.columns.items()}
 
 
 def _named_comment(draft: Draft) -> tuple[str, str, str]:

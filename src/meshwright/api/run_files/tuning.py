@@ -8,6 +8,7 @@ from meshwright.api.run_files.budget import EPOCHS, Budget, Given, tuned
 from meshwright.api.run_files.chats import COVERED, ChatLengths, chat_lengths
 from meshwright.api.run_files.draft import Draft
 from meshwright.api.run_files.places import Place
+from meshwright.spec import UserError
 from meshwright.spec.load import given_keys
 from meshwright.units import gigabytes, short
 
@@ -31,6 +32,11 @@ def add_tuning(
     for name, value in own.items():
         draft.add(f"data.{name}", value, "as the run has read it")
     model, lengths = draft.sizeless.model, chat_lengths(draft.sizeless)
+    if lengths.pairs and draft.sizeless.preference is None:
+        raise UserError(
+            f"--have: {corpus} has pairs of chosen and rejected answers, which need a loss of pairs; give "
+            "--preference.loss dpo with --lora.rank 16, or --preference.loss simpo or orpo"
+        )
     fitting = lengths.seq_len(model.max_seq_len)
     draft.add("data.seq_len", fitting, f"{lengths.within(fitting):.0%} of the chats fit into these tokens")
     draft.add("data.pack", True, "chats that fit share a sample, and none sees another")
