@@ -308,14 +308,14 @@ def test_batches_that_cannot_be_taken_are_told(folders: dict[str, Path]) -> None
 
 UNTRAINED = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), -100)}
 ARGUMENTS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
-    r'count: "a" is no number of tokens or samples; give a finite one': (whole_batch(), {"count": "a"}),
-    "count: -1 is no number": (whole_batch(), {"count": -1}),
-    "count: nan is no number": (whole_batch(), {"count": float("nan")}),
+    r'count: "a" does not count tokens or samples; give a finite one': (whole_batch(), {"count": "a"}),
+    "count: -1 does not count": (whole_batch(), {"count": -1}),
+    "count: nan does not count": (whole_batch(), {"count": float("nan")}),
     "count: adds up to 0 over all data ranks": (whole_batch(), {"count": 0}),
     "batch.labels: no token of any data rank is trained": (UNTRAINED, {}),
-    "micro_batch: 0 is no number of samples": (whole_batch(), {"micro_batch": 0}),
-    r'micro_batch: "2" is no number of samples': (whole_batch(), {"micro_batch": "2"}),
-    "loss_fn: 8 is no function; .* as count=": (whole_batch(), {"loss_fn": 8}),
+    "micro_batch: 0 does not count samples": (whole_batch(), {"micro_batch": 0}),
+    r'micro_batch: "2" does not count samples': (whole_batch(), {"micro_batch": "2"}),
+    "loss_fn: 8 cannot be called; .* as count=": (whole_batch(), {"loss_fn": 8}),
 }
 
 

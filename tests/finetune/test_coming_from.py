@@ -143,7 +143,7 @@ def test_the_keys_of_the_page_exist() -> None:
 
 
 def names_in(title: str) -> set[str]:
-    """What the first column of the table under a title names."""
+    """Names in the first column of the table under a title."""
     table = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}

@@ -17,8 +17,8 @@ Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, 
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
 Predictions: `planning`. Pages of runs: `reports`.
-Loops of others: `engine` (`meshwright.Engine`), whose run is of `engine_spec`, with `engine_callbacks` and
-`engine_checkpoints`; `verl_engine` is verl's interface to it.
+Loops of others: `engine` (`meshwright.Engine`), whose run is of `engine_spec`, with `engine_arguments`,
+`engine_callbacks` and `engine_checkpoints`; `verl_engine` is verl's interface to it.
 Run files for what somebody has: `run_files`. What a run reads: `training_samples`.
 """
 

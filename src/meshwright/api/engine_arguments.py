@@ -1,4 +1,4 @@
-"""What callers of the engine pass beside a batch, checked before anything is computed."""
+"""Checks of what callers of the engine pass beside a batch, before anything is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def checked_count(count: Any) -> float:
     found = _number(count)
     if found is None or not 0 <= found < math.inf:
         raise UserError(
-            f"count: {show(count)} is no number of tokens or samples; give a finite one of at least 0, such "
+            f"count: {show(count)} does not count tokens or samples; give a finite one of at least 0, such "
             "as len(rows), or leave it out for the number of labels"
         )
     return found
@@ -27,7 +27,7 @@ def check_micro_batch(micro_batch: Any) -> None:
         return
     if isinstance(micro_batch, bool) or not isinstance(micro_batch, Integral) or micro_batch < 1:
         raise UserError(
-            f"micro_batch: {show(micro_batch)} is no number of samples; give a whole number of at least 1, "
+            f"micro_batch: {show(micro_batch)} does not count samples; give a whole number of at least 1, "
             "or leave it out for the run's layout.micro_batch"
         )
 
@@ -36,8 +36,8 @@ def check_loss_fn(loss_fn: Any) -> None:
     """Raise `UserError` unless `loss_fn` is None or can be called."""
     if loss_fn is not None and not callable(loss_fn):
         raise UserError(
-            f"loss_fn: {show(loss_fn)} is no function; give one of log-probabilities and rows, and the count "
-            "as count=..."
+            f"loss_fn: {show(loss_fn)} cannot be called; give a function of log-probabilities and rows, and "
+            "the count as count=..."
         )
 
 

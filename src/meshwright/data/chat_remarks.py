@@ -9,7 +9,7 @@ from meshwright.data.chat_template import ChatTemplate, Span
 
 UNSAID = "the chat template does not render words, tools or calls"
 SILENT = "the assistant says nothing in a turn, and that is trained on"
-"""What is so in some chats of a corpus."""
+"""Remarks on some chats of a corpus, as the end of a sentence."""
 
 
 def remarks_of(

@@ -20,7 +20,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "rejected": ("dispreferred",),
     "input": ("context",),
 })  # fmt: skip
-"""What data sets call the keys of a format besides, the most usual first."""
+"""Other names that data sets have for the keys of a format, the most usual first."""
 OPTIONAL: Mapping[str, tuple[str, ...]] = MappingProxyType({"alpaca": ("input",)})
 """Keys that a row of a format may have besides, and that would be lost under another name."""
 _PREFERRED = ("chat", "sharegpt", "alpaca", "prompt", "preference")

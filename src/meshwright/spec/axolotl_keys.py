@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meshwright.spec.foreign_keys import (
     Keys,
@@ -133,7 +133,7 @@ def _datasets(reading: KeysRead, key: str) -> None:
 
 
 def _dataset(reading: KeysRead, entry: Mapping[str, Any]) -> None:
-    place, kind = "datasets[0]", entry.get("type", "chat_template")
+    place, kind = "datasets[0]", cast(Any, entry.get("type", "chat_template"))
     path, files = str(entry.get("path", "")), entry.get("data_files")
     if path in _FILE_KINDS and files and not Path(path).exists():
         listed = [files] if isinstance(files, str) else list(files)
@@ -145,7 +145,8 @@ def _dataset(reading: KeysRead, entry: Mapping[str, Any]) -> None:
     elif files:
         reading.refuse(f"{place}.data_files = {shown(files)}", "give the file as path")
     if isinstance(kind, Mapping):
-        kind, entry = "alpaca", {**entry, **_named(reading, kind)}
+        entry = {**entry, **_named(reading, kind)}
+        kind = "alpaca"
     if not isinstance(kind, str) or kind not in _FORMATS:
         reading.refuse(f"{place}.type = {shown(kind)}", f"give one of {', '.join(_FORMATS)}")
         return

@@ -220,7 +220,7 @@ def _template(reading: KeysRead, key: str) -> None:
 
 
 def _thinking(reading: KeysRead, key: str) -> None:
-    """What templates do by default; rows say otherwise, each for itself."""
+    """Accept the default of templates; rows say otherwise, each for itself."""
     if reading.get(key) is not True:
         reading.refuse(
             f"{key} = {shown(reading.get(key))}",
