@@ -20,6 +20,7 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from meshwright.train.step import Trainer
+from meshwright.weights.initial_weights import open_weights
 from ranks import Ranks
 
 VOCABULARY = 300
@@ -75,7 +76,7 @@ class Notes:
 
 def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The result, and the parameters as float lists by name."""
-    run = open_run(spec, mesh, out, Observers([]))
+    run = open_run(spec, mesh, out, Observers([]), weights=lambda: open_weights(spec))
     result = run.execute(resume)
     tensors = {name: tensor.full_tensor().clone() for name, tensor in run.trainer.states.parameters()}
     return result, tensors

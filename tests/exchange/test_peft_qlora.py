@@ -33,7 +33,7 @@ def loss_of(logits: Tensor) -> Tensor:
 def computed(mesh: Mesh, spec: RunSpec, adapters: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and the gradients of the adapters, of a run that starts from a folder, with these adapters."""
     trainer = Trainer(spec, mesh)
-    trainer.initialise(open_weights(spec.model))
+    trainer.initialise(open_weights(spec))
     for name, stored in trainer.states.trained_parameters():
         stored.to_local().copy_(adapters[name])  # type: ignore[union-attr]
     trainer.states.begin_step(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import datasets
 import torch
 import transformers
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 from trl.data_utils import extract_prompt
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -135,3 +139,35 @@ def opened(folder: Path) -> transformers.PreTrainedModel:
     exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
     rotary.inv_freq = rotary.original_inv_freq = base**-exponents
     return model
+
+
+class Loss:
+    """The loss of transformers, as TRL's own kernel sums in float32, and its values, which Trainer rounds."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        loss = ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
+        self.found.append(float(loss))
+        return loss
+
+
+def trained_by_trl(
+    model: Any, folder: Path, rows: list[dict[str, Any]], out: Path, samples: int, callbacks: Any = (), **how: Any
+) -> list[float]:
+    """Train a model of a folder by TRL on all samples in each step; returns the losses."""
+    arguments = trl.SFTConfig(
+        output_dir=str(out), per_device_train_batch_size=1, learning_rate=0.01,
+        gradient_accumulation_steps=samples, weight_decay=0.0, lr_scheduler_type="constant", bf16=False,
+        max_grad_norm=1.0, adam_beta2=0.95, assistant_only_loss=True, report_to=[], logging_steps=1,
+        use_cpu=True, save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, **how,
+    )  # fmt: skip
+    loss = Loss()
+    trainer = trl.SFTTrainer(
+        model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows), callbacks=[*callbacks],
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder), compute_loss_func=loss,
+    )  # fmt: skip
+    with float64_throughout():
+        trainer.train()
+    return [math.fsum(loss.found[first : first + samples]) for first in range(0, len(loss.found), samples)]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import transformers
-import trl
-from chat_models import chats, float64_throughout, model_in, opened, written
+from chat_models import chats, model_in, opened, trained_by_trl, written
 from torch import Tensor
-from transformers.loss.loss_utils import ForCausalLMLoss
 from trl.data_utils import pack_dataset
 
 from hf_models import read_whole
@@ -35,38 +32,13 @@ class Gradients(transformers.TrainerCallback):
             self.found = {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
-class Loss:
-    """The loss of transformers, as TRL's own kernel sums in float32, and its values, which Trainer rounds."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        loss = ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
-        self.found.append(float(loss))
-        return loss
-
-
 def trl_run(
     folder: Path, rows: list[dict[str, Any]], out: Path, samples: int, packing: bool
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, first gradients and last weights of TRL, which takes all samples in each step."""
-    model = opened(folder)
-    arguments = trl.SFTConfig(
-        output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=1, learning_rate=0.01,
-        gradient_accumulation_steps=samples, weight_decay=0.0, lr_scheduler_type="constant", bf16=False,
-        max_grad_norm=1.0, adam_beta2=0.95, assistant_only_loss=True, packing=packing, max_length=SEQ_LEN,
-        report_to=[], logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=True,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    gradients, loss = Gradients(), Loss()
-    trainer = trl.SFTTrainer(
-        model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows), callbacks=[gradients],
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder), compute_loss_func=loss,
-    )  # fmt: skip
-    with float64_throughout():
-        trainer.train()
-    losses = [math.fsum(loss.found[first : first + samples]) for first in range(0, len(loss.found), samples)]
+    model, gradients = opened(folder), Gradients()
+    how = {"packing": packing, "max_length": SEQ_LEN, "max_steps": STEPS}
+    losses = trained_by_trl(model, folder, rows, out, samples, [gradients], **how)
     weights = {name: each.detach() for name, each in model.named_parameters()}
     return losses, *(
         by_our_names(model, tensors, out / name)

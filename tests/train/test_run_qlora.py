@@ -90,7 +90,7 @@ def stored(mesh: Mesh, spec: RunSpec, folder: Path) -> dict[str, Tensor]:
     from meshwright.weights.initial_weights import open_weights
 
     trainer = Trainer(spec, mesh)
-    trainer.initialise(open_weights(spec.model))
+    trainer.initialise(open_weights(spec))
     for unit in trainer.states.units:
         if unit.quantised is not None:
             assert unit.stored.nbytes == unit.part // 2 + unit.part // 64 * 2

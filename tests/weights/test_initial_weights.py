@@ -26,7 +26,7 @@ from ranks import Ranks
 def initial(mesh: Mesh, spec: RunSpec) -> dict[str, Tensor]:
     """The weights that a rank's run starts from, whole, on rank 0; moments must be zeros."""
     trainer = Trainer(spec, mesh)
-    trainer.initialise(open_weights(spec.model))
+    trainer.initialise(open_weights(spec))
     assert trainer.optimiser.updates == 0
     assert not any(moment.any() for moment in gather_full(trainer.optimiser.tensors(), mesh).values())
     return gather_full([*trainer.states.parameters(), *trainer.balance.biases().items()], mesh)

@@ -108,7 +108,7 @@ def test_a_run_and_another_program_s_checkpoint_need_no_other_key(theirs: Path, 
         assert (spec.model.layers, spec.model.vocab_size) == (wanted.layers, wanted.vocab_size)
         assert Path(spec.data.tokenizer).read_bytes() == (theirs / "tokenizer.json").read_bytes()
         found = {name: torch.zeros_like(value) for name, value in values.items()}
-        weights = open_weights(spec.model)
+        weights = open_weights(spec)
         assert weights is not None
         fill(found, weights)
         assert all(torch.equal(found[name], value) for name, value in values.items())
@@ -117,7 +117,7 @@ def test_a_run_and_another_program_s_checkpoint_need_no_other_key(theirs: Path, 
 @pytest.mark.parametrize("rows", [300, 307])
 def test_added_tokens_start_as_the_mean_of_the_others(rows: int, theirs: Path) -> None:
     _, values = read_whole(theirs)
-    weights = open_weights(spec_from(theirs, theirs, **{"model.vocab_size": rows}).model)
+    weights = open_weights(spec_from(theirs, theirs, **{"model.vocab_size": rows}))
     assert weights is not None
     for name in ("embed.weight", "head.weight"):
         old, found = values[name], torch.empty(rows, values[name].shape[1])
@@ -136,7 +136,7 @@ def test_rows_of_no_token_may_be_left_out(theirs: Path, tmp_path: Path) -> None:
     config = json.loads((padded / "config.json").read_text())
     (padded / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
     spec = spec_from(padded, theirs, **{"model.vocab_size": 300})
-    weights, found = open_weights(spec.model), torch.empty_like(values["head.weight"])
+    weights, found = open_weights(spec), torch.empty_like(values["head.weight"])
     assert weights is not None
     fill({"head.weight": found}, weights)
     assert torch.equal(found, values["head.weight"])
@@ -144,7 +144,7 @@ def test_rows_of_no_token_may_be_left_out(theirs: Path, tmp_path: Path) -> None:
         initial_weights_told(spec) or ""
     )
     with pytest.raises(UserError, match=r"model\.vocab_size: 299 leaves out tokens of the 300"):
-        open_weights(spec_from(padded, theirs, **{"model.vocab_size": 299}).model)
+        open_weights(spec_from(padded, theirs, **{"model.vocab_size": 299}))
 
 
 def test_new_rows_are_told(theirs: Path) -> None:

@@ -76,7 +76,7 @@ class Engine:
             how = flash_implementation(self.spec.train.flash_attention, self.mesh.device)
             self._stack.enter_context(how)
             self._trainer = Trainer(self.spec, self.mesh)
-            weights = self.mesh.control.together(lambda: open_weights(self.spec.model))
+            weights = self.mesh.control.together(lambda: open_weights(self.spec))
             self.mesh.control.together(lambda: self._trainer.initialise(weights))
             self._trainer.compile_stages(evaluate=True)
         except BaseException:

@@ -367,7 +367,7 @@ def dryrun(
     from meshwright.weights.initial_weights import open_weights
 
     refuse_other_models(spec, "dryrun")
-    weights = open_weights(spec.model) if reads else None
+    weights = open_weights(spec) if reads else None
     if reads and weights is None:
         raise UserError(
             "--reads: this run starts from random weights, of which nothing is read; give --from SOURCE"

@@ -13,6 +13,7 @@ from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.hf.text_tokens import tokens_of
 from meshwright.spec.load import Overrides, given_keys
+from meshwright.spec.lora_source import adapter_source, base_of
 from meshwright.spec.weights import given_weights, is_foreign, own_tokenizer, weight_source
 
 KEY = "--from"
@@ -29,6 +30,21 @@ def keys_of_source(source: str, given: Mapping[str, Any] = MappingProxyType({}),
     """
     keys = _keys(source, key)
     return [*keys, *_rows_for_tokens(keys, given, key)]
+
+
+def keys_of_adapters(folder: str, given: Mapping[str, Any], key: str = "--adapter") -> Overrides:
+    """Return the dotted keys of a run that goes on from adapters, on the base model that they name.
+
+    Raises `UserError`, which starts with `key`, where they name none, or one that is not here.
+    """
+    source = adapter_source(folder, key)
+    if source is None or (base := base_of(source, key)) is None:
+        raise UserError(f"{key}: {folder} names no base model; give it, as --from FOLDER")
+    try:
+        keys = keys_of_source(base, given, key)
+    except UserError as error:
+        raise UserError(f"{error}; {folder} names it as its base model, another is --from FOLDER") from None
+    return [*keys, ("lora.weights", folder)]
 
 
 def _keys(source: str, key: str) -> list[tuple[str, str]]:

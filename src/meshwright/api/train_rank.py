@@ -57,7 +57,7 @@ def train_worker(
             disk=injection.disk if injection else None,
             soft_targets=lambda corpus: soft_targets_of(spec, mesh, corpus, out),
             host="127.0.0.1" if address is None else own_address(address)[0],
-            weights=lambda: open_weights(spec.model),
+            weights=lambda: open_weights(spec),
         )  # fmt: skip
         if injection is not None:
             injection.attach(run)
@@ -88,7 +88,7 @@ def _begin(
         if first:
             check_here(spec, out, resume)
             if resume is None:
-                open_weights(spec.model)
+                open_weights(spec)
 
     def start() -> Observers:
         check()

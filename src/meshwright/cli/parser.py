@@ -39,6 +39,8 @@ class Flag:
     values: Callable[[], Mapping[str, str]] | None = None
     repeated: bool = False
     fills: Callable[[Any, Call], Overrides] | None = None
+    instead_of: tuple[str, ...] = ()
+    """Dotted flags that may not be given beside it."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def filled(verb: Verb, call: Call) -> Call:
         value = flags.pop(flag.name.replace("-", "_"), None) if flag.fills is not None else None
         if flag.fills is None or value is None:
             continue
-        for key in ("model.hf", "model.weights", "model.preset"):
+        for key in flag.instead_of:
             if key in given:
                 raise UserError(
                     f"--{key}: {given[key]} is given together with --{flag.name} {value}, which says what to "

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright import api
 from meshwright.api.options import folder_name, whole
-from meshwright.api.source import keys_of_source
+from meshwright.api.source import keys_of_adapters, keys_of_source
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.rank.device_defaults import with_device_defaults
@@ -47,6 +47,28 @@ FROM = Flag(
     "SOURCE",
     str,
     fills=_keys_from,
+    instead_of=("model.hf", "model.weights", "model.preset"),
+)
+
+
+def _keys_of_adapters(folder: str, call: Call) -> Overrides:
+    """Return the keys that `--adapter` stands for: where the adapters are, and their base if none is named."""
+    path = call.path()
+    tree = _dotted(read_tree(path)) if path is not None else {}
+    named = any(key.startswith("model.") for key in (*dict(call.overrides), *tree))
+    if named or call.flags.get("from") is not None:
+        return [("lora.weights", folder)]
+    return keys_of_adapters(folder, {**tree, **dict(call.overrides)})
+
+
+ADAPTER = Flag(
+    "adapter",
+    "go on from adapters: a folder of PEFT, a run with [lora] or one of its checkpoints; without --from on the "
+    "base model that they name",
+    "FOLDER",
+    str,
+    fills=_keys_of_adapters,
+    instead_of=("lora.weights",),
 )
 
 

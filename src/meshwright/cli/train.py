@@ -15,7 +15,7 @@ from meshwright.api.start_checks import check_inputs, check_start, check_writabl
 from meshwright.cli import output as show
 from meshwright.cli.ending import Ending, errors_as_json, shown_at_end
 from meshwright.cli.parser import JSON, Call, Flag, verb
-from meshwright.cli.runs import FROM, NPROC, RUN, asked, spec_of
+from meshwright.cli.runs import ADAPTER, FROM, NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
 from meshwright.exchange.hf_config import export_remark
 from meshwright.rank.env import Worker, nproc_of, worker
@@ -28,6 +28,7 @@ from meshwright.spec.load import from_tree
     "train",
     RUN,
     FROM,
+    ADAPTER,
     NPROC,
     Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
     api.train,

@@ -99,7 +99,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         with memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
-            held = held_rectangles(trainer.held)
+            held = held_rectangles(trainer.given)
             for part in trainer.parts:
                 part.assume(number)
             if trainer.offload is not None:

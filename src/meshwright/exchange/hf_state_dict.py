@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.spec import ModelSpec
 from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
+from meshwright.spec.hf.tensor_names import LATENTS, latents_query
 from meshwright.spec.sharded_tensor import Rectangle
 
 Shapes = Mapping[str, Sequence[int]]
@@ -281,13 +282,13 @@ def _leaves(hf: str, ours: str, bias: bool = False) -> Iterator[HfTensor]:
 
 def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[HfTensor]:
     assert spec.mla is not None
-    names = {"kv_a_norm": "kv_a_layernorm", "kv": "kv_b_proj", "o": "o_proj"}
+    names = {"kv_a_norm": "kv_a_layernorm", "kv": LATENTS["kv"], "o": LATENTS["o"]}
     if spec.mla.q_rank is not None:
-        names |= {"q_a": "q_a_proj", "q_a_norm": "q_a_layernorm"}
+        names |= {"q_a": LATENTS["q_a"], "q_a_norm": "q_a_layernorm"}
     for name, hf in names.items():
         yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}")
-    query = "q_proj" if spec.mla.q_rank is None else "q_b_proj"
-    for name, hf, heads in (("q", query, spec.heads), ("kv_a", "kv_a_proj_with_mqa", 1)):
+    query = latents_query(spec.mla.q_rank is not None)
+    for name, hf, heads in (("q", query, spec.heads), ("kv_a", LATENTS["kv_a"], 1)):
         rotary = (Rotary(heads, spec.mla.rope_dim),) if paired else ()
         yield HfTensor(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), rotary=rotary)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.exchange.foreign.peft import CONFIG
 from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json
 from meshwright.exchange.peft_experts import PeftExperts, peft_experts
@@ -24,11 +23,10 @@ from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.lora_source import CONFIG, PREFIX, WEIGHTS
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.storage.upload import new_folder
 
-WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -77,6 +75,24 @@ class PeftLayer(NamedTuple):
         assert found is not None
         return found
 
+    def from_peft(self, rank: int, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters of the decoder's layers by name, from A and B of the file.
+
+        An A of `rank` rows that several layers share becomes one for each of them.
+        """
+        first_row = place = 0
+        shared = a.shape[0] == rank
+        rotary = self.piece.rotary or (None,) * len(self.weights)
+        for weight, has_adapter, turned in zip(self.weights, self.adapted, rotary, strict=True):
+            rows, columns = weight.shape
+            if has_adapter:
+                ranks = slice(place, place + rank)
+                own = b[first_row : first_row + rows, ranks]
+                factors = a[ranks, :columns], own if turned is None else turned.to_decoder(own)
+                yield from zip(adapter_names(weight.name), factors, strict=True)
+                place += 0 if shared else rank
+            first_row += rows
+
 
 PeftTarget = PeftLayer | PeftExperts
 
@@ -88,7 +104,7 @@ def peft_targets(model: ModelSpec, lora: LoraSpec) -> list[PeftTarget]:
 
 def names_in_file(target: PeftTarget) -> tuple[str, str]:
     """Names of A and B in the file."""
-    return f"{_PREFIX}{target.stem}.lora_A.weight", f"{_PREFIX}{target.stem}.lora_B.weight"
+    return f"{PREFIX}{target.stem}.lora_A.weight", f"{PREFIX}{target.stem}.lora_B.weight"
 
 
 def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:

@@ -44,23 +44,39 @@ class PeftExperts(NamedTuple):
 
     def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
         """A and B of the file, from those of the decoder's experts."""
-        found: list[tuple[slice, Tensor, Tensor]] = []
-        first = 0
-        for number, (weight, has_adapter) in enumerate(zip(self.weights, self.adapted, strict=True)):
-            rows = slice(first, first + weight.shape[1])
-            if self.piece.turns:
-                rows = slice(number, None, len(self.weights))
-            if has_adapter:
-                a, b = (source[name] for name in adapter_names(weight.name))
-                found.append((rows, a, b))
-            first += weight.shape[1]
+        found = [
+            (rows, *(source[each] for each in adapter_names(name))) for name, rows in self._rows_of_adapted()
+        ]
         experts, _, inputs = self.weights[0].shape
         every = found[0][1].new_zeros(experts, self.rank(rank), inputs)
-        outputs = every.new_zeros(experts, first, self.rank(rank))
+        outputs = every.new_zeros(experts, sum(each.shape[1] for each in self.weights), self.rank(rank))
         for place, (rows, a, b) in enumerate(found):
             ranks = slice(place * rank, (place + 1) * rank)
             every[:, ranks], outputs[:, rows, ranks] = a, b
         return every.flatten(0, 1), outputs.permute(1, 2, 0).flatten(1)
+
+    def from_peft(self, rank: int, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters of the decoder's experts by name, from A and B of the file.
+
+        An A of `rank` rows an expert that gate and up share becomes one for each of them.
+        """
+        experts = self.weights[0].shape[0]
+        every = a.unflatten(0, (experts, -1))
+        outputs = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        shared = every.shape[1] == rank
+        for place, (name, rows) in enumerate(self._rows_of_adapted()):
+            ranks = slice(0, rank) if shared else slice(place * rank, (place + 1) * rank)
+            factors = every[:, ranks], outputs[:, rows, ranks]
+            yield from zip(adapter_names(name), factors, strict=True)
+
+    def _rows_of_adapted(self) -> Iterator[tuple[str, slice]]:
+        """Yield the name of each weight with an adapter, and its rows among the outputs of the parameter."""
+        first = 0
+        for number, (weight, has_adapter) in enumerate(zip(self.weights, self.adapted, strict=True)):
+            turns, last = self.piece.turns, first + weight.shape[1]
+            if has_adapter:
+                yield weight.name, slice(number, None, len(self.weights)) if turns else slice(first, last)
+            first = last
 
 
 def peft_experts(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftExperts]:

@@ -38,7 +38,6 @@ from meshwright.parallel.tensor_parallel import (
 from meshwright.parallel.vocab_parallel import VocabParallel
 from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
-from meshwright.spec.lora import is_adapter
 from meshwright.spec.stages import first_trained, first_trained_stage, stages
 
 
@@ -171,11 +170,14 @@ def recompute_and_compile(
             module.forward = torch.compile(module.forward)
 
 
-def initialise(states: DataParallel, model: ModelSpec, seed: int, adapters_alone: bool = False) -> None:
-    """Draw this rank's part of the initial weights, which depend on (seed, name, element) only."""
+def initialise(
+    states: DataParallel, model: ModelSpec, seed: int, given: frozenset[str] = frozenset()
+) -> None:
+    """Draw this rank's part of the initial weights, which depend on (seed, name, element) only; not of those
+    that are `given`."""
     for unit in states.units:
         for slot in unit.slots:
-            if adapters_alone and not is_adapter(slot.key):
+            if slot.key in given:
                 continue
             local, indices = unit.values(slot), slot.indices()
             whole = torch.Size(slot.global_shape)

@@ -18,6 +18,8 @@ from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
 from meshwright.spec.foreign_run_files import foreign_tree
+from meshwright.spec.lora import LoraSpec
+from meshwright.spec.lora_source import OF_A_RUN, adapter_fields, adapter_source
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 from meshwright.spec.presets import PRESETS
@@ -92,9 +94,11 @@ def _validated(
             merged["recompute"].pop("save", None)  # a key of the file's policy, which the flag replaces
         _take_another_model(merged, dict(overrides))
         _take_another_length(merged, dict(overrides))
+        _take_other_adapters(merged, dict(overrides))
         for key, text in overrides:
             _overlay(merged, key, text)
         _take_model_of_weights(merged)
+        _take_keys_of_adapters(merged)
         _tidy(merged, "", where)
         return kind.model_validate(merged, context={"ranks": ranks})
     except ValidationError as error:
@@ -134,6 +138,23 @@ def _take_another_length(tree: dict[str, Any], flags: dict[str, str]) -> None:
     for given, other in permutations(LENGTHS, 2):
         if isinstance(train, dict) and not _is_none(flags.get(f"train.{given}", "none")):
             train.pop(other, None)
+
+
+def _take_other_adapters(tree: dict[str, Any], flags: dict[str, str]) -> None:
+    """Remove from a run's record what the adapters set that a flag gives anew; a record has every key."""
+    lora = tree.get("lora")
+    if isinstance(lora, dict) and "lora.weights" in flags and LoraSpec.model_fields.keys() <= lora.keys():
+        tree["lora"] = {key: value for key, value in lora.items() if key in OF_A_RUN}
+
+
+def _take_keys_of_adapters(tree: dict[str, Any]) -> None:
+    """Fill `[lora]` with the keys of the adapters that `lora.weights` names; keys that are given stay."""
+    lora = tree.get("lora")
+    if not isinstance(lora, dict) or LoraSpec.model_fields.keys() <= lora.keys():
+        return
+    weights = lora.get("weights")
+    if isinstance(weights, str) and (source := adapter_source(weights)) is not None:
+        tree["lora"] = {**adapter_fields(source), **lora}
 
 
 def _take_model_of_weights(tree: dict[str, Any]) -> None:

@@ -23,8 +23,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
+from meshwright.spec.architecture import RANDOM, Architecture
 from meshwright.spec.base import MAX_WIDTH, FrozenModel
-from meshwright.spec.parameters import BaseFormat, Parameter
+from meshwright.spec.parameters import BaseFormat, Parameter, parameters
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer of attention and feed-forward layers in blocks, but not for
@@ -39,14 +40,20 @@ LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 class LoraSpec(FrozenModel):
     """Rank, scale and targets of the adapters; everything else is frozen."""
 
+    weights: str = Field(
+        RANDOM,
+        min_length=1,
+        description="adapters that training goes on from, whose rank, alpha, targets and rslora hold: a folder "
+        "of PEFT, a run with [lora] or one of its checkpoints; 'random' for new ones",
+    )
     rank: int = Field(16, ge=1, le=MAX_WIDTH, description="rows of A and columns of B")
     alpha: PositiveFloat = Field(32.0, description="B A x is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of A's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         (ALL_LINEAR,),
         min_length=1,
-        description="patterns of the names of weights that get adapters, such as '*.attn.q.weight'; "
-        "'all-linear' for those of all linear layers in blocks, but routed experts",
+        description="weights that get adapters: patterns of their names, such as '*.attn.q.weight', or modules "
+        "of transformers, such as q_proj; 'all-linear' for all linear layers in blocks, but routed experts",
     )
     rslora: bool = Field(
         False, description="multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, rsLoRA)"
@@ -74,6 +81,11 @@ class LoraSpec(FrozenModel):
             not parameter.expert if pattern == ALL_LINEAR else fnmatchcase(parameter.name, pattern)
             for pattern in self.targets
         )
+
+
+def adapted(model: Architecture, lora: LoraSpec) -> list[Parameter]:
+    """The weights of a model that have adapters."""
+    return [each for unit in parameters(model).values() for each in unit if lora.adapts(each)]
 
 
 def is_adapter(name: str) -> bool:

@@ -6,8 +6,9 @@ import difflib
 from fnmatch import fnmatchcase
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.lora import ALL_LINEAR, BLOCK, LoraSpec, is_adaptable
-from meshwright.spec.parameters import Parameter, parameters
+from meshwright.spec.lora import ALL_LINEAR, BLOCK, adapted, is_adaptable
+from meshwright.spec.lora_targets import family_modules
+from meshwright.spec.parameters import parameters
 from meshwright.spec.sections import Sections
 
 
@@ -28,14 +29,18 @@ def targets_are_linear(spec: Sections) -> None:
                 f"'{ALL_LINEAR}', or names of weights in these"
             )
         near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
-        raise UserError(f"lora.targets: '{pattern}' matches no linear layer; the nearest are {near}")
+        modules = ", ".join(family_modules(spec.model))
+        raise UserError(
+            f"lora.targets: '{pattern}' matches no linear layer; the nearest are {near}, and modules of "
+            f"{spec.model.family} are {modules}"
+        )
 
 
 def rank_is_low(spec: Sections) -> None:
     """A and B have fewer rows and columns than the weights that they stand beside."""
     if (lora := spec.lora) is None:
         return
-    least = min(_adapted(spec, lora), key=lambda each: min(each.shape[-2:]))
+    least = min(adapted(spec.model, lora), key=lambda each: min(each.shape[-2:]))
     if lora.rank > min(least.shape[-2:]):
         raise UserError(
             f"lora.rank: {lora.rank} is more than {min(least.shape[-2:])}, the rank of {least.name} "
@@ -43,14 +48,9 @@ def rank_is_low(spec: Sections) -> None:
         )
 
 
-def _adapted(spec: Sections, lora: LoraSpec) -> list[Parameter]:
-    """The weights that have adapters."""
-    return [each for unit in parameters(spec.model).values() for each in unit if lora.adapts(each)]
-
-
 def experts_adapters_are_whole(spec: Sections) -> None:
     """Adapters of routed experts are not cut into slices, and drop nothing of what tokens bring."""
-    if (lora := spec.lora) is None or not (routed := [p for p in _adapted(spec, lora) if p.expert]):
+    if (lora := spec.lora) is None or not (routed := [p for p in adapted(spec.model, lora) if p.expert]):
         return
     if spec.layout.etp > 1:
         raise UserError(

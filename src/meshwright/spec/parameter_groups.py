@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.spec.architecture import Architecture
+from meshwright.spec.architecture import RANDOM, Architecture
 from meshwright.spec.errors import UserError
 from meshwright.spec.lora import LoraSpec, is_adapter, with_adapters
 from meshwright.spec.mup import rate_factor, widths_are_known
@@ -67,6 +67,13 @@ def trained_names(spec: Sections) -> frozenset[str]:
 def _trained_names(model: Architecture, frozen: tuple[str, ...], lora: LoraSpec | None) -> frozenset[str]:
     every = _run_parameters(model, frozen, lora).values()
     return frozenset(p.name for unit in every for p in unit if p.trainable)
+
+
+def given_names(spec: Sections) -> frozenset[str]:
+    """Names of the parameters whose first values are in the folders that a trained model is read from."""
+    every = [p.name for unit in run_parameters(spec).values() for p in unit]
+    goes_on = spec.lora is not None and spec.lora.weights != RANDOM
+    return frozenset(name for name in every if goes_on or not is_adapter(name))
 
 
 def slices_experts(spec: Sections) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationInfo, model_validator
 
 from meshwright.spec import rules
+from meshwright.spec.lora_targets import decoder_targets
 from meshwright.spec.sections import Sections
 from meshwright.spec.weights import given_weights, own_tokenizer, weights_folder
 
@@ -45,6 +46,15 @@ class RunSpec(Sections):
                 own = own_tokenizer(given["model"].get("hf"))
             given = {**given, "data": {**data, "tokenizer": str(own)}} if own else given
         return given
+
+    @model_validator(mode="after")
+    def _targets_of_the_decoder(self) -> RunSpec:
+        """Modules of transformers among `lora.targets` become patterns of the decoder's names."""
+        if self.lora is not None:
+            targets = decoder_targets(self.model, self.lora.targets)
+            # The object is frozen once it is validated, which it is not yet.
+            self.__dict__["lora"] = self.lora.model_copy(update={"targets": targets})
+        return self
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> RunSpec:

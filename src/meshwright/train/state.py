@@ -33,7 +33,7 @@ FREE = {
         "offload", "offload_dir", "offload_activations", "ema",
     },
     "precision": {"loss_scale", "loss_scale_window", "fp8_gather", "qat", "qat_group"},
-    "lora": set(),
+    "lora": {"weights"},
 }  # fmt: skip
 """Keys that may differ between a checkpoint and the run that resumes from it."""
 

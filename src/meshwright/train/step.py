@@ -34,6 +34,7 @@ from meshwright.parallel.stale_gradients import DueGradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.lora import is_adapter
+from meshwright.spec.parameter_groups import given_names
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.nll import loss_and_count, own_targets
 from meshwright.train.parts import Sources, parts_of
@@ -119,11 +120,10 @@ class Trainer:
 
         Raises `UserError` for weights that are damaged.
         """
-        adapters_alone = weights is not None
-        if weights is None or self.spec.lora is not None:
-            initialise(self.states, self.spec.model, self.spec.train.seed, adapters_alone)
+        given = frozenset() if weights is None else given_names(self.spec)
+        initialise(self.states, self.spec.model, self.spec.train.seed, given)
         if weights is not None:
-            self.fill(weights)
+            self._take(self.given, weights)
         for part in self.parts:
             part.begin()
 
@@ -132,10 +132,20 @@ class Trainer:
 
         Raises `UserError` for weights that are damaged.
         """
-        held = self.held
+        self._take(self.held, weights)
+
+    def _take(self, held: Tensors, weights: WeightParts) -> None:
         fill(held, weights)
         put_values(self.states.units, held)
         round_stored(self.states)
+
+    @property
+    def given(self) -> Tensors:
+        """This rank's parts of what a run reads that starts from a trained model, as `held`: with adapters,
+        where it goes on from some."""
+        names = given_names(self.spec)
+        parameters = {name: each for name, each in self.states.parameters() if name in names}
+        return {**parameters, **self.balance.biases()}
 
     @property
     def held(self) -> Tensors:

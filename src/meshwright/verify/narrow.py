@@ -114,6 +114,7 @@ def _drop_patterns(tree: dict[str, Any]) -> None:
 def _narrow_adapters(lora: dict[str, Any], every: Sequence[Parameter]) -> list[str]:
     """Leave out targets that match nothing, and lower the rank to what narrow matrices have; returns the
     names of the adapters."""
+    lora["weights"] = RANDOM
     linear = [parameter for parameter in every if is_adaptable(parameter)]
     lora["targets"] = [
         target for target in lora["targets"] if any(LoraSpec(targets=(target,)).adapts(p) for p in linear)

@@ -16,8 +16,7 @@ from meshwright.checkpoint.weights import Wanted, WeightPart, whole
 from meshwright.model.lora import merged
 from meshwright.parallel.flat_param import Stored
 from meshwright.spec import RunSpec
-from meshwright.spec.lora import adapter_names, adapters_of
-from meshwright.spec.parameters import parameters
+from meshwright.spec.lora import adapted, adapter_names, adapters_of
 from meshwright.spec.sharded_tensor import Rectangle
 
 Parts = Callable[[Wanted], Iterator[WeightPart]]
@@ -26,17 +25,15 @@ Parts = Callable[[Wanted], Iterator[WeightPart]]
 
 def adapted_weights(spec: RunSpec) -> list[str]:
     """Names of the weights of a run that have adapters."""
-    if (lora := spec.lora) is None:
-        return []
-    return [p.name for unit in parameters(spec.model).values() for p in unit if lora.adapts(p)]
+    return [] if (lora := spec.lora) is None else [each.name for each in adapted(spec.model, lora)]
 
 
 def adapter_shapes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of a run's adapters by name."""
     if (lora := spec.lora) is None:
         return {}
-    adapted = (p for unit in parameters(spec.model).values() for p in unit if lora.adapts(p))
-    return {each.name: each.shape for p in adapted for each in adapters_of(p, lora.rank)}
+    beside = (each for weight in adapted(spec.model, lora) for each in adapters_of(weight, lora.rank))
+    return {each.name: each.shape for each in beside}
 
 
 def merge_adapters(
@@ -54,9 +51,9 @@ def merged_parts(spec: RunSpec, stored: Parts, wanted: Wanted) -> Iterator[Weigh
 
     `stored` reads the weights and the adapters. Of those that have adapters one rectangle is in memory.
     """
-    shapes, adapted = adapter_shapes(spec), set(adapted_weights(spec))
-    yield from stored({name: listed for name, listed in wanted.items() if name not in adapted})
-    for name in (each for each in wanted if each in adapted):
+    shapes, beside = adapter_shapes(spec), set(adapted_weights(spec))
+    yield from stored({name: listed for name, listed in wanted.items() if name not in beside})
+    for name in (each for each in wanted if each in beside):
         a, b = adapter_names(name)
         held = {each: _read(stored, each, whole(shapes[each])) for each in (a, b)}
         for rectangle in wanted[name]:

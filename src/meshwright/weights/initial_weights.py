@@ -1,25 +1,30 @@
-"""The weights that `model.weights` names, opened for a run that starts from them."""
+"""The weights that `model.weights` and `lora.weights` name, opened for a run that starts from them."""
 
 from __future__ import annotations
 
 from meshwright.checkpoint.weights import Weights
 from meshwright.exchange.foreign.caller import MODEL_WEIGHTS
 from meshwright.exchange.foreign.source import Source, open_source
-from meshwright.spec import ModelSpec
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.special_tokens import side_files
 from meshwright.spec.weights import WeightSource, check_fits, weight_source
+from meshwright.weights.initial_adapters import with_adapters
 from meshwright.weights.load import check_trainable
 from meshwright.weights.resized import ResizedWeights
 from meshwright.weights.saved_weights import SavedWeights
 
 
-def open_weights(model: ModelSpec) -> Weights | None:
-    """Return the weights that a run of `model` starts from; None for random ones.
+def open_weights(spec: RunSpec) -> Weights | None:
+    """Return the weights that a run starts from, with adapters that it goes on from; None for random ones.
 
-    Raises `UserError` for a folder that is not there or holds no such weights, and for a model that
-    contradicts them.
+    Raises `UserError` for a folder that is not there or holds no such weights, and for a model or adapters
+    that contradict them.
     """
+    return with_adapters(spec, _of_model(spec.model))
+
+
+def _of_model(model: ModelSpec) -> Weights | None:
     source = weight_source(model.weights)
     if source is None:
         return None

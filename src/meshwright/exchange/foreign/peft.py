@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,10 @@ from meshwright.exchange.tensor_store import Header, TensorStore, WholeTensors, 
 from meshwright.exchange.torch_files import TorchFiles
 from meshwright.spec import UserError
 from meshwright.spec.hf.json_object import read_json_object
+from meshwright.spec.lora_source import CONFIG, PREFIX, WEIGHTS
 from meshwright.spec.sharded_tensor import Rectangle
 
-CONFIG = "adapter_config.json"
-_WEIGHTS, _BIN = "adapter_model.safetensors", "adapter_model.bin"
-_PREFIX = "base_model.model."
+_BIN = "adapter_model.bin"
 _PARTS = {
     ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude", ".lora_embedding_A": "embedding_A",
@@ -70,8 +69,8 @@ class AdapterStore(WholeTensors):
         self._config = adapter_config(folder, caller.key)
         parts: dict[str, dict[str, Tensor]] = {}
         self._whole: dict[str, Tensor] = {}
-        for name, tensor in self._tensors().items():
-            self._sort(name.removeprefix(_PREFIX), tensor, parts)
+        for name, tensor in adapter_tensors(folder, self._wrong, caller.key).items():
+            self._sort(name.removeprefix(PREFIX), tensor, parts)
         self._factors = {f"{module}.weight": self._read_factors(module, parts[module]) for module in parts}
         self.headers: dict[str, Header] = {**base.headers}
         for name in (*self._factors, *self._whole):
@@ -123,18 +122,6 @@ class AdapterStore(WholeTensors):
             raise self._wrong(f"has a tensor {name}, which is not of a kind that is merged")
         self._whole[whole] = tensor
 
-    def _tensors(self) -> dict[str, Tensor]:
-        safe, pickled = self._folder / _WEIGHTS, self._folder / _BIN
-        try:
-            if safe.is_file():
-                return load_file(safe)
-        except (SafetensorError, OSError) as error:
-            raise self._wrong(f"has a {_WEIGHTS} that cannot be read ({error}); copy it again") from error
-        if not pickled.is_file():
-            raise self._wrong(f"has neither {_WEIGHTS} nor {_BIN}; copy the whole adapter")
-        files = TorchFiles([pickled], self._key)
-        return {name: files.read(name) for name in files.headers}
-
     def _read_factors(self, module: str, parts: dict[str, Tensor]) -> _Factors:
         kind = parts.keys() - {"magnitude"}
         if kind not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
@@ -150,23 +137,55 @@ class AdapterStore(WholeTensors):
         return _Factors(a, b, self._scale(module, a.shape[0]), transposed, parts.get("magnitude"))
 
     def _scale(self, module: str, rank: int) -> float:
-        alpha = self._config.get("lora_alpha", 8)
-        try:
-            for pattern, value in (self._config.get("alpha_pattern") or {}).items():
-                if re.match(rf"(.*\.)?({pattern})$", module):
-                    alpha = value
-        except (re.error, AttributeError) as error:
-            raise self._wrong(f"has an alpha_pattern that cannot be read ({error})") from error
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-            raise self._wrong(f"has lora_alpha {alpha!r}, which is no number")
-        return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+        return scale_of(self._config, module, rank, self._wrong)
 
     def _wrong(self, what: str) -> UserError:
         return UserError(f"{self._key}: {self._folder} {what}")
 
 
+def adapter_tensors(folder: Path, wrong: Callable[[str], UserError], key: str) -> dict[str, Tensor]:
+    """Return the tensors of an adapter's folder by name; `wrong` makes the errors."""
+    safe, pickled = folder / WEIGHTS, folder / _BIN
+    try:
+        if safe.is_file():
+            return load_file(safe)
+    except (SafetensorError, OSError) as error:
+        raise wrong(f"has a {WEIGHTS} that cannot be read ({error}); copy it again") from error
+    if not pickled.is_file():
+        raise wrong(f"has neither {WEIGHTS} nor {_BIN}; copy the whole adapter")
+    files = TorchFiles([pickled], key)
+    return {name: files.read(name) for name in files.headers}
+
+
+def scale_of(
+    config: Mapping[str, Any], module: str, rank: int, wrong: Callable[[str], UserError]
+) -> float:
+    """Return the factor on B A x of a module with an adapter of this rank; `wrong` makes the errors."""
+    alpha = config.get("lora_alpha", 8)
+    try:
+        for pattern, value in (config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+    except (re.error, AttributeError) as error:
+        raise wrong(f"has an alpha_pattern that cannot be read ({error})") from error
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise wrong(f"has lora_alpha {alpha!r}, which is no number")
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
 def adapter_config(folder: Path, key: str) -> dict[str, Any]:
     """Return the adapter_config.json of a folder. Raises `UserError` for adapters that are not merged."""
+    config = lora_config(folder, key)
+    if config.get("target_parameters"):
+        raise UserError(
+            f"{key}: {folder / CONFIG} has target_parameters, adapters of stacked experts, which are not "
+            "merged here; merge it by PEFT (merge_and_unload), and give that folder"
+        )
+    return config
+
+
+def lora_config(folder: Path, key: str) -> dict[str, Any]:
+    """Return the adapter_config.json of a folder. Raises `UserError` for adapters that are not LoRA's."""
     config = read_json_object(folder / CONFIG, key)
     if config.get("peft_type") != "LORA":
         raise UserError(
@@ -179,9 +198,4 @@ def adapter_config(folder: Path, key: str) -> dict[str, Any]:
                 f"{key}: {folder / CONFIG} has {name}, which changes more than weights; merge it by PEFT "
                 "(merge_and_unload), and give that folder"
             )
-    if config.get("target_parameters"):
-        raise UserError(
-            f"{key}: {folder / CONFIG} has target_parameters, adapters of stacked experts, which are not "
-            "merged here; merge it by PEFT (merge_and_unload), and give that folder"
-        )
     return config

@@ -38,6 +38,19 @@ def check_whole_files(folder: Path, key: str) -> None:
             )
 
 
+def tensor_names(path: Path, key: str) -> list[str]:
+    """Return the names of the tensors of a safetensors file. Raises `UserError`, which starts with `key`."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 2 <= size <= MAX_JSON:
+                raise ValueError("it has no header")
+            listed = parse_json(file.read(size))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {path} is not a readable safetensors file ({error}); copy it again") from None
+    return [name for name in listed if name != "__metadata__"]
+
+
 def _bytes_wanted(path: Path) -> int | None:
     """Return the size in bytes that the header of a file says; None where there is no header."""
     with path.open("rb") as file:

@@ -30,6 +30,15 @@ class TensorNames:
         return f"{self.model}.{self.embedding}.weight"
 
 
+LATENTS = {"q_a": "q_a_proj", "kv_a": "kv_a_proj_with_mqa", "kv": "kv_b_proj", "o": "o_proj"}
+"""Linear layer of latent attention -> its module in a layer's attention; that of queries has two names."""
+
+
+def latents_query(has_rank: bool) -> str:
+    """Module of the queries of latent attention, which may have a latent of their own."""
+    return "q_b_proj" if has_rank else "q_proj"
+
+
 _ATTENTION = {f"self_attn.{x}_proj": (f"attn.{x}",) for x in "qkvo"}
 _MLP = {f"mlp.{x}_proj": (f"mlp.{x}",) for x in ("gate", "up", "down")}
 
