@@ -191,7 +191,7 @@ def test_a_file_of_llama_factory_is_a_run() -> None:
         },
         "lora": {
             "rank": 8, "alpha": 16, "dropout": 0, "rslora": False,
-            "targets": ["*.attn.q.weight", "*.attn.v.weight"],
+            "targets": ["q_proj", "v_proj"],
         },
         "train": {
             "weight_decay": 0.0, "beta2": 0.999, "seed": 42, "warmup_fraction": 0.1, "schedule": "cosine",
@@ -228,6 +228,15 @@ def test_defaults_are_those_of_the_programs() -> None:
         ("all-linear",),
     )
     assert spec.train.rising_steps == 0 and spec.train.batch_tokens == 8 * 2048
+
+
+def test_an_adapter_to_go_on_from_is_taken_over() -> None:
+    """What the file does not say is in the adapter's config."""
+    tree, told = read(AXOLOTL, lora_model_dir="out/adapter", lora_target_linear=None, lora_r=None)
+    assert tree["lora"] == {"weights": "out/adapter", "alpha": 16, "dropout": 0.05}
+    tree, told = read(LLAMA_FACTORY, adapter_name_or_path="out", lora_target=None)
+    assert tree["lora"] == {"weights": "out", "rank": 8} and "adapter_name_or_path" not in told
+    assert "adapter_name_or_path = a,b: give one adapter" in refusal(LLAMA_FACTORY, adapter_name_or_path="a,b")
 
 
 def test_all_weights_are_trained_without_an_adapter() -> None:
@@ -277,6 +286,7 @@ def test_all_weights_are_trained_without_an_adapter() -> None:
         (LLAMA_FACTORY, {"warmup_ratio": None, "warmup_steps": 20}, "train.warmup_steps", 20),
         (LLAMA_FACTORY, {"max_steps": 9}, "train.steps", 9),
         (LLAMA_FACTORY, {"lora_alpha": 64, "lora_target": "all"}, "lora.alpha", 64),
+        (LLAMA_FACTORY, {}, "lora.targets", ("*.attn.q.weight", "*.attn.v.weight")),
         (LLAMA_FACTORY, {"packing": True}, "data.pack", True),
         (LLAMA_FACTORY, {"optim": "adamw_torch"}, "train.optimiser", "adamw"),
         (LLAMA_FACTORY, {"pure_bf16": True, "bf16": None, "finetuning_type": "full"}, "precision.master",
@@ -317,7 +327,7 @@ def test_a_key_is_taken_over(text: str, changes: dict[str, Any], key: str, value
         (AXOLOTL, {"datasets": [{"path": "a", "train_on_eos": "all"}]},
          "datasets[0].train_on_eos = all: give turn"),
         (AXOLOTL, {"lora_target_linear": None},
-         "lora_target_modules = none: give all linear layers, or some of q_proj"),
+         "lora_target_modules = none: give all linear layers, or modules such as q_proj"),
         (AXOLOTL, {"special_tokens": {"eos_token": "</s>"}}, "special_tokens.eos_token: give a base_model"),
         (AXOLOTL, {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins with axolotl.integrations.kd"),
         (AXOLOTL, {"val_set_size": 100}, "val_set_size = 100: give a share of the rows"),

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.lora import attach_adapters
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.lora import is_adapter
 from meshwright.spec.parameter_groups import run_parameters
 
@@ -42,9 +42,38 @@ def test_parameters_are_those_of_the_decoder(name: str, targets: list[str]) -> N
     assert any(each.trainable for each in listed)
 
 
+@pytest.mark.parametrize(
+    ("model", "targets", "patterns"),
+    [
+        ({}, ["q_proj", "v_proj"], ["*.attn.q.weight", "*.attn.v.weight"]),
+        ({}, ["layers.1.mlp.up_proj", "*.attn.k.weight"], ["*.attn.k.weight", "blocks.1.mlp.up.weight"]),
+        ({}, [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")], ["all-linear"]),
+        ({"preset": "gpt2"}, ["c_attn"], ["*.attn.q.weight", "*.attn.k.weight", "*.attn.v.weight"]),
+        ({"preset": "gpt2"}, ["attn.c_proj"], ["*.attn.o.weight"]),
+        ({"family": "qwen3_moe", "qk_norm": True, **MODELS["experts"]}, ["mlp.experts.gate_up_proj"],
+         ["*.mlp.experts.gate", "*.mlp.experts.up"]),
+        (MODELS["latents"] | {"family": "deepseek_v3"}, ["q_a_proj", "kv_b_proj"],
+         ["*.attn.q_a.weight", "*.attn.kv.weight"]),
+    ],
+)  # fmt: skip
+def test_modules_of_transformers_are_targets(
+    model: dict[str, Any], targets: list[str], patterns: list[str]
+) -> None:
+    lora = spec_of(model, {"targets": targets}).lora
+    assert lora is not None and list(lora.targets) == patterns
+
+
+def test_keys_of_peft_are_told() -> None:
+    for key, ours in {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}.items():
+        with pytest.raises(UserError, match=rf"--lora\.{key}: unknown key; did you mean 'lora\.{ours}'\?"):
+            load(None, [("lora.rank", "4"), (f"lora.{key}", "8")])
+
+
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (r"lora\.rank: 4096 is more than \d+, the rank of", {}, {"rank": 4096}, {}),
     (r"lora\.targets: '\*\.q_proj' matches no linear layer; the near", {}, {"targets": ["*.q_proj"]}, {}),
+    (r"'q_proj' matches no linear layer; .*, and modules of gpt2 are c_attn, c_fc, c_proj", {"preset": "gpt2"},
+     {"targets": ["q_proj"]}, {}),
     (r"matches embed\.weight, which gets no adapter", {}, {"targets": ["embed.*"]}, {}),
     (r"lora\.rank: 33 is more than 32, the rank of blocks\.1\.mlp\.experts\.gate", MODELS["experts"],
      {"targets": ["*.experts.*"], "rank": 33}, {}),

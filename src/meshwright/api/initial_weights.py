@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from meshwright.exchange.hub import hub_id
 from meshwright.spec import ModelSpec, RunSpec, UserError
@@ -13,6 +15,7 @@ from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.hf.safetensors_header import check_whole_files
 from meshwright.spec.hf.special_tokens import TOKENIZER
 from meshwright.spec.load import load
+from meshwright.spec.lora_source import initial_adapters
 from meshwright.spec.weights import (
     FIRST_STEP,
     WeightSource,
@@ -30,6 +33,7 @@ def check_weights(spec: RunSpec) -> None:
     Of files of weights only the headers are read.
     """
     source = weight_source(spec.model.weights)
+    initial_adapters(spec.model, spec.lora)
     if source is None:
         return
     if not source.is_foreign:  # to read those takes torch, so the first rank checks them
@@ -52,7 +56,9 @@ def check_resumed_weights(spec: RunSpec, out: Path) -> None:
     from meshwright.runs.record import RUN, read_object
 
     earlier = (read_object(out / RUN) or {}).get("spec")
-    model = earlier.get("model") if isinstance(earlier, dict) else None
+    earlier = earlier if isinstance(earlier, dict) else {}
+    _check_resumed_adapters(spec, earlier.get("lora"), out)
+    model = earlier.get("model")
     if not isinstance(model, dict) or "weights" not in model:  # a run from before there was the key
         return
     before, now = str(model["weights"]), spec.model.weights
@@ -64,6 +70,16 @@ def check_resumed_weights(spec: RunSpec, out: Path) -> None:
         f"started from {before}); leave the key out, or give another --out without --resume to start from "
         f"{now}"
     )
+
+
+def _check_resumed_adapters(spec: RunSpec, earlier: Any, out: Path) -> None:
+    before = earlier.get("weights", RANDOM) if isinstance(earlier, dict) else RANDOM
+    now = RANDOM if spec.lora is None else spec.lora.weights
+    if now not in (before, RANDOM):
+        raise UserError(
+            f"lora.weights: {now} is not read by --resume, which goes on with the adapters of {out}; leave the "
+            f"key out, or give another --out without --resume to start from {now}"
+        )
 
 
 def _same_path(one: str, other: str) -> bool:
@@ -85,7 +101,7 @@ def initial_weights_told(spec: RunSpec, run: Path | None = None) -> str | None:
     check_weights(spec)
     model, tokenizer = spec.model, spec.data.tokenizer
     if (source := weight_source(model.weights)) is not None:
-        return _trained_told(spec, source)
+        return "\n".join([_trained_told(spec, source), *_adapters_told(spec)])
     anew = "random, the tokenizer new" if tokenizer.startswith("bpe") else f"random, text by {tokenizer}"
     if model.hf is not None:
         lacks = "" if has_weights(model.hf) else ", which holds no weights"
@@ -115,6 +131,12 @@ def _trained_told(spec: RunSpec, source: WeightSource) -> str:
         f"the step count start anew; {kind}, family {theirs.family}"
         f"{'' if template is None else f', chat template of {template}'}; {text}{_rows_told(model, theirs)}"
     )
+
+
+def _adapters_told(spec: RunSpec) -> Iterator[str]:
+    """Yield a line that says from which adapters a run goes on, if it does."""
+    if (lora := spec.lora) is not None and lora.weights != RANDOM:
+        yield f"adapters: those of {lora.weights}, rank {lora.rank}, for {', '.join(lora.targets)}"
 
 
 def _described(model: ModelSpec, source: WeightSource) -> tuple[str, ModelSpec]:

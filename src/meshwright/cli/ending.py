@@ -16,6 +16,7 @@ from meshwright.runs.record import RUN, read_run
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.spec.hf.chat_template_files import chat_template_files
+from meshwright.spec.parameter_groups import trains_adapters
 
 NO_READER = 141
 """Exit code where the reader of standard output has closed it: 128 + SIGPIPE, as of `yes | head`."""
@@ -91,8 +92,10 @@ def shown_at_end(ending: Ending, spec: RunSpec) -> Iterator[str]:
     elif spec.data.corpus != "synthetic":  # whose tokens are no text
         prompt = "def " if spec.data.corpus == "stdlib" else "The "
         commands.insert(0, f'meshwright generate {run} --prompt "{prompt}"')
+    if trains_adapters(spec):
+        commands.append(f"meshwright export {run} {shlex.quote(f'{ending.out}-adapter')} --adapter")
     if export_remark(spec.model):
-        commands.pop()
+        commands = [command for command in commands if not command.startswith("meshwright export")]
     for place, command in enumerate(commands):
         yield f"{'' if place else 'next':<10}  {command}"
 

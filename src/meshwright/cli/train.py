@@ -106,7 +106,8 @@ def _tell_weights(spec: RunSpec, run: Path | None, out: Path, resume: str | None
     """
     goes_on = resume is not None and any(spec.checkpoint.folder(out).glob("step-*"))
     if not goes_on and (told := initial_weights_told(spec, run)):
-        show.line(told)
+        for line in told.splitlines():
+            show.line(line)
 
 
 def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending, spec: RunSpec) -> None:

@@ -91,6 +91,10 @@ class Progress:
             shown["compute"] = spec["precision"]["compute"]
             shown["checkpoints"] = {"auto": "auto", 0: "at the end"}.get(every, f"every {every}")
         self._line(f"{'resume at' if step else 'start at'} step {step}  {fmt.fields_text(shown)}".rstrip())
+        trained, of_all = info.get("trained_parameters"), info.get("all_parameters")
+        if trained is not None and of_all is not None and trained < of_all:
+            share = f"{100 * trained / of_all:.3g}%"
+            self._line(f"trained: {trained:,} of {of_all:,} parameters ({share}); the others are frozen")
         if self.console.is_terminal:
             self._bar = self._make_bar(step)
             self._task = self._bar.add_task(

@@ -157,6 +157,8 @@ def next_commands(run: RecordedRun) -> list[tuple[str, str]]:
     if saved:
         name = shlex.quote(run.out.resolve().name)
         commands.append(("use it elsewhere", f"meshwright export {out} exported/{name}"))
+        if run.info.get("spec", {}).get("lora"):
+            commands.append(("for PEFT", f"meshwright export {out} adapters/{name} --adapter"))
     if result is not None and fmt.is_number(result.get("steps")):
         steps = 2 * int(result["steps"])
         commands.append(("train longer", f"meshwright train {out} --resume auto --train.steps {steps}"))

@@ -103,19 +103,13 @@ def _adapter(reading: KeysRead) -> None:
         return
     if kind == "qlora" or bits:
         quantised_base(reading, bits[0] if bits else "adapter", 8 if bits == ["load_in_8bit"] else 4)
-    for key, ours, default in (
-        ("lora_r", "rank", 8),
-        ("lora_alpha", "alpha", 16),
-        ("lora_dropout", "dropout", 0),
-    ):
-        reading.set(f"lora.{ours}", reading.number(key, default))
-    reading.set("lora.rslora", bool(reading.get("peft_use_rslora")))
     adapters(
         reading,
-        reading.get("lora_target_modules"),
-        bool(reading.get("lora_target_linear")),
-        "lora_target_modules",
-    )
+        {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "peft_use_rslora",
+         "targets": "lora_target_modules", "weights": "lora_model_dir"},
+        {"rank": 8, "alpha": 16},
+        ["all-linear"] if reading.get("lora_target_linear") else reading.get("lora_target_modules"),
+    )  # fmt: skip
 
 
 def _datasets(reading: KeysRead, key: str) -> None:
@@ -284,7 +278,7 @@ KEYS: Keys = {
     "sample_packing": to("data.pack"),
     "val_set_size": held_out,
     "lora_modules_to_save": only(instead="all but the adapters is frozen; remove it"),
-    "lora_model_dir": only(instead="merge it, and give the result: meshwright import DIR --out RUN"),
+    "lora_model_dir": handled,
     "peft_use_dora": only(instead="adapters are plain LoRA; give false"),
     "learning_rate": number_to("train.lr"),
     "lr_scheduler": schedule,

@@ -17,11 +17,6 @@ from meshwright.spec.files import MAX_JSON, parse_json, read_text
 
 Keys = Mapping[str, Callable[["KeysRead", str], None]]
 """Functions that take keys over, by the keys' names."""
-LAYERS = {
-    "q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v", "o_proj": "attn.o", "gate_proj": "mlp.gate",
-    "up_proj": "mlp.up", "down_proj": "mlp.down",
-}  # fmt: skip
-"""Linear layers by their names in transformers."""
 ADAMW = (
     "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw", "paged_adamw",
     "paged_adamw_32bit",
@@ -182,20 +177,31 @@ def precision(reading: KeysRead, key: str) -> None:
         reading.set("precision.compute", key)
 
 
-def adapters(reading: KeysRead, targets: Any, all_linear: bool, target_key: str) -> None:
-    """Set the layers that get adapters: all linear ones, or those by their names in transformers."""
-    if all_linear or targets in ("all-linear", ["all-linear"]):
-        reading.set("lora.targets", ["all-linear"])
-        return
-    names = [targets] if isinstance(targets, str) else list(targets or ())
-    unknown = [str(name) for name in names if name not in LAYERS]
-    if unknown or not names:
+def adapters(
+    reading: KeysRead, keys: Mapping[str, str], defaults: Mapping[str, float], targets: Any
+) -> None:
+    """Set `[lora]`, given the program's keys by ours, the defaults of numbers, and the layers with adapters,
+    by their names in transformers.
+
+    Where a run goes on from adapters, their config has what the file does not say.
+    """
+    goes_on = reading.get(keys["weights"])
+    if goes_on:
+        reading.set("lora.weights", str(goes_on))
+    for ours, default in ({} if goes_on else {**defaults, "dropout": 0}).items():
+        reading.set(f"lora.{ours}", default)
+    for ours in ("rank", "alpha", "dropout"):
+        if reading.get(keys[ours]) is not None:
+            reading.set(f"lora.{ours}", reading.number(keys[ours]))
+    if not goes_on or reading.get(keys["rslora"]) is not None:
+        reading.set("lora.rslora", bool(reading.get(keys["rslora"])))
+    names = [targets] if isinstance(targets, str) else [str(name) for name in targets or ()]
+    if names:
+        reading.set("lora.targets", names)
+    elif not goes_on:
         reading.refuse(
-            f"{target_key} = {', '.join(unknown) or 'none'}",
-            f"give all linear layers, or some of {', '.join(LAYERS)}",
+            f"{keys['targets']} = none", "give all linear layers, or modules such as q_proj and v_proj"
         )
-    else:
-        reading.set("lora.targets", [f"*.{LAYERS[name]}.weight" for name in names])
 
 
 def quantised_base(reading: KeysRead, key: str, bits: int) -> None:

@@ -88,14 +88,20 @@ def _adapter(reading: KeysRead) -> None:
             f"finetuning_type = {kind}", "give lora or full; a run file has train.frozen for layers"
         )
         return
-    rank = int(reading.number("lora_rank", 8))
-    reading.set("lora.rank", rank)
-    reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank))
-    reading.set("lora.dropout", reading.number("lora_dropout", 0))
-    reading.set("lora.rslora", bool(reading.get("use_rslora")))
-    target = reading.get("lora_target", "all")
+    rank, named = int(reading.number("lora_rank", 8)), reading.get("adapter_name_or_path")
+    target = reading.get("lora_target", None if named else "all")
     names = [name.strip() for name in target.split(",")] if isinstance(target, str) else target
-    adapters(reading, names, names == ["all"], "lora_target")
+    if named and "," in str(named):
+        reading.refuse(
+            f"adapter_name_or_path = {named}", "give one adapter; others are merged: meshwright import"
+        )
+    adapters(
+        reading,
+        {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora",
+         "targets": "lora_target", "weights": "adapter_name_or_path"},
+        {"rank": 8, "alpha": 2 * rank},
+        ["all-linear"] if names == ["all"] else names,
+    )  # fmt: skip
 
 
 def _quantised(reading: KeysRead, kind: str) -> None:
@@ -252,7 +258,7 @@ KEYS: Keys = {
          "gradient_accumulation_steps", "num_train_epochs", "max_steps", "dataset_dir", "neat_packing",
          "warmup_steps", "deepspeed"), handled),
     "model_name_or_path": to("model.hf"),
-    "adapter_name_or_path": only(instead="merge it, and give the result: meshwright import DIR --out RUN"),
+    "adapter_name_or_path": handled,
     "stage": _stage,
     "dataset": _dataset,
     "template": _template,

@@ -34,6 +34,11 @@ Overrides = Sequence[tuple[str, str]]
 Where = Callable[[str], str]
 """Dotted key -> the flag or file that gave it, as messages name it."""
 Model = TypeVar("Model", bound=FrozenModel)
+_OF_PEFT = {
+    "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
+    "use_rslora": "rslora", "from": "weights", "adapter": "weights",
+}  # fmt: skip
+"""Keys of PEFT's LoraConfig, and words that people try -> keys of `[lora]`."""
 _DEFAULTS = DEFAULT_SCHEDULE, WHOLE_SCHEDULE
 
 
@@ -416,6 +421,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown key: its last word in another table, or a close word in its own or any."""
     keys = list(known)
     table, _, last = name.rpartition(".")
+    if table == "lora" and last in _OF_PEFT:
+        return f"; did you mean 'lora.{_OF_PEFT[last]}'?"
     if not table and (hint := did_you_mean(name, RunSpec.model_fields)):
         return hint
     if same := [key for key in keys if key.rpartition(".")[2] == last]:

@@ -54,6 +54,23 @@ def adapter_source(weights: str, key: str = KEY) -> WeightSource | None:
     )
 
 
+def initial_adapters(model: ModelSpec, lora: LoraSpec | None) -> WeightSource | None:
+    """Return where the adapters are that a run of `model` goes on from; None for random ones.
+
+    Raises `UserError` for what holds none, for a model of random weights, and for a key of `[lora]` that
+    contradicts them.
+    """
+    if lora is None or (source := adapter_source(lora.weights)) is None:
+        return None
+    if model.weights == RANDOM:
+        raise UserError(
+            f"{KEY}: the adapters in {source.folder} are of a trained model, and this run's is random; give "
+            f"the model that they were trained on, as --from FOLDER"
+        )
+    check_adapters(source, model, lora)
+    return source
+
+
 def adapter_fields(source: WeightSource, key: str = KEY) -> dict[str, Any]:
     """Return the keys of `[lora]` that adapters set, as JSON. Raises `UserError`, which starts with `key`."""
     if source.is_run:

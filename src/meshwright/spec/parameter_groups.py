@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from meshwright.spec.architecture import RANDOM, Architecture
@@ -67,6 +68,17 @@ def trained_names(spec: Sections) -> frozenset[str]:
 def _trained_names(model: Architecture, frozen: tuple[str, ...], lora: LoraSpec | None) -> frozenset[str]:
     every = _run_parameters(model, frozen, lora).values()
     return frozenset(p.name for unit in every for p in unit if p.trainable)
+
+
+def trained_parameters(spec: Sections) -> tuple[int, int]:
+    """The number of parameters that a run trains, and that of all, adapters included."""
+    every = [p for unit in run_parameters(spec).values() for p in unit]
+    return sum(prod(p.shape) for p in every if p.trainable), sum(prod(p.shape) for p in every)
+
+
+def trains_adapters(spec: Sections) -> bool:
+    """True if some of the trained parameters are adapters."""
+    return any(map(is_adapter, trained_names(spec)))
 
 
 def given_names(spec: Sections) -> frozenset[str]:

@@ -21,6 +21,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.rank.machine import machine
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
+from meshwright.spec.parameter_groups import trained_parameters
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
@@ -129,6 +130,7 @@ class TrainingRun:
                 "total_steps": self.spec.train.total_steps,
                 "last_step": self.spec.train.last_step,
                 "parameters": self.spec.model.parameters,
+                **self._counts,
                 "layout": self.spec.layout.describe(),
                 "world_size": self.spec.layout.world_size,
                 "matmul_flops_per_second": self.metrics.peak_flops,
@@ -152,6 +154,11 @@ class TrainingRun:
         self.saves.start(point.done, point.saved)
         for step in range(self.samples.steps, self.done):
             self.samples.note(self.world.within(self.loader.step(step)))
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """Numbers of parameters that are trained, and of all with adapters, by the names that records have."""
+        return dict(zip(("trained_parameters", "all_parameters"), trained_parameters(self.spec), strict=True))
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
@@ -311,6 +318,7 @@ class TrainingRun:
             **self.validation.result(),
             **self.metrics.summary(),
             "parameters": self.spec.model.parameters,
+            **self._counts,
             "parameters_sha256": digest,
             "samples_sha256": self.samples.digest(),
             "steps": self.done,

@@ -91,6 +91,11 @@ class StartingPoints:
                 f"model.weights: {self.spec.model.weights} has weights in float64, which this run rounds to "
                 f"{self.spec.precision.master}; give precision.compute = fp64 to keep them as they are"
             )
+        if weights is None and not self.spec.trains_all:
+            self.store.warnings.append(
+                "model.weights: the weights are random, and those that are frozen stay so; for a trained model "
+                "give its folder, as --from FOLDER"
+            )
         self.mesh.control.together(lambda: self.trainer.initialise(weights))
         self.store.save_frozen(state.frozen_tensors(self.trainer))
         return StartingPoint(SampleRecord(self.mesh))

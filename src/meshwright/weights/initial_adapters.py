@@ -8,9 +8,9 @@ from pathlib import Path
 
 from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, Weights
 from meshwright.exchange.peft_reader import PeftWeights
-from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.lora import LoraSpec, is_adapter
-from meshwright.spec.lora_source import KEY, adapter_source, check_adapters
+from meshwright.spec.lora_source import KEY, initial_adapters
 from meshwright.spec.weights import WeightSource, check_fits
 from meshwright.weights.saved_weights import SavedWeights
 
@@ -64,14 +64,9 @@ def with_adapters(spec: RunSpec, base: Weights | None) -> Weights | None:
 
     Raises `UserError` for a folder that is not there, holds no such adapters or contradicts the run.
     """
-    if (lora := spec.lora) is None or (source := adapter_source(lora.weights)) is None:
+    lora, source = spec.lora, initial_adapters(spec.model, spec.lora)
+    if lora is None or source is None or base is None:
         return base
-    if base is None:
-        raise UserError(
-            f"{KEY}: the adapters in {source.folder} are of a trained model, and this run's is random; give "
-            f"the model that they were trained on, as --from FOLDER"
-        )
-    check_adapters(source, spec.model, lora)
     if source.is_run:
         return WithAdapters(base, RunAdapters(source, spec.model))
     return WithAdapters(base, _of_peft(source.folder, spec.model, lora))
