@@ -143,14 +143,14 @@ def words_of(base: Path, corpus: Path, out: Path, **flags: object) -> list[str]:
 
 
 def test_a_run_goes_on_from_the_adapters_of_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With --adapter alone: on the base model of that run, and then of PEFT's folder."""
     base, corpus = tmp_path / "model", written(chats(1, 8), tmp_path / "chats.jsonl")
     model_in(base)
     first = words_of(base, corpus, tmp_path / "first", lora__rank=2, lora__targets="q_proj,v_proj")
     assert main(["train", "--from", str(base), *first]) == 0
-    out = "".join(capsys.readouterr())
+    out = "".join(capfd.readouterr())
     assert "trained: 448 of 36,576 parameters (1.22%); the others are frozen" in out
     assert f"meshwright export {tmp_path / 'first'} {tmp_path / 'first'}-adapter --adapter" in out
     record = json.loads((tmp_path / "first" / "run.json").read_text())
@@ -159,7 +159,7 @@ def test_a_run_goes_on_from_the_adapters_of_another(
     for number, source in enumerate((tmp_path / "first", tmp_path / "adapter")):
         run = tmp_path / str(number)
         assert main(["train", "--adapter", str(source), *words_of(base, corpus, run, train__lr=1e-30)]) == 0
-        out = " ".join(capsys.readouterr().out.split())
+        out = " ".join(capfd.readouterr().out.split())
         assert f"weights: those of {base} (36.13k parameters)" in out
         assert f"adapters: those of {source}, rank 2, for *.attn.q.weight, *.attn.v.weight" in out
         api.export(run, tmp_path / f"again{number}", adapter=True)
