@@ -89,6 +89,14 @@ def test_adapters_equal_one_device(ranks: Ranks, case: dict[str, object]) -> Non
 
 OF_EXPERTS = {"lora.rank": 3, "lora.alpha": 40.0, "lora.targets": "*.mlp.experts.*"}
 BOTH = {"lora__targets": "all-linear,*.experts.*"}
+DROPPING_EXPERTS: list[dict[str, object]] = [
+    {"router": "mixtral", "dp": 2},
+    {"router": "mixtral", "dp": 2, "ep": 2, "zero": 3, "recompute__policy": "full", **BOTH},
+    {"router": "gpt-oss", "tp": 2, "ep": 2, **BOTH},
+    {"router": "deepseek", "tp": 2, "dp": 2, "ep": 4, "sequence_parallel": "false", "expert_parts": 2},
+    {"router": "qwen3", "cp": 2, "ep": 2, "recompute__policy": "selective"},
+    {"router": "capacity", "pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "model__layers": 4},
+]
 EXPERT_LAYOUTS: list[dict[str, object]] = [
     {"router": "mixtral", "dp": 2, "ep": 2},
     {"router": "qwen3", "dp": 2, "tp": 2, "ep": 2, **BOTH},
@@ -104,8 +112,9 @@ EXPERT_LAYOUTS: list[dict[str, object]] = [
     {"router": "gpt-oss", "dp": 2, "ep": 2, "zero": 1, "train__optimiser": "adamw8bit", "lora__rank": 4},
     {"router": "deepseek", "pp": 2, "ep": 2, "dp": 2, "schedule": "zb-v", "model__layers": 4, "zero": 2},
     {"router": "mixtral", "dp": 2, "cp": 2, "pp": 2, "ep": 4, "schedule": "1f1b", "model__layers": 4, **BOTH},
+    *({"lora__dropout": 0.3} | layout for layout in DROPPING_EXPERTS),
 ]  # fmt: skip
-QUICK_EXPERTS = EXPERT_LAYOUTS[:6]
+QUICK_EXPERTS = [*EXPERT_LAYOUTS[:6], *EXPERT_LAYOUTS[14:18]]
 
 
 @pytest.mark.parametrize("case", marked(EXPERT_LAYOUTS, QUICK_EXPERTS), ids=name)

@@ -178,7 +178,7 @@ def add_rows_(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, weight_R: Tensor
     """Add each expert's bias, times the rows' weights if there are any, to its rows."""
     scale = None if weight_R is None else weight_R.to(x_RO.dtype).unsqueeze(1)
     if groups.sizes is None:
-        added = bias_EO[_expert_of_rows(x_RO, groups)]
+        added = bias_EO[groups.expert_of_rows(len(x_RO))]
         x_RO.add_(added if scale is None else added * scale)
         return
     for expert, rows in slices_of(groups):
@@ -188,7 +188,7 @@ def add_rows_(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, weight_R: Tensor
 def rows_times(x_RO: Tensor, bias_EO: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
     """The product of each row and its expert's bias (R,), summed in `dtype`."""
     if groups.sizes is None:
-        return (x_RO * bias_EO[_expert_of_rows(x_RO, groups)]).sum(1, dtype=dtype)
+        return (x_RO * bias_EO[groups.expert_of_rows(len(x_RO))]).sum(1, dtype=dtype)
     found = x_RO.new_empty(len(x_RO), dtype=dtype)
     for expert, rows in slices_of(groups):
         torch.sum(x_RO[rows] * bias_EO[expert], 1, dtype=dtype, out=found[rows])
@@ -201,14 +201,8 @@ def sum_rows(x_RO: Tensor, groups: RowGroups, weight_R: Tensor | None = None) ->
         x_RO = x_RO * weight_R.to(x_RO.dtype).unsqueeze(1)
     if groups.sizes is None:
         every = torch.arange(len(groups.ends), device=x_RO.device).unsqueeze(1)
-        return (every == _expert_of_rows(x_RO, groups)).to(x_RO.dtype) @ x_RO
+        return (every == groups.expert_of_rows(len(x_RO))).to(x_RO.dtype) @ x_RO
     found = x_RO.new_empty(len(groups.ends), x_RO.shape[1])
     for expert, rows in slices_of(groups):
         torch.sum(x_RO[rows], 0, out=found[expert])
     return found
-
-
-def _expert_of_rows(x_RO: Tensor, groups: RowGroups) -> Tensor:
-    """The expert of each row (R,), from the device alone."""
-    rows = torch.arange(len(x_RO), device=x_RO.device, dtype=groups.ends.dtype)
-    return torch.bucketize(rows, groups.ends, right=True).clamp_(max=len(groups.ends) - 1)

@@ -149,6 +149,8 @@ class ExpertsHooks:
     products: Products = field(default_factory=Products)
     slice: int = 0
     """Which slice of each expert's channels this rank has."""
+    group: int = 0
+    """Which group of experts this rank has."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ class MoeHooks:
     """The inverse of `scatter_tokens`."""
     chunks: int = 1
     """Number of chunks of tokens; messages of one overlap with the computation of another."""
+    shard: int = 0
+    """Whose share of all tensor ranks' tokens this rank routes."""
     experts: ExpertsHooks = field(default_factory=ExpertsHooks)
 
 

@@ -15,7 +15,8 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.expert_lora import ExpertAdapter
 from meshwright.model.experts import Experts
 from meshwright.model.linear import Linear
-from meshwright.model.lora_dropout import Dropout, TokenKeys
+from meshwright.model.lora_dropout import Dropout, ExpertDropout, TokenKeys
+from meshwright.model.moe import Moe
 from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import Parameter
 
@@ -49,7 +50,10 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
     keys = keys or TokenKeys()
     for path, linear in [*decoder.named_modules()] if lora is not None else ():
         if isinstance(linear, Experts) and lora is not None:
-            _attach_to_experts(linear, path, lora)
+            if _attach_to_experts(linear, path, lora):
+                mixture = decoder.get_submodule(path.rpartition(".")[0])
+                assert isinstance(mixture, Moe)
+                mixture.keys = keys
         if type(linear) is not Linear or lora is None:
             continue
         if not lora.adapts(Parameter(f"{path}.weight", tuple(linear.weight.shape))):
@@ -65,12 +69,17 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
     return decoder
 
 
-def _attach_to_experts(experts: Experts, path: str, lora: LoraSpec) -> None:
+def _attach_to_experts(experts: Experts, path: str, lora: LoraSpec) -> bool:
+    """Give the matrices of experts that `lora` names adapters; returns True if there are any."""
+    any_adapted = False
     for name, weight in [*experts.named_parameters(recurse=False)]:
         if lora.adapts(Parameter(f"{path}.{name}", tuple(weight.shape), expert=True)):
             with weight.device:
-                adapter = ExpertAdapter(weight, lora.rank, lora.scale)
+                dropout = ExpertDropout(lora.dropout, f"{path}.{name}", len(weight))
+                adapter = ExpertAdapter(weight, lora.rank, lora.scale, dropout, experts.hooks)
             setattr(experts, f"{name}_adapter", adapter.to(weight.dtype).train(experts.training))
+            any_adapted = True
+    return any_adapted
 
 
 @contextmanager

@@ -8,6 +8,7 @@ changes it, and a recomputing forward drops the same ones.
     quad     channel div 4
     draw     bits 16 (channel mod 4) and on of splitmix64((token xor key of "name") + quad golden)
 
+The `name` of a matrix of routed expert e has ".e" behind it, and so the experts of a token drop other numbers.
 Keys are the first 8 bytes, little endian, of SHA-256 of these texts. A number is dropped if its draw is below
 p 2^16, rounded to a whole number, and else divided by the share that is kept.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.kernels.splitmix64 import GOLDEN, mix64_, signed, stream
+from meshwright.model.token_dispatcher import RowGroups
 
 LANES, STEPS = 4, 2**16
 """Draws of 16 bits from one hash, and the values that each may have."""
@@ -33,6 +35,14 @@ class TokenKeys:
     def __init__(self) -> None:
         self.current: Tensor | None = None
         """(B, T) int64, of all tensor ranks' tokens."""
+
+    def of(self, tokens: torch.Size, shard: int) -> Tensor | None:
+        """Keys of these `tokens` (B, T): all of them, or those of tensor rank `shard`, a piece of all samples'
+        tokens one after the other. None where nothing is dropped."""
+        if self.current is None or tokens == self.current.shape:
+            return self.current
+        count = tokens.numel()
+        return self.current.reshape(-1)[shard * count : (shard + 1) * count].view(tokens)
 
 
 def key_of(text: str) -> int:
@@ -53,17 +63,30 @@ class Dropout:
         self.threshold, self.key, self.keys = round(share * STEPS), key_of(name), keys
 
     def __call__(self, x_BTI: Tensor, shard: int = 0, first: int = 0) -> Tensor:
-        """x has the tokens of tensor rank `shard`, a piece of all samples' tokens one after the other, or all
-        of them, and the channels from `first` on."""
-        keys = self.keys.current
+        """x has the tokens of tensor rank `shard`, or all of them, and the channels from `first` on."""
+        keys = self.keys.of(x_BTI.shape[:2], shard)
         if keys is None or not self.threshold:
             return x_BTI
-        tokens = x_BTI.shape[:2]
-        if tokens != keys.shape:
-            count = tokens.numel()
-            keys = keys.reshape(-1)[shard * count : (shard + 1) * count].view(tokens)
         dropped: Tensor = _Dropped.apply(x_BTI, keys ^ self.key, first, self.threshold)
         return dropped
+
+
+class ExpertDropout:
+    """Drops numbers of the rows (R, I) of the adapters beside an expert's matrices `name`, each by a key of its
+    own: `first` is the first of the rank's experts, and of the channels that it has of their input."""
+
+    def __init__(self, share: float, name: str, experts: int) -> None:
+        self.threshold = round(share * STEPS)
+        self._keys = [key_of(f"{name}.{expert}") for expert in range(experts)] if self.threshold else []
+
+    def factors(self, x_RI: Tensor, groups: RowGroups, first: tuple[int, int]) -> Tensor | None:
+        """Factors (R, I): 0 for what is dropped, else 1 over the share that is kept; None for no dropout."""
+        if groups.keys is None or not self.threshold:
+            return None
+        expert, channel = first
+        own = torch.tensor(self._keys[expert : expert + len(groups.ends)], device=x_RI.device)
+        keys = groups.keys ^ own[groups.expert_of_rows(len(x_RI))]
+        return kept(keys, channel, x_RI.shape[1], self.threshold, x_RI.dtype)
 
 
 class _Dropped(torch.autograd.Function):
@@ -83,7 +106,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def kept(keys_BT: Tensor, first: int, channels: int, threshold: int, dtype: torch.dtype) -> Tensor:
-    """Factors (B, T, channels): 0 for what is dropped, else 1 over the share that is kept."""
+    """Factors (B, T, channels), of keys of any shape: 0 for what is dropped, else 1 over the share that is kept."""
     quads = torch.arange(first // LANES, -(-(first + channels) // LANES), device=keys_BT.device)
     bits = mix64_(keys_BT.unsqueeze(-1) + quads * signed(GOLDEN))
     draws = bits.view(torch.int16).narrow(-1, first % LANES, channels).int().bitwise_and_(STEPS - 1)

@@ -16,6 +16,7 @@ from meshwright.model.experts import Experts
 from meshwright.model.grouped_mm import one_kernel
 from meshwright.model.hooks import Hooks
 from meshwright.model.linear import Linear
+from meshwright.model.lora_dropout import TokenKeys
 from meshwright.model.mlp import Mlp
 from meshwright.model.router import Router
 from meshwright.spec import ModelSpec
@@ -31,6 +32,7 @@ class Moe(nn.Module):
         hooks = hooks or Hooks()
         moe = self.moe = spec.moe
         self.layer, self.hooks = layer, hooks.moe
+        self.keys = TokenKeys()  # of what adapters of the experts drop
         self.router = Router(moe, spec.hidden)
         self.experts = Experts(moe, spec.hidden, hooks.moe.experts)
         self.shared = Mlp(spec, moe.shared_ffn, hooks.mlp) if moe.shared_ffn else None
@@ -42,12 +44,16 @@ class Moe(nn.Module):
         x_ND = local_BTD.flatten(0, 1)
         routing = self.router(x_ND)
         weights, admitted = hooks.admit(self.moe, self.layer, routing, local_BTD.shape[0])
-        chunks = list(_split(hooks.chunks, x_ND, weights, routing.experts, admitted))
+        keys_BT = self.keys.of(local_BTD.shape[:2], hooks.shard)
+        keys_N = None if keys_BT is None else keys_BT.flatten()
+        chunks = list(_split(hooks.chunks, x_ND, weights, routing.experts, admitted, keys_N))
         dispatchers = [
-            hooks.dispatch(experts, mask, self.moe.experts, one_kernel(x)) for x, _, experts, mask in chunks
+            hooks.dispatch(experts, mask, self.moe.experts, one_kernel(x)) for x, _, experts, mask, _ in chunks
         ]
         # Shared experts compute while messages are in flight: `in_flight` holds the handle of each chunk.
-        in_flight = [d.start_dispatch(x, w) for d, (x, w, _, _) in zip(dispatchers, chunks, strict=True)]
+        in_flight = [
+            d.start_dispatch(x, w, keys) for d, (x, w, _, _, keys) in zip(dispatchers, chunks, strict=True)
+        ]
         inner = None if shared is None else shared.inner(x_BTD)
         for index, dispatcher in enumerate(dispatchers):
             rows, row_weights = dispatcher.finish_dispatch(in_flight[index])

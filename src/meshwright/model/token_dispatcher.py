@@ -37,6 +37,13 @@ class RowGroups(NamedTuple):
     """Where the rows of each expert end (E,), in int32 on their device."""
     sizes: tuple[int, ...] | None
     """Rows of each expert on the host; None where only one kernel for all of them, given `ends`, computes."""
+    keys: Tensor | None = None
+    """Key of each row's token (R,) in int64, by which adapters drop numbers; None where nothing is dropped."""
+
+    def expert_of_rows(self, rows: int) -> Tensor:
+        """The expert of each of so many rows (R,), from the device alone."""
+        places = torch.arange(rows, device=self.ends.device, dtype=self.ends.dtype)
+        return torch.bucketize(places, self.ends, right=True).clamp_(max=len(self.ends) - 1)
 
 
 class TokenDispatcher:
@@ -149,12 +156,14 @@ class TokenDispatcher:
 
     # Differentiable ---------------------------------------------------------------------------------
 
-    def start_dispatch(self, x_ND: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Start to send tokens and routing weights to the experts; pass the handle to `finish_dispatch`."""
+    def start_dispatch(self, x_ND: Tensor, weights_Nk: Tensor, keys_N: Tensor | None = None) -> Tensor:
+        """Start to send tokens, routing weights and the tokens' keys, if there are any, to the experts; pass the
+        handle to `finish_dispatch`."""
+        self._keys = () if keys_N is None else ((keys_N.unsqueeze(1), self.token),)
         return with_backward(self._send, self._receive_gradients, x_ND, weights_Nk)
 
     def finish_dispatch(self, handle: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (R, D) and routing weights (R,) of the experts on this rank."""
+        """Tokens (R, D) and routing weights (R,) of the experts on this rank; `groups` has the keys."""
         return with_backward(self._receive, self._send_gradients, handle)
 
     def start_combine(self, y_RD: Tensor) -> Tensor:
@@ -168,12 +177,14 @@ class TokenDispatcher:
     # Handles are scalars that order autograd's graph; the messages are in `dispatching` and `combining`.
 
     def _send(self, x: Tensor, weights: Tensor) -> Tensor:
-        self.dispatching = self.send((x, self.token), (weights.reshape(-1, 1), self.copy))
+        self.dispatching = self.send((x, self.token), (weights.reshape(-1, 1), self.copy), *self._keys)
         return x.new_empty(())
 
     def _receive(self, _handle: Tensor) -> tuple[Tensor, Tensor]:
         dispatching, self.dispatching = self.dispatching, None
-        x, weights = self.receive(dispatching)
+        x, weights, *keys = self.receive(dispatching)
+        if keys:
+            self.groups = self.groups._replace(keys=keys[0].squeeze(1))
         return x, self._mask_padding(weights.squeeze(1))
 
     def _send_gradients(self, grad_x: Tensor, grad_weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Wire          for each copy of a token that has an expert on another rank, D cha
                 forward   all_to_all   dispatch D b + a (its weight), combine D b
                 backward  all_to_all   dispatch D b, combine D b + a
               one message for each of the four, with a row and its weight (or the gradient) side by side,
-              and before that the number of copies, 8 bytes for each expert on another rank (times etp).
+              also its token's key, of 8 bytes, where adapters of experts drop some of what it brings; and before that the number of copies, 8 bytes for each expert on another rank (times etp).
               With even routing (n-1)/n of the copies are sent. A recomputing forward sends again what it
               needs, which is nothing where matmuls are saved.
 Saves         all but 1/(ep etp) of the experts' weights, gradients and states; ZeRO shards those over the
@@ -166,8 +166,9 @@ def expert_parallel_hooks(
         gradient_sum=lambda parameter: store.gradient_sum(parameter),
         products=products,
         slice=mesh.expert.rank % layout.etp,
+        group=mesh.expert.rank // layout.etp,
     )
-    hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, experts=experts)
+    hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, shard=tensor.rank, experts=experts)
     if mesh.expert.size > 1:
         hooks = replace(hooks, dispatch=partial(AllToAllDispatcher, mesh.expert, layout.etp, cache))
     if tensor.size > 1 and not layout.sequence_parallel:

@@ -95,6 +95,11 @@ class BlockTraining(NamedTuple):
         return sum(f"{layer}{LORA_A}" in (self.names or ()) for layer in layers)
 
     @property
+    def adapts_experts(self) -> bool:
+        """True if a matrix of its routed experts has adapters."""
+        return self.adapters(*(f"mlp.experts.{name}_adapter" for name in ("gate", "up", "down"))) > 0
+
+    @property
     def attention_input(self) -> bool:
         """True if the input of attention, after its norm, has a gradient."""
         return self.before or self.trains("attn_norm.")

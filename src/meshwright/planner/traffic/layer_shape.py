@@ -10,6 +10,10 @@ from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, recomputed,
 from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
 
 
+ROW_KEY = 8
+"""Bytes of a token's key."""
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """One rank's share of a layer, for one microbatch."""
@@ -34,6 +38,8 @@ class LayerShape:
     """True if operators do not know which weights are trained, and compute all gradients."""
     rank: int = 0
     """Rank of the adapters of a run that has any."""
+    row_key: int = 0
+    """Bytes of the key of a row's token, by which adapters of routed experts drop some of what it brings."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -120,10 +126,11 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again = {kind for kind in ("matmul", "attention") if recomputed(spec, kind)}
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
-    rank = 0 if spec.lora is None else spec.lora.rank
+    rank, dropout = (0, 0.0) if spec.lora is None else (spec.lora.rank, spec.lora.dropout)
     return LayerShape(
-        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank
-    )
+        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank,
+        row_key=ROW_KEY * (dropout > 0),
+    )  # fmt: skip
 
 
 def routed_tokens(spec: RunSpec) -> int:

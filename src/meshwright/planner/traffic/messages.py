@@ -170,10 +170,11 @@ def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator
     sent, received = [n / share(group.ranks) for n in copies] if copies else [shape.copies] * 2
     call = partial(Message, "expert", "all_to_all", group=group, where="moe")
     weighted = hidden + shape.exact / shape.width
+    keyed = weighted + shape.row_key * shape.training.adapts_experts / shape.width
     yield call(shape.moe.experts * shape.layout.etp, _COUNT, phase=Phase.FORWARD)
     again = [Phase.RECOMPUTE] * ("matmul" in shape.repeated and shape.training.feed_forward)
     for phase in (Phase.FORWARD, *again):
-        yield call(sent * weighted, shape.width, phase=phase)
+        yield call(sent * keyed, shape.width, phase=phase)
     yield call(received * hidden, shape.width, phase=Phase.FORWARD)
     if shape.training.feed_forward:
         yield call(sent * hidden, shape.width, phase=Phase.INPUT)

@@ -245,10 +245,14 @@ class ReferenceDecoder:
         weights = moe.scale * weights * routing.admitted
         activation = _clamped_swiglu if moe.activation == "clamped_swiglu" else _swiglu
 
+        def drop(name: str, some: Tensor) -> Tensor:
+            every = some.new_zeros(*x.shape[:2], some.shape[1])
+            return self.drop(name, every.flatten(0, 1).index_copy(0, rows, some).view_as(every)).flatten(0, 1)[rows]
+
         def linear(which: str, x: Tensor, scale: Tensor | float = 1) -> Tensor:
             name = f"{path}.experts.{which}"
             y = self.linears(name, x, self.weights[name][expert])
-            y = y + added_by_expert(self.lora, name, expert, x, self.weights)
+            y = y + added_by_expert(self.lora, name, expert, x, self.weights, drop)
             return y + scale * self.weights[f"{name}_bias"][expert] if moe.expert_bias else y
 
         tokens = x.flatten(0, 1)

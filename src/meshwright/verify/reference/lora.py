@@ -3,7 +3,8 @@
 
 A linear layer with weight W and an adapter computes W x + s B A d(x), where s is alpha / rank, or alpha /
 sqrt(rank) (Kalajdzievski 2023, rsLoRA), and d the dropout of this layer by the rule of docs/lora.md. All but
-A and B is frozen. Each matrix of a routed expert has an A and a B of its own, without dropout.
+A and B is frozen. Each matrix of a routed expert has an A and a B of its own; to dropout its name has the
+number of the expert behind it.
 
 Shapes: n sequences of T tokens, I inputs and O outputs of a linear layer, r the rank, E experts.
 """
@@ -82,14 +83,14 @@ def added(
 
 
 def added_by_expert(
-    lora: LoraSpec | None, name: str, expert: int, x: Tensor, weights: Mapping[str, Tensor]
+    lora: LoraSpec | None, name: str, expert: int, x: Tensor, weights: Mapping[str, Tensor], drop: Drop
 ) -> Tensor | float:
     """The share (R, O) of the adapter of one expert's matrix of this name for its rows x (R, I); 0 without
-    one."""
+    one. `drop` takes rows."""
     if lora is None or not has_adapter(lora, name):
         return 0.0
     a, b = (weights[each][expert] for each in names_of(name))
-    return _scale(lora) * (x @ (b @ a).T)
+    return _scale(lora) * (drop(f"{name}.{expert}", x) @ (b @ a).T)
 
 
 def _scale(lora: LoraSpec) -> float:
