@@ -20,6 +20,7 @@ from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.states import states
 from meshwright.planner.search.results import SearchCounts, SearchResult
 from meshwright.planner.search.tree import MeshBranch, SearchTree
+from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Parameter
@@ -60,13 +61,17 @@ EXPERT_LAYOUTS: list[dict[str, Any]] = [
     {"layout": {"dp": 8, "ep": 4, "zero": 3}, "lora": {"rank": 3, "targets": ["*.experts.*"]}},
     {"layout": {"dp": 4, "ep": 2, "pp": 2, "zero": 3}, "model": {**MODELS["experts"], "layers": 4}},
     {"layout": {"dp": 4, "ep": 4}, "train": {"batch_tokens": 16 * 256, "optimiser": "adamw8bit"}},
+    {"layout": {"dp": 4, "ep": 2, "etp": 2, "zero": 1}, "lora": OF_EXPERTS | {"dropout": 0.1}},
+    {"layout": {"dp": 8, "etp": 4, "zero": 3}, "lora": {"rank": 3, "targets": ["*.experts.*"]}},
 ]
 
 
 @pytest.mark.parametrize("sections", EXPERT_LAYOUTS, ids=str)
 def test_states_of_experts_are_planned_to_the_byte(sections: dict[str, Any]) -> None:
     spec = spec_of(MODELS["experts"], **{"lora": OF_EXPERTS} | sections)
-    assert rehearse(spec, 0, torch.device("cpu")).states == states(spec, 0).total
+    found = rehearse(spec, 0, torch.device("cpu"))
+    assert found.states == states(spec, 0).total
+    assert found.wire == pytest.approx(traffic(spec, 0), rel=1e-14)
 
 
 EXPERT_POLICIES: list[dict[str, Any]] = [
@@ -74,6 +79,7 @@ EXPERT_POLICIES: list[dict[str, Any]] = [
     {"layout": {"dp": 2, "ep": 2}},
     {"layout": {"tp": 2, "ep": 2}, "recompute": {"policy": "selective"}},
     {"recompute": {"policy": "full"}},
+    {"layout": {"dp": 2, "etp": 2}},
 ]
 
 
@@ -82,6 +88,17 @@ def test_adapters_of_experts_keep_nothing(sections: dict[str, Any]) -> None:
     spec = spec_of(MODELS["experts"], **{"lora": OF_EXPERTS} | sections)
     found = rehearse(spec, 0, torch.device("cpu"))
     assert activations(spec).kept == pytest.approx(found.most["activations"], rel=0.03)
+
+
+@pytest.mark.parametrize("sections", EXPERT_POLICIES, ids=str)
+def test_their_dropout_keeps_the_keys_of_rows_alone(sections: dict[str, Any]) -> None:
+    planned, measured = [], []
+    for targets in (["all-linear"], OF_EXPERTS["targets"]):
+        lora = {"rank": 8, "dropout": 0.1, "targets": targets}
+        spec = spec_of(MODELS["experts"], **sections | {"lora": lora})
+        planned.append(activations(spec).kept)
+        measured.append(rehearse(spec, 0, torch.device("cpu")).most["activations"])
+    assert planned[1] - planned[0] == measured[1] - measured[0]
 
 
 POLICIES: list[dict[str, Any]] = [
@@ -132,10 +149,9 @@ def test_a_token_passes_the_adapters_of_its_own_experts() -> None:
     assert held.routed - held.frozen_routed == sum(p.size for p in _listed(large) if p.trainable)
 
 
-def test_no_layout_cuts_experts_that_have_adapters() -> None:
-    for targets, slices in ((["all-linear"], {1, 2}), (["*.experts.*"], {1})):
-        space = LayoutSpace(spec_of(MODELS["experts"], lora={"rank": 8, "targets": targets}), 2, {"cp": 1})
-        assert {etp for _, etp in space.experts(2)} == slices
+def test_layouts_cut_experts_that_have_adapters() -> None:
+    space = LayoutSpace(spec_of(MODELS["experts"], lora={"rank": 8, "targets": ["*.experts.*"]}), 2, {"cp": 1})
+    assert {etp for _, etp in space.experts(2)} == {1, 2}
 
 
 def _listed(spec: RunSpec) -> list[Parameter]:

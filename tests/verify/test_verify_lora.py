@@ -113,8 +113,15 @@ EXPERT_LAYOUTS: list[dict[str, object]] = [
     {"router": "deepseek", "pp": 2, "ep": 2, "dp": 2, "schedule": "zb-v", "model__layers": 4, "zero": 2},
     {"router": "mixtral", "dp": 2, "cp": 2, "pp": 2, "ep": 4, "schedule": "1f1b", "model__layers": 4, **BOTH},
     *({"lora__dropout": 0.3} | layout for layout in DROPPING_EXPERTS),
+    {"router": "mixtral", "dp": 2, "etp": 2, "lora__dropout": 0.3},
+    {"router": "gpt-oss", "dp": 4, "ep": 2, "etp": 2, "zero": 3, "lora__dropout": 0.3, **BOTH},
+    {"router": "qwen3", "tp": 2, "etp": 2, "sequence_parallel": "false", "recompute__policy": "full", **BOTH},
+    {"router": "deepseek", "dp": 2, "tp": 2, "etp": 4, "zero": 1, "lora__targets": "*.experts.down"},
+    {"router": "mixtral", "dp": 8, "ep": 2, "etp": 2, "zero": 2, "train__optimiser": "muon"},
+    {"router": "capacity", "pp": 2, "dp": 2, "etp": 2, "schedule": "zb-h1", "model__layers": 4},
+    {"router": "qwen3", "dp": 4, "etp": 2, "zero": 1, "train__optimiser": "adamw8bit", "lora__rank": 4},
 ]  # fmt: skip
-QUICK_EXPERTS = [*EXPERT_LAYOUTS[:6], *EXPERT_LAYOUTS[14:18]]
+QUICK_EXPERTS = [*EXPERT_LAYOUTS[:6], *EXPERT_LAYOUTS[14:18], *EXPERT_LAYOUTS[20:24]]
 
 
 @pytest.mark.parametrize("case", marked(EXPERT_LAYOUTS, QUICK_EXPERTS), ids=name)

@@ -22,6 +22,7 @@ from meshwright.comm.process_groups import Groups, Row
 from meshwright.comm.shared_memory_group import SharedMemoryGroup, SharedMemoryWork
 from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
+from meshwright.spec.parameters import Piece
 
 
 class Pending(Protocol):
@@ -209,6 +210,12 @@ class Mesh:
     def rank(self) -> int:
         """This rank's number."""
         return self.world.rank
+
+    def alike(self, piece: Piece) -> Axis:
+        """The ranks among which several hold the same piece of a parameter."""
+        if piece.routed:
+            return self.expert_tensor
+        return self.tensor if piece.copies == self.tensor.size else self.copies
 
     def with_layout(self, layout: Layout) -> Mesh:
         """The mesh for a layout of the same axes that differs otherwise, such as in its ZeRO stage."""

@@ -75,7 +75,7 @@ def _attach_to_experts(experts: Experts, path: str, lora: LoraSpec) -> bool:
     for name, weight in [*experts.named_parameters(recurse=False)]:
         if lora.adapts(Parameter(f"{path}.{name}", tuple(weight.shape), expert=True)):
             with weight.device:
-                dropout = ExpertDropout(lora.dropout, f"{path}.{name}", len(weight))
+                dropout = ExpertDropout(lora.dropout, f"{path}.{name}")
                 adapter = ExpertAdapter(weight, lora.rank, lora.scale, dropout, experts.hooks)
             setattr(experts, f"{name}_adapter", adapter.to(weight.dtype).train(experts.training))
             any_adapted = True

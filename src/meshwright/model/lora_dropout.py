@@ -8,8 +8,8 @@ changes it, and a recomputing forward drops the same ones.
     quad     channel div 4
     draw     bits 16 (channel mod 4) and on of splitmix64((token xor key of "name") + quad golden)
 
-The `name` of a matrix of routed expert e has ".e" behind it, and so the experts of a token drop other numbers.
-Keys are the first 8 bytes, little endian, of SHA-256 of these texts. A number is dropped if its draw is below
+For the name of routed experts' matrices, token xor key is replaced by splitmix64 of it + e golden for expert e. Keys
+are the first 8 bytes, little endian, of SHA-256 of these texts. A number is dropped if its draw is below
 p 2^16, rounded to a whole number, and else divided by the share that is kept.
 """
 
@@ -72,20 +72,22 @@ class Dropout:
 
 
 class ExpertDropout:
-    """Drops numbers of the rows (R, I) of the adapters beside an expert's matrices `name`, each by a key of its
-    own: `first` is the first of the rank's experts, and of the channels that it has of their input."""
+    """Drops numbers of the rows (R, I) of the adapters beside the experts' matrices `name`, of each expert
+    others."""
 
-    def __init__(self, share: float, name: str, experts: int) -> None:
-        self.threshold = round(share * STEPS)
-        self._keys = [key_of(f"{name}.{expert}") for expert in range(experts)] if self.threshold else []
+    def __init__(self, share: float, name: str) -> None:
+        self.threshold, self.key = round(share * STEPS), key_of(name)
 
     def factors(self, x_RI: Tensor, groups: RowGroups, first: tuple[int, int]) -> Tensor | None:
-        """Factors (R, I): 0 for what is dropped, else 1 over the share that is kept; None for no dropout."""
+        """Factors (R, I): 0 for what is dropped, else 1 over the share that is kept; None for no dropout.
+
+        `first` is the first of the rank's experts, and of the channels that it has of their input.
+        """
         if groups.keys is None or not self.threshold:
             return None
         expert, channel = first
-        own = torch.tensor(self._keys[expert : expert + len(groups.ends)], device=x_RI.device)
-        keys = groups.keys ^ own[groups.expert_of_rows(len(x_RI))]
+        numbers = groups.expert_of_rows(len(x_RI)).to(torch.int64).add_(expert)
+        keys = mix64_((groups.keys ^ self.key) + numbers * signed(GOLDEN))
         return kept(keys, channel, x_RI.shape[1], self.threshold, x_RI.dtype)
 
 

@@ -340,18 +340,17 @@ class Unit:
         return self.packed.view(self.ranks, self.part)[:, slot.start : slot.start + slot.padded]
 
     def slots_summed(self) -> Iterator[tuple[Axis, ParamSlot]]:
-        """(axis, slot) of each parameter whose gradients the ranks of that part of the tensor axis add up."""
+        """(axis, slot) of each parameter whose gradients the ranks add up that hold the same piece."""
         for slot in self.slots:
             if slot.piece.summed:
-                whole = slot.piece.copies == self.mesh.tensor.size
-                yield (self.mesh.tensor if whole else self.mesh.copies), slot
+                yield self.mesh.alike(slot.piece), slot
 
     def counted_slots(self, without: Collection[str] = ()) -> list[ParamSlot]:
         """The parameters that this rank counts, of ranks that store the same, but for those in `without`."""
         if self.mesh.replicate.rank > 0 or (self.shards is None and self._axis.rank > 0):
             return []
-        rank = self.mesh.tensor.rank
-        return [slot for slot in self.slots if rank % slot.piece.copies == 0 and slot.key not in without]
+        own = [slot for slot in self.slots if slot.key not in without]
+        return [slot for slot in own if slot.piece.copies == 1 or self.mesh.alike(slot.piece).rank == 0]
 
     def counted_gradients(self, without: Collection[str] = ()) -> list[Tensor]:
         """The parts of `gradient` of the parameters that this rank counts, adjacent ones as one."""

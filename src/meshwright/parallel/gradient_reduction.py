@@ -119,12 +119,11 @@ class GradientReduction:
                     start_all_reduce(unit.gradient_of(slot), self._mesh.ends).wait()
 
     def _sum_over_tensor(self) -> None:
-        """Sum the partial gradients of pieces that several tensor ranks hold."""
-        of_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
+        """Sum the partial gradients of pieces that several tensor ranks, or slices of experts, hold."""
+        of_axis: dict[int, tuple[Axis, list[Tensor]]] = {}
         for unit in self._units:
             for axis, slot in unit.slots_summed():
-                key = "tensor" if axis is self._mesh.tensor else "copies"
-                of_axis.setdefault(key, (axis, []))[1].append(unit.gradient_of(slot))
+                of_axis.setdefault(id(axis), (axis, []))[1].append(unit.gradient_of(slot))
         for axis, flats in of_axis.values():
             joined = torch.cat(flats)
             start_all_reduce(joined, axis).wait()

@@ -1,10 +1,12 @@
 """Bytes that adapters of low rank keep for their backward (`parallel/tensor_lora.py`), beside what the layers
 that they stand at keep: the products with A, and where outputs of products are saved those with B, too. Those
-of routed experts keep nothing (`model/expert_lora.py`)."""
+of routed experts keep nothing but, with dropout, the keys of rows (`model/expert_lora.py`)."""
 
 from __future__ import annotations
 
+from meshwright.planner.activations_moe import routed_rows
 from meshwright.planner.activations_sizes import Sizes
+from meshwright.planner.traffic.layer_shape import ROW_KEY
 from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Parameter
 from meshwright.spec.sections import SelectiveRecompute
@@ -17,7 +19,8 @@ def adapters_kept(s: Sizes, layer: int) -> int:
         return adapters_everything(s, layer)
     if not isinstance(recompute, SelectiveRecompute) or "matmul" not in recompute.save:
         return 0
-    return s.width.compute * sum(_outputs(s, each, rank) for each, rank in _adapted(s, layer))
+    across = s.spec.layout.ep * s.spec.layout.etp > 1
+    return (_keys(s, layer) if across else 0) + s.width.compute * sum(_outputs(s, each, rank) for each, rank in _adapted(s, layer))
 
 
 def adapters_everything(s: Sizes, layer: int) -> int:
@@ -25,7 +28,17 @@ def adapters_everything(s: Sizes, layer: int) -> int:
     adapted = _adapted(s, layer)
     dropped = s.spec.lora is not None and s.spec.lora.dropout > 0
     inputs = sum(_input(s, each) for each, _ in adapted) if dropped else 0  # each has its own
-    return s.width.compute * (inputs + sum(_entered(s, each) * rank for each, rank in adapted))
+    kept = s.width.compute * (inputs + sum(_entered(s, each) * rank for each, rank in adapted))
+    return kept + _keys(s, layer)
+
+
+def _keys(s: Sizes, layer: int) -> int:
+    """Bytes of the keys of the experts' rows, by which their adapters drop numbers."""
+    lora, moe = s.spec.lora, s.spec.model.moe
+    if lora is None or moe is None or not lora.dropout:
+        return 0
+    adapted = any(each.expert and lora.adapts(each) for each in run_parameters(s.spec)[f"blocks.{layer}"])
+    return ROW_KEY * routed_rows(s.spec, moe) if adapted else 0
 
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:

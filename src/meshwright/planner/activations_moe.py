@@ -32,7 +32,7 @@ def _parts(spec: RunSpec) -> list[int]:
     return [tokens // count + (part < tokens % count) for part in range(count)]
 
 
-def _rows(spec: RunSpec, moe: MoeSpec) -> int:
+def routed_rows(spec: RunSpec, moe: MoeSpec) -> int:
     """Rows of the experts of this rank, over all parts, padding included."""
     here, ranks = moe.experts // spec.layout.ep, spec.layout.ep * spec.layout.etp
     copies = [part * moe.top_k * admitted(spec, moe) * ranks / moe.experts for part in _parts(spec)]
@@ -41,7 +41,7 @@ def _rows(spec: RunSpec, moe: MoeSpec) -> int:
 
 def _indices(spec: RunSpec, moe: MoeSpec) -> int:
     """Bytes of the indices by which copies are sent and returned."""
-    layout, tokens, rows = spec.layout, routed_tokens(spec), _rows(spec, moe)
+    layout, tokens, rows = spec.layout, routed_tokens(spec), routed_rows(spec, moe)
     leaving = tokens * moe.top_k * layout.etp
     arriving = round(leaving * admitted(spec, moe))
     if layout.ep * layout.etp == 1:
@@ -66,7 +66,7 @@ def _router(spec: RunSpec, moe: MoeSpec) -> int:
 
 def routed_everything(spec: RunSpec, moe: MoeSpec) -> int:
     """Bytes kept without recomputation, besides the router's input."""
-    width, rows = widths(spec), _rows(spec, moe)
+    width, rows = widths(spec), routed_rows(spec, moe)
     channels = spec.model.hidden + 2 * moe.ffn // spec.layout.etp
     return rows * (width.compute * channels + width.exact) + _router(spec, moe) + _indices(spec, moe)
 
@@ -83,7 +83,7 @@ def routed_saved(spec: RunSpec, moe: MoeSpec) -> int:
         found += spec.micro_batch * spec.data.seq_len * moe.top_k * 4
     if recomputed(spec, "matmul"):
         return found
-    rows = _rows(spec, moe)
+    rows = routed_rows(spec, moe)
     found += rows * 2 * moe.ffn // layout.etp * width.compute
     found += routed_tokens(spec) * moe.experts * width.exact
     return found + (rows * (spec.model.hidden * width.compute + width.exact) if ranks > 1 else 0)
@@ -92,7 +92,7 @@ def routed_saved(spec: RunSpec, moe: MoeSpec) -> int:
 def routed_deferred(spec: RunSpec, moe: MoeSpec) -> int:
     """Bytes that deferred weight gradients need: rows, and gradients of rows."""
     width, channels = widths(spec), moe.ffn // spec.layout.etp
-    return _rows(spec, moe) * (width.compute * (2 * spec.model.hidden + 4 * channels) + width.exact)
+    return routed_rows(spec, moe) * (width.compute * (2 * spec.model.hidden + 4 * channels) + width.exact)
 
 
 def _weights(spec: RunSpec, moe: MoeSpec) -> int:
@@ -102,7 +102,7 @@ def _weights(spec: RunSpec, moe: MoeSpec) -> int:
 
 def routed_backward(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
     """Peak bytes beyond kept ones in the backward, before any weight's gradient is packed."""
-    width, rows = widths(spec), _rows(spec, moe) // len(_parts(spec))
+    width, rows = widths(spec), routed_rows(spec, moe) // len(_parts(spec))
     # A CPU sums the gradients of rows' weights in a wider copy.
     times = (4 if moe.activation == "swiglu" else 7) + (2 if cpu and width.compute < width.exact else 0)
     activation = rows * (spec.model.hidden + times * (moe.ffn // spec.layout.etp))
@@ -116,7 +116,7 @@ def routed_packed(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
     freed."""
     width, weights = widths(spec), _weights(spec, moe)
     if not added_by_products(spec, cpu, routed=True):
-        return width.compute * (weights - 2 * (moe.ffn // spec.layout.etp) * _rows(spec, moe))
+        return width.compute * (weights - 2 * (moe.ffn // spec.layout.etp) * routed_rows(spec, moe))
     found = width.compute * _row_gradients(spec, moe)
     if sum_width(spec) == width.compute:
         return found
@@ -127,5 +127,5 @@ def routed_packed(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
 
 def _row_gradients(spec: RunSpec, moe: MoeSpec) -> int:
     """Elements of the gradients of a part's rows, from those of its outputs to those of its inputs."""
-    rows = _rows(spec, moe) // len(_parts(spec))
+    rows = routed_rows(spec, moe) // len(_parts(spec))
     return rows * (2 * spec.model.hidden + 4 * (moe.ffn // spec.layout.etp))

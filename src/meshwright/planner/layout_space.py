@@ -19,7 +19,6 @@ from meshwright.spec import Layout, RunSpec
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import ContextMode, Order, ulysses_ranks
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES, breaks
-from meshwright.spec.parameter_groups import slices_experts
 from meshwright.spec.pipeline_schedules import SCHEDULES
 from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
@@ -193,7 +192,7 @@ class LayoutSpace:
         """(ep, etp) that fold out of `ranks`."""
         moe = self.model.moe
         whole = self._pick("ep", divisors(moe.experts) if moe else [1])
-        parts = self._pick("etp", divisors(moe.ffn) if moe and slices_experts(self.base) else [1])
+        parts = self._pick("etp", divisors(moe.ffn) if moe else [1])
         parts = [etp for etp in parts if self._rounds_alike(etp=etp)]
         return [(ep, etp) for ep in whole for etp in parts if ranks % (ep * etp) == 0]
 

@@ -132,11 +132,13 @@ def _adapted(listed: tuple[Parameter, ...], lora: LoraSpec) -> Iterator[Paramete
 
 def adapters_of(weight: Parameter, rank: int) -> tuple[Parameter, Parameter]:
     """A and B of a weight: that at the split side is split as the weight is, the other is whole. Those of
-    experts are with them."""
+    experts are with them, where `dim` is 0 for what slices hold whole."""
     *experts, outputs, inputs = weight.shape
     name_a, name_b = adapter_names(weight.name)
-    a = Parameter(name_a, (*experts, rank, inputs), dim=len(experts), expert=weight.expert)
-    b = Parameter(name_b, (*experts, outputs, rank), dim=len(experts), expert=weight.expert)
+    a = Parameter(name_a, (*experts, rank, inputs), expert=weight.expert)
+    b = Parameter(name_b, (*experts, outputs, rank), expert=weight.expert)
+    if weight.expert:
+        return (a, replace(b, dim=1)) if weight.dim == 1 else (replace(a, dim=2), b)
     if weight.split is None:
         return a, b
     if weight.dim:

@@ -48,17 +48,6 @@ def rank_is_low(spec: Sections) -> None:
         )
 
 
-def experts_adapters_are_whole(spec: Sections) -> None:
-    """Adapters of routed experts are not cut into slices."""
-    if (lora := spec.lora) is None or not (routed := [p for p in adapted(spec.model, lora) if p.expert]):
-        return
-    if spec.layout.etp > 1:
-        raise UserError(
-            f"layout.etp: {spec.layout.etp} cuts experts into slices, which adapters such as that of "
-            f"{routed[0].name} are not; give layout.etp = 1, and more layout.ep"
-        )
-
-
 def adapters_alone_are_trained(spec: Sections) -> None:
     """Keys that choose trained parameters, or what is trained for, do not go with adapters."""
     if spec.lora is None:
@@ -147,7 +136,6 @@ def a_quantised_base_is_dequantised_in_place(spec: Sections) -> None:
 LORA_RULES = (
     targets_are_linear,
     rank_is_low,
-    experts_adapters_are_whole,
     adapters_alone_are_trained,
     adapters_are_not_rounded,
     dropout_is_not_compiled,

@@ -88,14 +88,6 @@ def given_names(spec: Sections) -> frozenset[str]:
     return frozenset(name for name in every if goes_on or not is_adapter(name))
 
 
-def slices_experts(spec: Sections) -> bool:
-    """True if `layout.etp` may cut the run's experts into slices, which their adapters are not."""
-    if spec.model.moe is None or spec.lora is None:
-        return spec.model.moe is not None
-    every = run_parameters(spec).values()
-    return not any(p.expert and is_adapter(p.name) for unit in every for p in unit)
-
-
 def group_of(spec: Sections, name: str, dims: int) -> Group:
     """The group of the parameter `name` (as in `Decoder.named_parameters`) of `dims` dims.
 

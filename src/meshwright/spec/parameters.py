@@ -265,8 +265,16 @@ def piece_of(parameter: Parameter, model: Architecture, tp: int, rank: int, sequ
 
 
 def expert_piece(parameter: Parameter, ep: int, etp: int, rank: int) -> Piece:
-    """The piece of routed experts that rank `rank` of ep x etp holds; etp neighbours share their experts."""
+    """The piece of routed experts that rank `rank` of ep x etp holds; etp neighbours share their experts.
+
+    Of a parameter whose `dim` is that of the experts each of these holds all, with partial gradients.
+    """
     shape, dim = parameter.shape, parameter.dim
+    if not dim:
+        size = shape[0] // ep
+        offset, local = _replaced((0,) * len(shape), {0: rank // etp * size}), _replaced(shape, {0: size})
+        summed = etp > 1
+        return Piece(parameter.name, shape, offset, local, 0, 1, etp, summed, True, parameter.trainable)
     sizes = {0: shape[0] // ep, dim: shape[dim] // etp}
     group, part = divmod(rank, etp)
     offset = _replaced((0,) * len(shape), {0: group * sizes[0], dim: part * sizes[dim]})

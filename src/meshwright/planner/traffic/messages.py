@@ -178,7 +178,8 @@ def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator
     yield call(received * hidden, shape.width, phase=Phase.FORWARD)
     if shape.training.feed_forward:
         yield call(sent * hidden, shape.width, phase=Phase.INPUT)
-        yield call(received * weighted, shape.width, phase=Phase.INPUT)
+        if shape.feed_forward_input or shape.training.trains("mlp.router."):
+            yield call(received * weighted, shape.width, phase=Phase.INPUT)
 
 
 def _balance_messages(shape: LayerShape) -> Iterator[Message]:
@@ -378,14 +379,16 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     """Sums once a step: gradients of parameters that several ranks hold, and numbers that all ranks need."""
     spec, groups, moe = view.spec, axes(view.spec.layout), view.spec.model.moe
     call, exact = partial(Message, phase=Phase.STEP, where="step"), widths(spec).exact
-    summed, tied, parts = Counter[int](), 0, spec.layout.shard_ranks if spec.layout.zero else 1
+    summed, tied = Counter[tuple[bool, int]](), 0
+    ranks = {False: spec.layout.shard_ranks, True: spec.layout.expert_data_ranks}
     held = (each for unit in view.pieces().values() for each in unit if each[1].trainable)
     for parameter, piece in held:
-        size = part_elements(piece, parts)
-        summed[piece.copies] += size * piece.summed
+        size = part_elements(piece, ranks[piece.routed] if spec.layout.zero else 1)
+        summed[piece.routed, piece.copies] += size * piece.summed
         tied += size * (spec.model.head_embeds and parameter.name == "embed.weight")
-    for copies, elements in summed.items():
-        yield call("tensor", "all_reduce", elements, exact, GroupShape(copies, groups.tensor.stride))
+    for (routed, copies), elements in summed.items():
+        axis, stride = ("expert", groups.expert.stride) if routed else ("tensor", groups.tensor.stride)
+        yield call(axis, "all_reduce", elements, exact, GroupShape(copies, stride))
     if view.embed != view.head:
         ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
         yield call("pipeline", "all_reduce", tied, exact, ends)

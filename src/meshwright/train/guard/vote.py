@@ -89,7 +89,8 @@ class Vote:
     def _groups(self) -> list[list[_Copies]]:
         """This rank's comparisons by axis; ranks that share an axis come to it in the same order."""
         mesh = self._mesh
-        axes = (mesh.replicate, mesh.shard, mesh.expert_data, mesh.tensor, mesh.copies, mesh.ends)
+        axes = (mesh.replicate, mesh.shard, mesh.expert_data, mesh.tensor, mesh.copies, mesh.expert_tensor)
+        axes = (*axes, mesh.ends)
         groups: dict[int, list[_Copies]] = {id(axis): [] for axis in axes}
         for copies in (_agreed_copies if self._between else _all_copies)(self._trainer):
             if copies.axis.size > 1 and copies.flats:
@@ -144,7 +145,7 @@ def _all_copies(trainer: Trainer) -> Iterator[_Copies]:
     for prefix, buffer in buffers(trainer):
         parts = [(prefix + slot.key, buffer.part(slot)) for slot in buffer.slots]
         yield _Copies(buffer.unit.replicas, parts, [buffer.flat] if parts else [])
-        for axis in (mesh.tensor, mesh.copies):
+        for axis in (mesh.tensor, mesh.copies, mesh.expert_tensor):
             slots = zip(parts, buffer.slots, strict=True)
             same = [part for part, slot in slots if _ranks_alike(slot, mesh) is axis]
             yield _Copies(axis, same, [tensor for _, tensor in same])
@@ -172,4 +173,4 @@ def _ranks_alike(slot: ParamSlot, mesh: Mesh) -> Axis | None:
     # Some kernels of CUDA add in any order: gradients that each rank computes for itself may differ there.
     if piece.copies == 1 or (mesh.device.type == "cuda" and not piece.summed):
         return None
-    return mesh.tensor if piece.copies == mesh.tensor.size else mesh.copies
+    return mesh.alike(piece)

@@ -245,9 +245,10 @@ class ReferenceDecoder:
         weights = moe.scale * weights * routing.admitted
         activation = _clamped_swiglu if moe.activation == "clamped_swiglu" else _swiglu
 
-        def drop(name: str, some: Tensor) -> Tensor:
+        def drop(name: str, some: Tensor, expert: int) -> Tensor:
             every = some.new_zeros(*x.shape[:2], some.shape[1])
-            return self.drop(name, every.flatten(0, 1).index_copy(0, rows, some).view_as(every)).flatten(0, 1)[rows]
+            placed = every.flatten(0, 1).index_copy(0, rows, some).view_as(every)
+            return self.drop(name, placed, expert).flatten(0, 1)[rows]
 
         def linear(which: str, x: Tensor, scale: Tensor | float = 1) -> Tensor:
             name = f"{path}.experts.{which}"

@@ -3,8 +3,7 @@
 
 A linear layer with weight W and an adapter computes W x + s B A d(x), where s is alpha / rank, or alpha /
 sqrt(rank) (Kalajdzievski 2023, rsLoRA), and d the dropout of this layer by the rule of docs/lora.md. All but
-A and B is frozen. Each matrix of a routed expert has an A and a B of its own; to dropout its name has the
-number of the expert behind it.
+A and B is frozen. Each matrix of a routed expert has an A and a B of its own, with a dropout of its own.
 
 Shapes: n sequences of T tokens, I inputs and O outputs of a linear layer, r the rank, E experts.
 """
@@ -15,6 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -68,8 +68,13 @@ def initial_adapters(
     return found
 
 
-Drop = Callable[[str, Tensor], Tensor]
-"""(name of a matrix, x (n, T, I)) -> the input of its adapter's A."""
+
+
+class Drop(Protocol):
+    """(name of a matrix, x (n, T, I), number of the expert that it is of, if any) -> the input of its
+    adapter's A."""
+
+    def __call__(self, name: str, x: Tensor, expert: int | None = None, /) -> Tensor: ...
 
 
 def added(
@@ -83,21 +88,26 @@ def added(
 
 
 def added_by_expert(
-    lora: LoraSpec | None, name: str, expert: int, x: Tensor, weights: Mapping[str, Tensor], drop: Drop
+    lora: LoraSpec | None,
+    name: str,
+    expert: int,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    drop: Callable[[str, Tensor, int], Tensor],
 ) -> Tensor | float:
     """The share (R, O) of the adapter of one expert's matrix of this name for its rows x (R, I); 0 without
-    one. `drop` takes rows."""
+    one. `drop` is called with this expert's rows and number."""
     if lora is None or not has_adapter(lora, name):
         return 0.0
     a, b = (weights[each][expert] for each in names_of(name))
-    return _scale(lora) * (drop(f"{name}.{expert}", x) @ (b @ a).T)
+    return _scale(lora) * (drop(name, x, expert) @ (b @ a).T)
 
 
 def _scale(lora: LoraSpec) -> float:
     return lora.alpha / math.sqrt(lora.rank) if lora.rslora else lora.alpha / lora.rank
 
 
-def no_dropout(_name: str, x: Tensor) -> Tensor:
+def no_dropout(_name: str, x: Tensor, _expert: int | None = None) -> Tensor:
     """x itself."""
     return x
 
@@ -110,12 +120,14 @@ class ReferenceDropout:
         self._key = _key(f"{seed}:dropout:{update}")
         self._slots: NDArray[np.uint64] = slots.cpu().numpy().astype(np.uint64)
 
-    def __call__(self, name: str, x: Tensor) -> Tensor:
+    def __call__(self, name: str, x: Tensor, expert: int | None = None, /) -> Tensor:
         """x (n, T, I) with numbers that are 0, and the others divided by the share of them."""
         _, length, channels = x.shape
         slots = np.left_shift(self._slots[:, None], np.uint64(31))
         places = np.add(slots, np.arange(length, dtype=np.uint64), dtype=np.uint64)
         tokens = _mixed(self._key + places * GOLDEN) ^ _key(name)
+        if expert is not None:
+            tokens = _mixed(tokens + np.uint64(expert) * GOLDEN)
         channel = np.arange(channels, dtype=np.uint64)
         bits = _mixed(tokens[:, :, None] + channel // np.uint64(4) * GOLDEN)
         drawn = (bits >> (np.uint64(16) * (channel % np.uint64(4)))) & np.uint64(0xFFFF)
