@@ -154,7 +154,13 @@ class Loss:
 
 
 def trained_by_trl(
-    model: Any, folder: Path, rows: list[dict[str, Any]], out: Path, samples: int, callbacks: Any = (), **how: Any
+    model: Any,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    out: Path,
+    samples: int,
+    callbacks: Any = (),
+    **how: Any,
 ) -> list[float]:
     """Train a model of a folder by TRL on all samples in each step; returns the losses."""
     arguments = trl.SFTConfig(

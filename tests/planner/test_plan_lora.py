@@ -150,7 +150,9 @@ def test_a_token_passes_the_adapters_of_its_own_experts() -> None:
 
 
 def test_layouts_cut_experts_that_have_adapters() -> None:
-    space = LayoutSpace(spec_of(MODELS["experts"], lora={"rank": 8, "targets": ["*.experts.*"]}), 2, {"cp": 1})
+    space = LayoutSpace(
+        spec_of(MODELS["experts"], lora={"rank": 8, "targets": ["*.experts.*"]}), 2, {"cp": 1}
+    )
     assert {etp for _, etp in space.experts(2)} == {1, 2}
 
 

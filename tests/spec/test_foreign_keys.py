@@ -231,12 +231,14 @@ def test_defaults_are_those_of_the_programs() -> None:
 
 
 def test_an_adapter_to_go_on_from_is_taken_over() -> None:
-    """What the file does not say is in the adapter's config."""
+    """The adapter's config has the keys that the file does not."""
     tree, told = read(AXOLOTL, lora_model_dir="out/adapter", lora_target_linear=None, lora_r=None)
     assert tree["lora"] == {"weights": "out/adapter", "alpha": 16, "dropout": 0.05}
     tree, told = read(LLAMA_FACTORY, adapter_name_or_path="out", lora_target=None)
     assert tree["lora"] == {"weights": "out", "rank": 8} and "adapter_name_or_path" not in told
-    assert "adapter_name_or_path = a,b: give one adapter" in refusal(LLAMA_FACTORY, adapter_name_or_path="a,b")
+    assert "adapter_name_or_path = a,b: give one adapter" in refusal(
+        LLAMA_FACTORY, adapter_name_or_path="a,b"
+    )
 
 
 def test_all_weights_are_trained_without_an_adapter() -> None:

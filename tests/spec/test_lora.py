@@ -72,8 +72,8 @@ def test_keys_of_peft_are_told() -> None:
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (r"lora\.rank: 4096 is more than \d+, the rank of", {}, {"rank": 4096}, {}),
     (r"lora\.targets: '\*\.q_proj' matches no linear layer; the near", {}, {"targets": ["*.q_proj"]}, {}),
-    (r"'q_proj' matches no linear layer; .*, and modules of gpt2 are c_attn, c_fc, c_proj", {"preset": "gpt2"},
-     {"targets": ["q_proj"]}, {}),
+    (r"'q_proj' matches no linear layer; .*, and modules of gpt2 are c_attn, c_fc, c_proj",
+     {"preset": "gpt2"}, {"targets": ["q_proj"]}, {}),
     (r"matches embed\.weight, which gets no adapter", {}, {"targets": ["embed.*"]}, {}),
     (r"lora\.rank: 33 is more than 32, the rank of blocks\.1\.mlp\.experts\.gate", MODELS["experts"],
      {"targets": ["*.experts.*"], "rank": 33}, {}),

@@ -77,8 +77,8 @@ def _check_resumed_adapters(spec: RunSpec, earlier: Any, out: Path) -> None:
     now = RANDOM if spec.lora is None else spec.lora.weights
     if now not in (before, RANDOM):
         raise UserError(
-            f"lora.weights: {now} is not read by --resume, which goes on with the adapters of {out}; leave the "
-            f"key out, or give another --out without --resume to start from {now}"
+            f"lora.weights: {now} is not read by --resume, which goes on with the adapters of {out}; leave "
+            f"the key out, or give another --out without --resume to start from {now}"
         )
 
 

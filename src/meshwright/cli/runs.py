@@ -52,7 +52,7 @@ FROM = Flag(
 
 
 def _keys_of_adapters(folder: str, call: Call) -> Overrides:
-    """Return the keys that `--adapter` stands for: where the adapters are, and their base if none is named."""
+    """Return the keys that `--adapter` stands for: the adapters' place, and their base if none is named."""
     path = call.path()
     tree = _dotted(read_tree(path)) if path is not None else {}
     named = any(key.startswith("model.") for key in (*dict(call.overrides), *tree))
@@ -63,8 +63,8 @@ def _keys_of_adapters(folder: str, call: Call) -> Overrides:
 
 ADAPTER = Flag(
     "adapter",
-    "go on from adapters: a folder of PEFT, a run with [lora] or one of its checkpoints; without --from on the "
-    "base model that they name",
+    "go on from adapters: a folder of PEFT, a run with [lora] or one of its checkpoints; without --from on "
+    "the base model that they name",
     "FOLDER",
     str,
     fills=_keys_of_adapters,

@@ -44,9 +44,10 @@ class PeftExperts(NamedTuple):
 
     def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
         """A and B of the file, from those of the decoder's experts."""
-        found = [
-            (rows, *(source[each] for each in adapter_names(name))) for name, rows in self._rows_of_adapted()
-        ]
+        found: list[tuple[slice, Tensor, Tensor]] = []
+        for name, rows in self._rows_of_adapted():
+            a, b = (source[each] for each in adapter_names(name))
+            found.append((rows, a, b))
         experts, _, inputs = self.weights[0].shape
         every = found[0][1].new_zeros(experts, self.rank(rank), inputs)
         outputs = every.new_zeros(experts, sum(each.shape[1] for each in self.weights), self.rank(rank))

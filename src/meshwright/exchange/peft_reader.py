@@ -86,8 +86,9 @@ class PeftWeights:
         scale = scale_of(config, target.module, a.shape[0] // experts, self._wrong)
         if not math.isclose(scale, lora.scale, rel_tol=1e-9):
             raise self._wrong(
-                f"multiplies the adapter of {target.module} by {scale:g} and others by {lora.scale:g}, where a "
-                f"run has one factor for all; merge it into its base: meshwright import {self._folder} --out RUN"
+                f"multiplies the adapter of {target.module} by {scale:g} and others by {lora.scale:g}, where "
+                f"a run has one factor for all; merge it into its base: meshwright import {self._folder} "
+                f"--out RUN"
             )
         if not all(bool(torch.isfinite(each).all()) for each in (a, b)):
             raise self._wrong(f"has values of {target.module} that are not finite; give another copy")
@@ -101,8 +102,9 @@ class PeftWeights:
         again = target.to_peft(self._rank, dict(target.from_peft(self._rank, a, b)))
         if not all(torch.equal(one, other) for one, other in zip(again, (a, b), strict=True)):
             raise self._wrong(
-                f"has an adapter of {target.module} that mixes the layers which it joins, each of which has an "
-                f"adapter of its own here; merge it into its base: meshwright import {self._folder} --out RUN"
+                f"has an adapter of {target.module} that mixes the layers which it joins, each of which has "
+                f"an adapter of its own here; merge it into its base: meshwright import {self._folder} "
+                f"--out RUN"
             )
 
     def _wrong(self, what: str) -> UserError:

@@ -2,8 +2,8 @@
 
 Shapes: R rows, which are sorted by expert, E experts on this rank, I inputs and O outputs of their matrices,
 r the rank. Products with A and B are grouped as those of the experts (`model/grouped_mm.py`). The backward
-computes A x again, which is little beside the products of the experts, and draws again what is dropped, so that
-nothing is kept for it but the keys of the rows' tokens.
+computes A x again, which is little beside the products of the experts, and draws again what is dropped, so
+that nothing is kept for it but the keys of the rows' tokens.
 """
 
 from __future__ import annotations

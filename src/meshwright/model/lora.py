@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.expert_lora import ExpertAdapter
@@ -50,10 +50,7 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
     keys = keys or TokenKeys()
     for path, linear in [*decoder.named_modules()] if lora is not None else ():
         if isinstance(linear, Experts) and lora is not None:
-            if _attach_to_experts(linear, path, lora):
-                mixture = decoder.get_submodule(path.rpartition(".")[0])
-                assert isinstance(mixture, Moe)
-                mixture.keys = keys
+            _attach_to_experts(decoder.get_submodule(path.rpartition(".")[0]), linear, path, lora, keys)
         if type(linear) is not Linear or lora is None:
             continue
         if not lora.adapts(Parameter(f"{path}.weight", tuple(linear.weight.shape))):
@@ -69,17 +66,18 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
     return decoder
 
 
-def _attach_to_experts(experts: Experts, path: str, lora: LoraSpec) -> bool:
-    """Give the matrices of experts that `lora` names adapters; returns True if there are any."""
-    any_adapted = False
+def _attach_to_experts(
+    mixture: nn.Module, experts: Experts, path: str, lora: LoraSpec, keys: TokenKeys
+) -> None:
+    """Give the experts' matrices that `lora` names adapters, and their mixture the keys by which they drop."""
     for name, weight in [*experts.named_parameters(recurse=False)]:
         if lora.adapts(Parameter(f"{path}.{name}", tuple(weight.shape), expert=True)):
             with weight.device:
                 dropout = ExpertDropout(lora.dropout, f"{path}.{name}")
                 adapter = ExpertAdapter(weight, lora.rank, lora.scale, dropout, experts.hooks)
             setattr(experts, f"{name}_adapter", adapter.to(weight.dtype).train(experts.training))
-            any_adapted = True
-    return any_adapted
+            assert isinstance(mixture, Moe)
+            mixture.keys = keys
 
 
 @contextmanager

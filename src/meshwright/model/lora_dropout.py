@@ -8,9 +8,9 @@ changes it, and a recomputing forward drops the same ones.
     quad     channel div 4
     draw     bits 16 (channel mod 4) and on of splitmix64((token xor key of "name") + quad golden)
 
-For the name of routed experts' matrices, token xor key is replaced by splitmix64 of it + e golden for expert e. Keys
-are the first 8 bytes, little endian, of SHA-256 of these texts. A number is dropped if its draw is below
-p 2^16, rounded to a whole number, and else divided by the share that is kept.
+For the name of routed experts' matrices, token xor key is replaced by splitmix64 of it + e golden for expert
+e. Keys are the first 8 bytes, little endian, of SHA-256 of these texts. A number is dropped if its draw is
+below p 2^16, rounded to a whole number, and else divided by the share that is kept.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TokenKeys:
         """(B, T) int64, of all tensor ranks' tokens."""
 
     def of(self, tokens: torch.Size, shard: int) -> Tensor | None:
-        """Keys of these `tokens` (B, T): all of them, or those of tensor rank `shard`, a piece of all samples'
-        tokens one after the other. None where nothing is dropped."""
+        """Keys of `tokens` (B, T): all of them, or those of tensor rank `shard`, a piece of all samples'
+        tokens, one after the other. None where nothing is dropped."""
         if self.current is None or tokens == self.current.shape:
             return self.current
         count = tokens.numel()
@@ -108,7 +108,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def kept(keys_BT: Tensor, first: int, channels: int, threshold: int, dtype: torch.dtype) -> Tensor:
-    """Factors (B, T, channels), of keys of any shape: 0 for what is dropped, else 1 over the share that is kept."""
+    """Factors (..., channels) of keys (...): 0 for what is dropped, else 1 over the share that is kept."""
     quads = torch.arange(first // LANES, -(-(first + channels) // LANES), device=keys_BT.device)
     bits = mix64_(keys_BT.unsqueeze(-1) + quads * signed(GOLDEN))
     draws = bits.view(torch.int16).narrow(-1, first % LANES, channels).int().bitwise_and_(STEPS - 1)

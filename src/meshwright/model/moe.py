@@ -48,7 +48,8 @@ class Moe(nn.Module):
         keys_N = None if keys_BT is None else keys_BT.flatten()
         chunks = list(_split(hooks.chunks, x_ND, weights, routing.experts, admitted, keys_N))
         dispatchers = [
-            hooks.dispatch(experts, mask, self.moe.experts, one_kernel(x)) for x, _, experts, mask, _ in chunks
+            hooks.dispatch(experts, mask, self.moe.experts, one_kernel(x))
+            for x, _, experts, mask, _ in chunks
         ]
         # Shared experts compute while messages are in flight: `in_flight` holds the handle of each chunk.
         in_flight = [

@@ -38,7 +38,7 @@ class RowGroups(NamedTuple):
     sizes: tuple[int, ...] | None
     """Rows of each expert on the host; None where only one kernel for all of them, given `ends`, computes."""
     keys: Tensor | None = None
-    """Key of each row's token (R,) in int64, by which adapters drop numbers; None where nothing is dropped."""
+    """Key of each row's token (R,) in int64, by which adapters drop numbers; None where they drop none."""
 
     def expert_of_rows(self, rows: int) -> Tensor:
         """The expert of each of so many rows (R,), from the device alone."""
@@ -157,8 +157,8 @@ class TokenDispatcher:
     # Differentiable ---------------------------------------------------------------------------------
 
     def start_dispatch(self, x_ND: Tensor, weights_Nk: Tensor, keys_N: Tensor | None = None) -> Tensor:
-        """Start to send tokens, routing weights and the tokens' keys, if there are any, to the experts; pass the
-        handle to `finish_dispatch`."""
+        """Start to send tokens, routing weights and the tokens' keys, if there are any, to the experts; pass
+        the handle to `finish_dispatch`."""
         self._keys = () if keys_N is None else ((keys_N.unsqueeze(1), self.token),)
         return with_backward(self._send, self._receive_gradients, x_ND, weights_Nk)
 

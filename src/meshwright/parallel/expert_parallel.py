@@ -9,7 +9,8 @@ Wire          for each copy of a token that has an expert on another rank, D cha
                 forward   all_to_all   dispatch D b + a (its weight), combine D b
                 backward  all_to_all   dispatch D b, combine D b + a
               one message for each of the four, with a row and its weight (or the gradient) side by side,
-              also its token's key, of 8 bytes, where adapters of experts drop some of what it brings; and before that the number of copies, 8 bytes for each expert on another rank (times etp).
+              also its token's key, of 8 bytes, where adapters of experts drop some of what it brings; and
+              before that the number of copies, 8 bytes for each expert on another rank (times etp).
               With even routing (n-1)/n of the copies are sent. A recomputing forward sends again what it
               needs, which is nothing where matmuls are saved.
 Saves         all but 1/(ep etp) of the experts' weights, gradients and states; ZeRO shards those over the

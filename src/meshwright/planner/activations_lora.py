@@ -20,7 +20,9 @@ def adapters_kept(s: Sizes, layer: int) -> int:
     if not isinstance(recompute, SelectiveRecompute) or "matmul" not in recompute.save:
         return 0
     across = s.spec.layout.ep * s.spec.layout.etp > 1
-    return (_keys(s, layer) if across else 0) + s.width.compute * sum(_outputs(s, each, rank) for each, rank in _adapted(s, layer))
+    return (_keys(s, layer) if across else 0) + s.width.compute * sum(
+        _outputs(s, each, rank) for each, rank in _adapted(s, layer)
+    )
 
 
 def adapters_everything(s: Sizes, layer: int) -> int:

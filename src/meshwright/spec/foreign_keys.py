@@ -177,9 +177,7 @@ def precision(reading: KeysRead, key: str) -> None:
         reading.set("precision.compute", key)
 
 
-def adapters(
-    reading: KeysRead, keys: Mapping[str, str], defaults: Mapping[str, float], targets: Any
-) -> None:
+def adapters(reading: KeysRead, keys: Mapping[str, str], defaults: Mapping[str, float], targets: Any) -> None:
     """Set `[lora]`, given the program's keys by ours, the defaults of numbers, and the layers with adapters,
     by their names in transformers.
 

@@ -43,8 +43,8 @@ class LoraSpec(FrozenModel):
     weights: str = Field(
         RANDOM,
         min_length=1,
-        description="adapters that training goes on from, whose rank, alpha, targets and rslora hold: a folder "
-        "of PEFT, a run with [lora] or one of its checkpoints; 'random' for new ones",
+        description="adapters that training goes on from, whose rank, alpha, targets and rslora hold: a "
+        "folder of PEFT, a run with [lora] or one of its checkpoints; 'random' for new ones",
     )
     rank: int = Field(16, ge=1, le=MAX_WIDTH, description="rows of A and columns of B")
     alpha: PositiveFloat = Field(32.0, description="B A x is multiplied by alpha / rank")
@@ -52,8 +52,9 @@ class LoraSpec(FrozenModel):
     targets: tuple[str, ...] = Field(
         (ALL_LINEAR,),
         min_length=1,
-        description="weights that get adapters: patterns of their names, such as '*.attn.q.weight', or modules "
-        "of transformers, such as q_proj; 'all-linear' for all linear layers in blocks, but routed experts",
+        description="weights that get adapters: patterns of their names, such as '*.attn.q.weight', or "
+        "modules of transformers, such as q_proj; 'all-linear' for all linear layers in blocks, but routed "
+        "experts",
     )
     rslora: bool = Field(
         False, description="multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, rsLoRA)"

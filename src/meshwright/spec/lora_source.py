@@ -1,4 +1,4 @@
-"""Adapters that a run starts from: where `lora.weights` says they are, and the keys of `[lora]` that they set.
+"""Adapters that a run goes on from: where `lora.weights` says they are, and the keys of `[lora]` they set.
 
 They are in a folder of PEFT, with an adapter_config.json, or in a run with `[lora]`, or one of its
 checkpoints.
@@ -49,8 +49,8 @@ def adapter_source(weights: str, key: str = KEY) -> WeightSource | None:
         if source is not None and source.is_run:
             return source
     raise UserError(
-        f"{key}: {path} holds no adapters, as it has neither an {CONFIG} nor a run.json; give a folder of PEFT, "
-        f"or a run with [lora]"
+        f"{key}: {path} holds no adapters, as it has neither an {CONFIG} nor a run.json; give a folder of "
+        f"PEFT, or a run with [lora]"
     )
 
 
@@ -107,7 +107,7 @@ def check_adapters(source: WeightSource, model: ModelSpec, lora: LoraSpec) -> No
 
 
 def base_of(source: WeightSource, key: str = KEY) -> str | None:
-    """Return the name of the model that adapters were trained on, as their folder has it; None without one."""
+    """Return the name of the model that adapters were trained on, as their folder has it; else None."""
     if source.is_run:
         model = _record(source.folder, key).get("model")
         named = model.get("weights") if isinstance(model, dict) else None
@@ -143,7 +143,9 @@ def _fields_of_peft(folder: Path, key: str) -> dict[str, Any]:
 def _number(config: dict[str, Any], name: str, folder: Path, key: str) -> Any:
     value = config.get(name, 8)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UserError(f"{key}: {folder / CONFIG} has {name} {show(value)}, which is no number above 0")
+        raise UserError(
+            f"{key}: {folder / CONFIG} has {name} {show(value)}, where a number above 0 belongs; give one"
+        )
     return value
 
 
@@ -155,12 +157,14 @@ def _targets(config: dict[str, Any], folder: Path, key: str) -> list[str]:
         of_experts = tuple(name.rpartition(".")[0] for name in experts)
         stems = (name.removeprefix(PREFIX) for name in tensor_names(file, key) if name.endswith(_A))
         modules = [stem.removesuffix(_A) for stem in stems]
-        modules = [each for each in modules if not each.removesuffix(".base_layer").endswith(of_experts or "\0")]
+        modules = [
+            each for each in modules if not each.removesuffix(".base_layer").endswith(of_experts or "\0")
+        ]
     elif isinstance(modules, str):
         if modules != _LINEAR:
             raise UserError(
-                f"{key}: {folder} has no {WEIGHTS}, whose tensors say which modules have adapters; save it in "
-                f"that format"
+                f"{key}: {folder} has no {WEIGHTS}, whose tensors say which modules have adapters; save "
+                f"it in that format"
             )
         modules = [_LINEAR]
     return [*map(str, modules or ()), *experts]

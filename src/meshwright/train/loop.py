@@ -157,7 +157,7 @@ class TrainingRun:
 
     @property
     def _counts(self) -> dict[str, int]:
-        """Numbers of parameters that are trained, and of all with adapters, by the names that records have."""
+        """Numbers of parameters that are trained, and of all with adapters, by their names in records."""
         return dict(zip(("trained_parameters", "all_parameters"), trained_parameters(self.spec), strict=True))
 
     def _tell_warnings(self) -> None:

@@ -93,8 +93,8 @@ class StartingPoints:
             )
         if weights is None and not self.spec.trains_all:
             self.store.warnings.append(
-                "model.weights: the weights are random, and those that are frozen stay so; for a trained model "
-                "give its folder, as --from FOLDER"
+                "model.weights: the weights are random, and those that are frozen stay so; for a trained "
+                "model give its folder, as --from FOLDER"
             )
         self.mesh.control.together(lambda: self.trainer.initialise(weights))
         self.store.save_frozen(state.frozen_tensors(self.trainer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, Weights
@@ -76,13 +76,13 @@ def _of_peft(folder: Path, model: ModelSpec, lora: LoraSpec) -> PeftWeights:
     found = PeftWeights(folder, model, lora)
     if found.shared:
         warnings.warn(
-            f"{KEY}: the layers that {found.shared[0]} joins share an A in {folder}, and are trained with one "
-            f"each from here on: the first step is PEFT's, later ones are not",
+            f"{KEY}: the layers that {found.shared[0]} joins share an A in {folder}, and are trained with "
+            f"one each from here on: the first step is PEFT's, later ones are not",
             stacklevel=2,
         )
     return found
 
 
 def _divided(wanted: Wanted) -> tuple[Wanted, Wanted]:
-    of_adapters: Mapping[str, Wanted] = {name: each for name, each in wanted.items() if is_adapter(name)}
+    of_adapters = {name: each for name, each in wanted.items() if is_adapter(name)}
     return {name: each for name, each in wanted.items() if name not in of_adapters}, of_adapters

@@ -157,9 +157,7 @@ def adapter_tensors(folder: Path, wrong: Callable[[str], UserError], key: str) -
     return {name: files.read(name) for name in files.headers}
 
 
-def scale_of(
-    config: Mapping[str, Any], module: str, rank: int, wrong: Callable[[str], UserError]
-) -> float:
+def scale_of(config: Mapping[str, Any], module: str, rank: int, wrong: Callable[[str], UserError]) -> float:
     """Return the factor on B A x of a module with an adapter of this rank; `wrong` makes the errors."""
     alpha = config.get("lora_alpha", 8)
     try:

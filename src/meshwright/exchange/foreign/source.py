@@ -26,6 +26,7 @@ from meshwright.spec.hf.config_read import model_fields
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.hf.json_object import Config, read_json_object
 from meshwright.spec.hf.special_tokens import TOKENIZER, check_within
+from meshwright.spec.lora_source import CONFIG
 from meshwright.spec.records import sentence
 from meshwright.spec.weights import hf_model
 
@@ -70,7 +71,7 @@ def open_source(
     of the formats, whose model is not described, or whose tensors are not those of the model, for files that
     are damaged, and for pickles that name something to run: no code of any file is run.
     """
-    if (path / peft.CONFIG).is_file() and not _has_model(path):
+    if (path / CONFIG).is_file() and not _has_model(path):
         return _adapted(path, caller, base)
     if base is not None:
         raise UserError(f"{caller.base}: {path} is not an adapter of PEFT; leave {caller.base} out")

@@ -9,7 +9,6 @@ from meshwright.planner.group_shapes import Axes, GroupShape, axes
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, recomputed, widths
 from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
 
-
 ROW_KEY = 8
 """Bytes of a token's key."""
 

@@ -47,7 +47,9 @@ def tensor_names(path: Path, key: str) -> list[str]:
                 raise ValueError("it has no header")
             listed = parse_json(file.read(size))
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {path} is not a readable safetensors file ({error}); copy it again") from None
+        raise UserError(
+            f"{key}: {path} is not a readable safetensors file ({error}); copy it again"
+        ) from None
     return [name for name in listed if name != "__metadata__"]
 
 

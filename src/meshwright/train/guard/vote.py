@@ -89,8 +89,8 @@ class Vote:
     def _groups(self) -> list[list[_Copies]]:
         """This rank's comparisons by axis; ranks that share an axis come to it in the same order."""
         mesh = self._mesh
-        axes = (mesh.replicate, mesh.shard, mesh.expert_data, mesh.tensor, mesh.copies, mesh.expert_tensor)
-        axes = (*axes, mesh.ends)
+        sharing = mesh.tensor, mesh.copies, mesh.expert_tensor
+        axes = (mesh.replicate, mesh.shard, mesh.expert_data, *sharing, mesh.ends)
         groups: dict[int, list[_Copies]] = {id(axis): [] for axis in axes}
         for copies in (_agreed_copies if self._between else _all_copies)(self._trainer):
             if copies.axis.size > 1 and copies.flats:

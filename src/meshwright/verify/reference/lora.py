@@ -68,8 +68,6 @@ def initial_adapters(
     return found
 
 
-
-
 class Drop(Protocol):
     """(name of a matrix, x (n, T, I), number of the expert that it is of, if any) -> the input of its
     adapter's A."""
