@@ -47,7 +47,8 @@ def spec_of(base: Path, corpus: Path, **flags: object) -> RunSpec:
         "model.hf": base, "data.corpus": corpus, "data.cache": corpus.parent / "cache", "layout.dp": 1,
         "data.seq_len": SEQ_LEN, "data.val_fraction": 0, "data.pack": "false",
         "train.batch_tokens": 8 * SEQ_LEN, "train.steps": STEPS, "train.lr": 0.01, "train.warmup_steps": 0,
-        "train.schedule": "constant", "train.weight_decay": 0, "precision.compute": "fp64", "layout.micro_batch": 1,
+        "train.schedule": "constant", "train.weight_decay": 0, "precision.compute": "fp64",
+        "layout.micro_batch": 1,
     }  # fmt: skip
     given |= {key.replace("__", "."): value for key, value in flags.items()}
     return load(None, [(key, str(value)) for key, value in given.items()])
@@ -98,7 +99,17 @@ LAYOUTS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "axes"), LAYOUTS, ids=str)
+QUICK = (1, 2, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        pytest.param(*each, marks=() if number in QUICK else pytest.mark.full)
+        for number, each in enumerate(LAYOUTS)
+    ],
+    ids=str,
+)
 def test_layouts_go_on_as_one_device(
     ranks: Ranks, corpus: Path, tmp_path: Path, family: str, axes: dict[str, object]
 ) -> None:

@@ -69,7 +69,7 @@ def attach_adapters(decoder: Decoder, lora: LoraSpec | None, keys: TokenKeys | N
 def _attach_to_experts(
     mixture: nn.Module, experts: Experts, path: str, lora: LoraSpec, keys: TokenKeys
 ) -> None:
-    """Give the experts' matrices that `lora` names adapters, and their mixture the keys by which they drop."""
+    """Give the experts' matrices that `lora` names adapters, and their mixture the keys of dropout."""
     for name, weight in [*experts.named_parameters(recurse=False)]:
         if lora.adapts(Parameter(f"{path}.{name}", tuple(weight.shape), expert=True)):
             with weight.device:
