@@ -118,7 +118,8 @@ def test_layouts_go_on_as_one_device(
     experts = ",*.experts.*" if family in ("mixtral", "gpt_oss") else ""
     flags: dict[str, object] = {
         "data__tokenizer": "byte", "data__seq_len": 32, "train__batch_tokens": 8 * 32, "train__steps": 3,
-        "model__vocab_size": 300, "model__weights": tmp_path / "hf", "layout__dp": 1, "train__optimiser": "sgd",
+        "model__vocab_size": 300, "model__weights": tmp_path / "hf", "layout__dp": 1,
+        "train__optimiser": "sgd",
         "train__lr": 0.1,
     }  # fmt: skip
     new = spec_of(tmp_path / "hf", corpus, **flags, lora__rank=2, lora__targets=f"all-linear{experts}")
