@@ -23,7 +23,7 @@ from meshwright.exchange.peft_experts import PeftExperts, peft_experts
 from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
-from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.lora import LoraSpec, with_adapters
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.storage.upload import new_folder
 
@@ -66,7 +66,7 @@ class PeftLayer(NamedTuple):
         for weight, has_adapter, turned in zip(self.weights, self.adapted, rotary, strict=True):
             rows, columns = weight.shape
             if has_adapter:
-                a, b = (source[name] for name in adapter_names(weight.name))
+                a, b = (source[each.name] for each in weight.adapters)
                 whole_a, whole_b = found = found or (a.new_zeros(shape_a), b.new_zeros(shape_b))
                 whole_a[place : place + rank, :columns] = a
                 whole_b[first_row : first_row + rows, place : place + rank] = (
@@ -93,10 +93,11 @@ def names_in_file(target: PeftTarget) -> tuple[str, str]:
 
 def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:
     """Yield each linear layer of the family's files that has an adapter."""
-    listed = {each.name: each for unit in parameters(model).values() for each in unit}
+    units = with_adapters(parameters(model), lora).values()
+    listed = {each.name: each for unit in units for each in unit}
     for piece in hf_tensors(model):
         weights = tuple(listed[name] for name in piece.parameters if name in listed)
-        adapted = tuple(map(lora.adapts, weights))
+        adapted = tuple(bool(each.adapters) for each in weights)
         if any(adapted) and not weights[0].expert:
             yield PeftLayer(piece.hf.removesuffix(".weight"), piece, weights, adapted)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.spec import ModelSpec
-from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.lora import LoraSpec, with_adapters
 from meshwright.spec.parameters import Parameter, parameters
 
 
@@ -51,7 +51,7 @@ class PeftExperts(NamedTuple):
             if self.piece.turns:
                 rows = slice(number, None, len(self.weights))
             if has_adapter:
-                a, b = (source[name] for name in adapter_names(weight.name))
+                a, b = (source[each.name] for each in weight.adapters)
                 found.append((rows, a, b))
             first += weight.shape[1]
         experts, _, inputs = self.weights[0].shape
@@ -65,12 +65,13 @@ class PeftExperts(NamedTuple):
 
 def peft_experts(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftExperts]:
     """Yield each stacked parameter of the family's files that has adapters."""
-    listed = {each.name: each for unit in parameters(model).values() for each in unit if each.expert}
+    units = with_adapters(parameters(model), lora).values()
+    listed = {each.name: each for unit in units for each in unit if each.expert}
     inside = dict[str, str]()  # modules whose parameters so far have adapters
     found: list[PeftExperts] = []
     for piece in hf_tensors(model, stacked=True):
         weights = tuple(listed[name] for name in piece.parameters if name in listed)
-        adapted = tuple(map(lora.adapts, weights))
+        adapted = tuple(bool(each.adapters) for each in weights)
         if any(adapted):
             holder = piece.hf.rpartition(".")[0]
             found.append(PeftExperts(piece.hf, piece, weights, adapted, holder))

@@ -30,10 +30,8 @@ def adapters_everything(s: Sizes, layer: int) -> int:
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
     """The weights of a block, its routed experts left out, that have adapters, with the rank of these."""
-    if (lora := s.spec.lora) is None:
-        return []
     listed = run_parameters(s.spec)[f"blocks.{layer}"]
-    return [(each, lora.rank) for each in listed if lora.adapts(each) and not each.expert]
+    return [(each, each.adapters[0].shape[0]) for each in listed if each.adapters and not each.expert]
 
 
 def _input(s: Sizes, weight: Parameter) -> int:

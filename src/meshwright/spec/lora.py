@@ -112,17 +112,17 @@ def _adapted(listed: tuple[Parameter, ...], lora: LoraSpec) -> Iterator[Paramete
             yield from waiting
             waiting = ()
         quantised = lora.base_format if is_adaptable(parameter) and not parameter.expert else None
-        yield replace(parameter, trainable=False, quantised=quantised)
-        if lora.adapts(parameter):
-            waiting = (*waiting, *adapters_of(parameter, lora.rank))
+        adapters = adapters_of(parameter, lora) if lora.adapts(parameter) else ()
+        yield replace(parameter, trainable=False, quantised=quantised, adapters=adapters)
+        waiting = (*waiting, *adapters)
     yield from waiting
 
 
-def adapters_of(weight: Parameter, rank: int) -> tuple[Parameter, Parameter]:
+def adapters_of(weight: Parameter, lora: LoraSpec) -> tuple[Parameter, ...]:
     """A and B of a weight: that at the split side is split as the weight is, the other is whole. Those of
     experts are with them."""
     *experts, outputs, inputs = weight.shape
-    name_a, name_b = adapter_names(weight.name)
+    (name_a, name_b), rank = adapter_names(weight.name), lora.rank
     a = Parameter(name_a, (*experts, rank, inputs), dim=len(experts), expert=weight.expert)
     b = Parameter(name_b, (*experts, outputs, rank), dim=len(experts), expert=weight.expert)
     if weight.split is None:

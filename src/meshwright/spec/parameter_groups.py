@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.spec.architecture import Architecture
 from meshwright.spec.errors import UserError
-from meshwright.spec.lora import LoraSpec, is_adapter, with_adapters
+from meshwright.spec.lora import LoraSpec, with_adapters
 from meshwright.spec.mup import rate_factor, widths_are_known
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.sections import Sections
@@ -74,7 +74,12 @@ def slices_experts(spec: Sections) -> bool:
     if spec.model.moe is None or spec.lora is None:
         return spec.model.moe is not None
     every = run_parameters(spec).values()
-    return not any(p.expert and is_adapter(p.name) for unit in every for p in unit)
+    return not any(p.expert and p.adapters for unit in every for p in unit)
+
+
+def adapters_beside(spec: Sections) -> Mapping[str, tuple[Parameter, ...]]:
+    """The adapters of each weight that has any, by its name."""
+    return {p.name: p.adapters for unit in run_parameters(spec).values() for p in unit if p.adapters}
 
 
 def group_of(spec: Sections, name: str, dims: int) -> Group:

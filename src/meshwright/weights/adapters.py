@@ -16,34 +16,23 @@ from meshwright.checkpoint.weights import Wanted, WeightPart, whole
 from meshwright.model.lora import merged
 from meshwright.parallel.flat_param import Stored
 from meshwright.spec import RunSpec
-from meshwright.spec.lora import adapter_names, adapters_of
-from meshwright.spec.parameters import parameters
+from meshwright.spec.parameter_groups import adapters_beside
 from meshwright.spec.sharded_tensor import Rectangle
 
 Parts = Callable[[Wanted], Iterator[WeightPart]]
 """Yields the stored parts of wanted rectangles."""
 
 
-def adapted_weights(spec: RunSpec) -> list[str]:
-    """Names of the weights of a run that have adapters."""
-    if (lora := spec.lora) is None:
-        return []
-    return [p.name for unit in parameters(spec.model).values() for p in unit if lora.adapts(p)]
-
-
 def adapter_shapes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of a run's adapters by name."""
-    if (lora := spec.lora) is None:
-        return {}
-    adapted = (p for unit in parameters(spec.model).values() for p in unit if lora.adapts(p))
-    return {each.name: each.shape for p in adapted for each in adapters_of(p, lora.rank)}
+    return {each.name: each.shape for beside in adapters_beside(spec).values() for each in beside}
 
 
 def merge_adapters(
     spec: RunSpec, weights: Mapping[str, Tensor | Stored], adapters: Mapping[str, Tensor]
 ) -> None:
     """Add whole adapters to what this rank holds of the weights beside them, in place."""
-    for name in adapted_weights(spec):
+    for name in adapters_beside(spec):
         if name in weights:
             for chunk in local_chunks(name, weights[name]):
                 chunk.local.copy_(_merged(spec, name, chunk.rectangle, chunk.local, adapters))
@@ -54,11 +43,10 @@ def merged_parts(spec: RunSpec, stored: Parts, wanted: Wanted) -> Iterator[Weigh
 
     `stored` reads the weights and the adapters. Of those that have adapters one rectangle is in memory.
     """
-    shapes, adapted = adapter_shapes(spec), set(adapted_weights(spec))
+    adapted = adapters_beside(spec)
     yield from stored({name: listed for name, listed in wanted.items() if name not in adapted})
     for name in (each for each in wanted if each in adapted):
-        a, b = adapter_names(name)
-        held = {each: _read(stored, each, whole(shapes[each])) for each in (a, b)}
+        held = {each.name: _read(stored, each.name, whole(each.shape)) for each in adapted[name]}
         for rectangle in wanted[name]:
             weight = _read(stored, name, rectangle)
             yield WeightPart(name, rectangle, _merged(spec, name, rectangle, weight, held))
@@ -70,7 +58,7 @@ def _merged(
     """A rectangle of a weight with its adapter, in fp32 or in float64."""
     assert spec.lora is not None
     *experts, rows, columns = (slice(first, first + size) for first, size in zip(*rectangle, strict=True))
-    a, b = (adapters[each].to(weight.device) for each in adapter_names(name))
+    a, b = (adapters[each.name].to(weight.device) for each in adapters_beside(spec)[name])
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return merged(wide, a[(*experts, slice(None), columns)], b[(*experts, rows)], spec.lora.scale)
 

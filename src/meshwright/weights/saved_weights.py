@@ -24,8 +24,8 @@ from meshwright.checkpoint.reader import (
 from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, fill, whole
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
-from meshwright.spec.lora import adapter_names
-from meshwright.weights.adapters import adapted_weights, adapter_shapes, merged_parts
+from meshwright.spec.parameter_groups import adapters_beside
+from meshwright.weights.adapters import adapter_shapes, merged_parts
 from meshwright.weights.load import average_names, check_finite, check_state
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class SavedWeights:
         check_state(run, self.spec, self._manifest.state, average)
         self.shapes = tensor_shapes(self.spec.model)
         self._averages = average_names(self.spec) if average else {}
-        self._adapters, self._adapted = adapter_shapes(self.spec), {*adapted_weights(self.spec)}
+        self._adapters, self._adapted = adapter_shapes(self.spec), adapters_beside(self.spec)
         held = {self._key(name): self._stored(name) for name in (*self.shapes, *self._adapters)}
         match_tensors(self._manifest, held, self._path)
 
@@ -102,8 +102,8 @@ class SavedWeights:
     def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
         stored = {self._key(name): listed for name, listed in wanted.items()}
-        beside = (each for name in wanted if name in self._adapted for each in adapter_names(name))
-        stored |= {self._key(name): [whole(self._adapters[name])] for name in beside}
+        beside = (each for name in wanted for each in self._adapted.get(name, ()))
+        stored |= {self._key(each.name): [whole(each.shape)] for each in beside}
         sizes = [piece.bytes for _, _, piece in overlapping(self._path, self._manifest, stored, self._disk)]
         return ReadBytes(sum(sizes), max(sizes, default=0))
 
