@@ -1,6 +1,7 @@
 """Bytes that adapters of low rank keep for their backward (`parallel/tensor_lora.py`), beside what the layers
-that they stand at keep: the products with A, and where outputs of products are saved those with B, too. Those
-of routed experts keep nothing (`model/expert_lora.py`)."""
+that they stand at keep: the products with A, and where outputs of products are saved those with B, too; with
+magnitudes (Liu et al. 2024, DoRA) what is multiplied by them, as large as the layer's output. Those of routed
+experts keep nothing (`model/expert_lora.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def adapters_everything(s: Sizes, layer: int) -> int:
     adapted = _adapted(s, layer)
     dropped = s.spec.lora is not None and s.spec.lora.dropout > 0
     inputs = sum(_input(s, each) for each, _ in adapted) if dropped else 0  # each has its own
-    return s.width.compute * (inputs + sum(_entered(s, each) * rank for each, rank in adapted))
+    rescaled = sum(_layer_output(s, each) for each, _ in adapted if len(each.adapters) > 2)
+    return s.width.compute * (inputs + rescaled + sum(_entered(s, each) * rank for each, rank in adapted))
 
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
@@ -47,7 +49,12 @@ def _entered(s: Sizes, weight: Parameter) -> int:
 
 def _outputs(s: Sizes, weight: Parameter, rank: int) -> int:
     """Elements of the outputs of an adapter's products, and of messages between them."""
-    outputs, tokens = weight.shape[0], _entered(s, weight)
+    tokens = _entered(s, weight)
     low = s.own * rank + (tokens * rank if tokens > s.own else 0)
+    return low + _layer_output(s, weight)
+
+
+def _layer_output(s: Sizes, weight: Parameter) -> int:
+    """Elements of a layer's output on a rank."""
     ranks = s.spec.layout.tp if weight.split is not None and not weight.dim else 1
-    return low + tokens * outputs // ranks
+    return _entered(s, weight) * weight.shape[0] // ranks

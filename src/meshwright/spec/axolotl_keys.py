@@ -51,6 +51,7 @@ _NO_EFFECT = (
 _BITS = "is not trained here; give adapter: lora, whose frozen weights are in bf16"
 _ADAPTER_KEYS = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "peft_use_rslora",
+    "peft_use_dora",
 )  # fmt: skip
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "chat"}
 _FILE_KINDS = ("json", "parquet", "csv", "arrow", "text")
@@ -92,6 +93,7 @@ def _adapter(reading: KeysRead) -> None:
     ):
         reading.set(f"lora.{ours}", reading.number(key, default))
     reading.set("lora.rslora", bool(reading.get("peft_use_rslora")))
+    reading.set("lora.dora", bool(reading.get("peft_use_dora")))
     adapters(
         reading,
         reading.get("lora_target_modules"),
@@ -260,7 +262,6 @@ KEYS: Keys = {
     "load_in_4bit": only(instead=_BITS),
     "lora_modules_to_save": only(instead="all but the adapters is frozen; remove it"),
     "lora_model_dir": only(instead="merge it, and give the result: meshwright import DIR --out RUN"),
-    "peft_use_dora": only(instead="adapters are plain LoRA; give false"),
     "learning_rate": number_to("train.lr"),
     "lr_scheduler": schedule,
     "cosine_min_lr_ratio": number_to("train.min_lr_ratio"),

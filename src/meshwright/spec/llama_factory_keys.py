@@ -41,7 +41,9 @@ _NO_EFFECT = (
     "hf_hub_token", "export_dir", "include_tokens_per_second", "save_safetensors", "swanlab_project",
     "use_swanlab", "length_column_name", "remove_unused_columns",
 )  # fmt: skip
-_ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "finetuning_type")
+_ADAPTER_KEYS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora", "finetuning_type",
+)  # fmt: skip
 _PLAIN = "adapters are plain LoRA; give false"
 _BITS = "quantised weights are not trained here; remove it, and the frozen weights are in bf16"
 
@@ -88,6 +90,7 @@ def _adapter(reading: KeysRead) -> None:
     reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank))
     reading.set("lora.dropout", reading.number("lora_dropout", 0))
     reading.set("lora.rslora", bool(reading.get("use_rslora")))
+    reading.set("lora.dora", bool(reading.get("use_dora")))
     target = reading.get("lora_target", "all")
     names = [name.strip() for name in target.split(",")] if isinstance(target, str) else target
     adapters(reading, names, names == ["all"], "lora_target")
@@ -226,7 +229,6 @@ KEYS: Keys = {
     "mask_history": only(instead="every answer of the assistant is trained on; give false"),
     "max_samples": only(instead="all rows are read; remove it, or give a file of so many rows"),
     "quantization_bit": only(instead=_BITS),
-    "use_dora": only(instead=_PLAIN),
     "pissa_init": only(instead=_PLAIN),
     "loraplus_lr_ratio": only(instead=_PLAIN),
     "additional_target": only(instead="all but the adapters is frozen; remove it"),

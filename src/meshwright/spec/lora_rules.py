@@ -64,6 +64,18 @@ def experts_adapters_are_whole(spec: Sections) -> None:
         )
 
 
+def magnitudes_are_of_layers(spec: Sections) -> None:
+    """Adapters of routed experts have no magnitudes."""
+    if spec.lora is None or not spec.lora.dora:
+        return
+    if routed := [p for p in _adapted(spec, spec.lora) if p.expert]:
+        raise UserError(
+            f"lora.dora: true is not defined for adapters of routed experts, such as that of "
+            f"{routed[0].name}, for which PEFT refuses use_dora, too; give lora.dora = false, or "
+            f"lora.targets without experts"
+        )
+
+
 def adapters_alone_are_trained(spec: Sections) -> None:
     """Keys that choose trained parameters, or what is trained for, do not go with adapters."""
     if spec.lora is None:
@@ -153,6 +165,7 @@ LORA_RULES = (
     targets_are_linear,
     rank_is_low,
     experts_adapters_are_whole,
+    magnitudes_are_of_layers,
     adapters_alone_are_trained,
     adapters_are_not_rounded,
     dropout_is_not_compiled,

@@ -34,6 +34,7 @@ from meshwright.parallel.stale_gradients import DueGradients
 from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.lora import is_adapter
+from meshwright.train.magnitudes import begin_magnitudes
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.nll import loss_and_count, own_targets
 from meshwright.train.parts import Sources, parts_of
@@ -164,6 +165,7 @@ class Trainer:
             initialise(self.states, self.spec.model, self.spec.train.seed, adapters_alone)
         if weights is not None:
             self.fill(weights)
+        begin_magnitudes(self.states, self.spec, weights)
         for part in self.parts:
             part.begin()
 

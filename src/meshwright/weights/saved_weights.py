@@ -25,8 +25,8 @@ from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, fill, w
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
 from meshwright.spec.parameter_groups import adapters_beside
-from meshwright.weights.adapters import adapter_shapes, merged_parts
-from meshwright.weights.load import average_names, check_finite, check_state
+from meshwright.weights.adapters import adapter_shapes, merged_parts, rectangle_read
+from meshwright.weights.checks import average_names, check_finite, check_state
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class SavedWeights:
 
     `run` is the folder of a run, `spec` its spec, and `shapes` has the shape of each parameter and of each
     router's bias by name. `average` reads the moving average of the weights (`train.ema`) in their place.
-    Raises `UserError` as `infer.load.check_state` does, and where there is no such checkpoint.
+    Raises `UserError` as `weights.checks.check_state` does, and where there is no such checkpoint.
     """
 
     def __init__(self, run: Path, step: int | None = None, average: bool = False) -> None:
@@ -101,7 +101,10 @@ class SavedWeights:
 
     def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
-        stored = {self._key(name): listed for name, listed in wanted.items()}
+        stored = {
+            self._key(name): [rectangle_read(self._adapted.get(name, ()), each) for each in listed]
+            for name, listed in wanted.items()
+        }
         beside = (each for name in wanted for each in self._adapted.get(name, ()))
         stored |= {self._key(each.name): [whole(each.shape)] for each in beside}
         sizes = [piece.bytes for _, _, piece in overlapping(self._path, self._manifest, stored, self._disk)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.group_shapes import Axes, GroupShape, axes
@@ -34,6 +34,8 @@ class LayerShape:
     """True if operators do not know which weights are trained, and compute all gradients."""
     rank: int = 0
     """Rank of the adapters of a run that has any."""
+    drops: bool = False
+    """True if numbers of their inputs are dropped."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -120,10 +122,10 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again = {kind for kind in ("matmul", "attention") if recomputed(spec, kind)}
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
-    rank = 0 if spec.lora is None else spec.lora.rank
-    return LayerShape(
-        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank
-    )
+    shape = LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile)
+    if (lora := spec.lora) is None:
+        return shape
+    return replace(shape, rank=lora.rank, drops=lora.dropout > 0)
 
 
 def routed_tokens(spec: RunSpec) -> int:
