@@ -2,7 +2,8 @@
 
 A layer of a file may join several of the decoder's (`qkv_proj`). Their adapters become one of the sum of
 their ranks, whose A has the rows of each A, and whose B has a block for each B. Rows of heads are in the
-file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`. Routed
+file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`. DoRA's
+magnitudes are those of all rows; of rows without an adapter they are the lengths that these have. Routed
 experts are those of `peft_experts.py`.
 """
 
@@ -21,6 +22,7 @@ from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json
 from meshwright.exchange.peft_experts import PeftExperts, peft_experts
 from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
+from meshwright.model.lora import squares_of_rows
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.lora import LoraSpec, with_adapters
@@ -46,35 +48,41 @@ class PeftLayer(NamedTuple):
         """The module that holds A and B."""
         return self.module
 
-    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B in the file, for adapters of the decoder of this rank."""
+    @property
+    def rescales(self) -> bool:
+        """True if there are magnitudes."""
+        return any(len(each.adapters) > 2 for each in self.weights)
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of A, B and magnitudes in the file, for adapters of the decoder of this rank."""
         rows, columns = sum(each.shape[0] for each in self.weights), self.weights[0].shape[1]
         if self.piece.padded is not None:
             rows, columns = (self.piece.padded, columns) if self.piece.dim == 0 else (rows, self.piece.padded)
-        return (self.rank(rank), columns), (rows, self.rank(rank))
+        return (self.rank(rank), columns), (rows, self.rank(rank)), *[(rows,)] * self.rescales
 
     def rank(self, rank: int) -> int:
         """Rank of the adapter in the file."""
         return rank * sum(self.adapted)
 
-    def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
-        """A and B of the file, from those of the decoder's layers."""
-        shape_a, shape_b = self.shapes(rank)
-        found: tuple[Tensor, Tensor] | None = None
-        first_row = place = 0
+    def to_peft(self, rank: int, source: NamedTensors) -> list[Tensor]:
+        """A, B and magnitudes of the file, from those of the decoder's layers."""
+        like = next(source[each.adapters[0].name] for each in self.weights if each.adapters)
+        found = [like.new_zeros(shape) for shape in self.shapes(rank)]
+        first = place = 0
         rotary = self.piece.rotary or (None,) * len(self.weights)
-        for weight, has_adapter, turned in zip(self.weights, self.adapted, rotary, strict=True):
-            rows, columns = weight.shape
-            if has_adapter:
-                a, b = (source[each.name] for each in weight.adapters)
-                whole_a, whole_b = found = found or (a.new_zeros(shape_a), b.new_zeros(shape_b))
-                whole_a[place : place + rank, :columns] = a
-                whole_b[first_row : first_row + rows, place : place + rank] = (
-                    b if turned is None else turned.to_file(b)
-                )
+        for weight, turned in zip(self.weights, rotary, strict=True):
+            rows, columns = slice(first, first + weight.shape[0]), weight.shape[1]
+            of_rows = [source[each.name] for each in weight.adapters[1:]]
+            if self.rescales and not weight.adapters:
+                of_rows = [squares_of_rows(source[weight.name]).sqrt()]
+            in_file = of_rows if turned is None else [turned.to_file(each) for each in of_rows]
+            if weight.adapters:
+                found[0][place : place + rank, :columns] = source[weight.adapters[0].name]
+                found[1][rows, place : place + rank] = in_file[0]
                 place += rank
-            first_row += rows
-        assert found is not None
+            for whole in found[2:]:
+                whole[rows] = in_file[-1]
+            first = rows.stop
         return found
 
 
@@ -86,9 +94,12 @@ def peft_targets(model: ModelSpec, lora: LoraSpec) -> list[PeftTarget]:
     return [*peft_layers(model, lora), *peft_experts(model, lora)]
 
 
-def names_in_file(target: PeftTarget) -> tuple[str, str]:
-    """Names of A and B in the file."""
-    return f"{_PREFIX}{target.stem}.lora_A.weight", f"{_PREFIX}{target.stem}.lora_B.weight"
+def names_in_file(target: PeftTarget) -> tuple[str, ...]:
+    """Names of A, B and magnitudes in the file."""
+    ends = ["lora_A.weight", "lora_B.weight"]
+    if isinstance(target, PeftLayer) and target.rescales:
+        ends.append("lora_magnitude_vector")
+    return tuple(f"{_PREFIX}{target.stem}.{end}" for end in ends)
 
 
 def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:
@@ -112,7 +123,7 @@ def write_adapter(
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained` opens on the model that the adapters were trained on.
 
-    `source` has the adapters; `base` names that model, if it has a name. The folder appears by one rename.
+    `source` has the adapters, and the weights beside them; `base` names that model, if it has a name. The folder appears by one rename.
     Raises `UserError` for a folder that exists and is not empty or cannot be written, and for adapters that
     PEFT would put elsewhere.
     """
@@ -166,6 +177,7 @@ def peft_config(
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": _modules(model, [each for each in targets if isinstance(each, PeftLayer)]),
         "rank_pattern": {re.escape(each.module): each.rank(lora.rank) for each in joined},
         "alpha_pattern": {re.escape(each.module): lora.alpha * factor[each] for each in joined},

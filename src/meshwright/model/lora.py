@@ -166,7 +166,9 @@ def squares_of_rows(
     for start in range(0, len(weight), count):
         rows = weight[start : start + count].to(wide)
         if a is not None and b is not None:
-            rows = torch.addmm(rows, b[start : start + count].to(wide), a.to(wide), alpha=scale)
+            # Policies of recomputation save the results of addmm, which none reads again here.
+            some = b[start : start + count].to(wide).unsqueeze(0), a.to(wide).unsqueeze(0)
+            rows = torch.baddbmm(rows.unsqueeze(0), *some, alpha=scale).squeeze(0)
         found.append(rows.square().sum(-1))
     return torch.cat(found)
 

@@ -25,9 +25,18 @@ def adapters_everything(s: Sizes, layer: int) -> int:
     """Bytes that the adapters of a block keep without recomputation."""
     adapted = _adapted(s, layer)
     dropped = s.spec.lora is not None and s.spec.lora.dropout > 0
-    inputs = sum(_input(s, each) for each, _ in adapted) if dropped else 0  # each has its own
+    inputs = sum(_input(s, each) for each, _ in adapted) - _not_kept(s, layer) if dropped else 0
     rescaled = sum(_layer_output(s, each) for each, _ in adapted if len(each.adapters) > 2)
     return s.width.compute * (inputs + rescaled + sum(_entered(s, each) * rank for each, rank in adapted))
+
+
+def _not_kept(s: Sizes, layer: int) -> int:
+    """Elements of inputs that layers keep elsewhere, and do not where they are given what is left of them."""
+    rescaled = [each for each, _ in _adapted(s, layer) if len(each.adapters) > 2]
+    shared = {
+        each.name.rsplit(".", 2)[0]: each.shape[1] for each in rescaled if not each.dim or not each.split
+    }
+    return s.own * sum(shared.values())
 
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
