@@ -93,7 +93,8 @@ def _adapter(reading: KeysRead) -> None:
     ):
         reading.set(f"lora.{ours}", reading.number(key, default))
     reading.set("lora.rslora", bool(reading.get("peft_use_rslora")))
-    reading.set("lora.dora", bool(reading.get("peft_use_dora")))
+    if reading.get("peft_use_dora"):
+        reading.set("lora.dora", True)
     adapters(
         reading,
         reading.get("lora_target_modules"),

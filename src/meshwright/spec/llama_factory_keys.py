@@ -90,7 +90,8 @@ def _adapter(reading: KeysRead) -> None:
     reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank))
     reading.set("lora.dropout", reading.number("lora_dropout", 0))
     reading.set("lora.rslora", bool(reading.get("use_rslora")))
-    reading.set("lora.dora", bool(reading.get("use_dora")))
+    if reading.get("use_dora"):
+        reading.set("lora.dora", True)
     target = reading.get("lora_target", "all")
     names = [name.strip() for name in target.split(",")] if isinstance(target, str) else target
     adapters(reading, names, names == ["all"], "lora_target")
