@@ -133,7 +133,9 @@ class TensorAdapters:
         """The layers' outputs for x, which has entered the region, and for what dropout leaves of it: so no
         second input is sent."""
         dropped = {linear: linear.dropout(x, shard=self._axis.rank) for linear in adapted}
-        bases = {linear: without_adapters(given, [linear])[0] for linear, given in dropped.items()}
+        bases = dict[Linear, Tensor]()
+        for linear, given in dropped.items():
+            (bases[linear],) = without_adapters(given, [linear])
         return without_adapters(x, linears), bases
 
     def _products_with_a(self, x: Tensor, adapted: Sequence[LoraLinear]) -> tuple[Tensor, ...]:
