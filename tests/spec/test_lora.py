@@ -57,7 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
      MODELS["experts"], {"targets": ["*.experts.up"]}, {"layout": {"dp": 2, "etp": 2}}),
     (r"lora\.dropout: 0\.1 is not supported for adapters of routed experts", MODELS["experts"],
      {"targets": ["all-linear", "*.experts.*"], "dropout": 0.1}, {}),
-    (r"lora\.dora: true is not defined for adapters of routed experts, such as that of blocks\.1\.mlp\.experts",
+    (r"lora\.dora: true is not defined for adapters of routed experts, such as that of blocks\.1",
      MODELS["experts"], {"targets": ["all-linear", "*.experts.*"], "dora": True}, {}),
     (r"train\.frozen: 'embed\.\*' has no effect beside \[lora\]", {}, {}, {"train": {"frozen": ["embed.*"]}}),
     (r"train\.lr_factors\.embed\.\*: every parameter that it matches is frozen by \[lora\]", {}, {},

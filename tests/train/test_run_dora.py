@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_run_lora import recorded
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
@@ -18,7 +19,6 @@ from meshwright.spec.parameter_groups import adapters_beside
 from meshwright.weights.load import load_run
 from meshwright.weights.saved_weights import SavedWeights
 from ranks import Ranks
-from test_run_lora import recorded
 from training_runs import HALF, STEPS, spec_of, start
 
 DORA: dict[str, object] = {"lora__rank": 4, "lora__alpha": 16.0, "lora__dora": "true"}

@@ -23,7 +23,10 @@ from small import spec_of
 
 DORA = {"lora__dora": "true"}
 CASES: list[dict[str, object]] = [
-    {"layout__tp": 2, "layout__sequence_parallel": "false", "model__mlp_bias": "true", "model__out_bias": "true"},
+    {
+        "layout__tp": 2, "layout__sequence_parallel": "false", "model__mlp_bias": "true",
+        "model__out_bias": "true",
+    },
     {"layout__tp": 2, "recompute__policy": "full", "lora__dropout": 0.3, "model__out_bias": "true"},
     {"layout__tp": 2, "layout__pp": 2, "layout__schedule": "zb-h1", "recompute__policy": "full"},
     {"layout__tp": 2, "precision__compute": "bf16", "precision__master": "bf16"},

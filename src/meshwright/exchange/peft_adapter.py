@@ -123,9 +123,9 @@ def write_adapter(
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained` opens on the model that the adapters were trained on.
 
-    `source` has the adapters, and the weights beside them; `base` names that model, if it has a name. The folder appears by one rename.
-    Raises `UserError` for a folder that exists and is not empty or cannot be written, and for adapters that
-    PEFT would put elsewhere.
+    `source` has the adapters, and the weights beside them; `base` names that model, if it has a name. The
+    folder appears by one rename. Raises `UserError` for a folder that exists and is not empty or cannot be
+    written, and for adapters that PEFT would put elsewhere.
     """
     targets = peft_targets(model, lora)
     _check_names(model, targets)

@@ -20,7 +20,7 @@ from meshwright.model.linear import Linear
 from meshwright.model.lora_dropout import Dropout, TokenKeys
 from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import Parameter
-from meshwright.spec.tiling import tiling
+from meshwright.spec.tiling import Tiling, tiling
 
 Total = Callable[[Tensor], Tensor]
 """Sums what each rank has of a row: the squares (O,) of its part -> those of the whole row."""
@@ -161,16 +161,22 @@ def squares_of_rows(
     weight: Tensor, scale: float = 0.0, a: Tensor | None = None, b: Tensor | None = None
 ) -> Tensor:
     """The squares (O,) of the lengths of the rows of W + scale B A, or of W alone, in at least fp32."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    found, count = list[Tensor](), max(1, tiling().base_elements // weight.shape[1])
+    wide, count = torch.promote_types(weight.dtype, torch.float32), _rows_at_a_time(weight.shape[1])
+    found: list[Tensor] = []
     for start in range(0, len(weight), count):
         rows = weight[start : start + count].to(wide)
         if a is not None and b is not None:
             # Policies of recomputation save the results of addmm, which none reads again here.
             some = b[start : start + count].to(wide).unsqueeze(0), a.to(wide).unsqueeze(0)
             rows = torch.baddbmm(rows.unsqueeze(0), *some, alpha=scale).squeeze(0)
-        found.append(rows.square().sum(-1))
+        found.append(rows.norm(dim=-1).square())
     return torch.cat(found)
+
+
+def _rows_at_a_time(columns: int) -> int:
+    """Rows of so many columns whose lengths are taken at a time; a compiled block knows one size only."""
+    elements = Tiling.row_elements if torch.compiler.is_compiling() else tiling().row_elements
+    return max(1, elements // columns)
 
 
 def _quotient(magnitude: Tensor, lengths: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def begin_magnitudes(states: DataParallel, spec: RunSpec, weights: WeightParts |
         frozen, weight = places[key.removesuffix(MAGNITUDE) + ".weight"]
         first, columns = slot.offset[0], weight.global_shape[1]
         begin, end = first - weight.offset[0], first - weight.offset[0] + slot.rows
-        if weight.local_shape[1] == columns and 0 <= begin and end <= weight.rows:
+        if weight.local_shape[1] == columns and begin >= 0 and end <= weight.rows:
             rows = frozen.values(weight)[begin:end]
         else:
             drawn = _read(weight, slot, weights) if weights else _drawn(weight, slot, spec, states.formats)

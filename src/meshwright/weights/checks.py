@@ -1,4 +1,4 @@
-"""What a checkpoint must be for a run's readers: of the model and the tokenizer of its record, and finite."""
+"""Checks of a checkpoint before it is read: its record, its tokenizer, and that its values are finite."""
 
 from __future__ import annotations
 
