@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_verify_lora import CASES as OF_LORA
 from test_verify_lora import MODEL, in_own_precision
+from test_verify_preference import DENSE, PAIRS, assert_equal
 from test_verify_qlora import MODEL as QUANTISED
 from torch import Tensor
 
@@ -40,6 +41,11 @@ QUICK = [*CASES[: OWN + 1], *(CASES[OWN + index] for index in (4, 13, 24)), CASE
 @pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
 def test_magnitudes_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     equal_to_one_device(ranks, spec_of(MODEL, **DORA | case), 1e-9)
+
+
+@pytest.mark.parametrize("layout", [{"layout__tp": 2, "lora__dropout": 0.3}, {"layout__pp": 2}], ids=name)
+def test_the_reference_of_dpo_is_the_base_without_magnitudes(ranks: Ranks, layout: dict[str, object]) -> None:
+    assert_equal(ranks, spec_of(DENSE | PAIRS, **DORA, lora__rank=3, lora__alpha=40.0, **layout))
 
 
 BASES: list[dict[str, object]] = [
