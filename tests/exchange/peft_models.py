@@ -15,7 +15,7 @@ from meshwright.exchange.hf import import_hf
 from meshwright.exchange.peft_adapter import peft_targets, write_adapter
 from meshwright.model.decoder import Decoder
 from meshwright.model.lora import attach_adapters
-from meshwright.spec.lora import LoraSpec, is_adapter
+from meshwright.spec.lora import MAGNITUDE, LoraSpec, is_adapter
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -30,7 +30,7 @@ def decoder_of(folder: Path, lora: LoraSpec) -> Decoder:
     generator = torch.Generator().manual_seed(3)
     for name, parameter in attach_adapters(decoder, lora).named_parameters():
         if is_adapter(name):
-            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+            torch.nn.init.normal_(parameter, float(name.endswith(MAGNITUDE)), 0.1, generator)
             parameter.requires_grad_()
     return decoder.eval()
 
@@ -55,5 +55,5 @@ def theirs_with(decoder: Decoder, lora: LoraSpec, folder: Path, out: Path) -> An
     write_adapter(out, decoder.spec, lora, tensors, str(folder), torch.float64)
     model = peft.PeftModel.from_pretrained(their_model(folder), out, is_trainable=True).eval()
     written = {name for name, each in model.named_parameters() if each.requires_grad}
-    assert len(written) == 2 * len(peft_targets(decoder.spec, lora))
+    assert len(written) == (3 if lora.dora else 2) * len(peft_targets(decoder.spec, lora))
     return model

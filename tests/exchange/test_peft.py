@@ -18,7 +18,7 @@ from meshwright.exchange.foreign.source import open_source
 from meshwright.exchange.peft_adapter import names_in_file, peft_layers, peft_targets
 from meshwright.model.lora import merged
 from meshwright.spec import UserError
-from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import parameters
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -28,6 +28,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "all": {"rank": 3, "alpha": 7.0},
     "rslora": {"rank": 4, "alpha": 7.0, "rslora": True},
     "attention": {"rank": 2, "targets": ["*.attn.*"]},
+    "dora": {"rank": 3, "alpha": 7.0, "dora": True},
+    "some, dora": {
+        "rank": 2,
+        "rslora": True,
+        "dora": True,
+        "targets": ["*.attn.v.weight", "blocks.1.mlp.up.*"],
+    },
     "some": {"rank": 5, "targets": ["*.attn.q.weight", "*.attn.v.weight", "blocks.1.mlp.*"]},
 }
 OF_EXPERTS: dict[str, dict[str, Any]] = {
@@ -43,7 +50,10 @@ EXPERTS = [
     "deepseek_v3", "deepseek_v2", "qwen2_moe", "mixtral", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe",
     "gpt_oss",
 ]  # fmt: skip
-QUICK = {("llama", "all"), ("llama", "rslora"), ("phi3", "some"), ("gpt2", "all"), ("glm4", "all")}
+QUICK = {
+    ("llama", "dora"), ("phi3", "some, dora"), ("gpt2", "dora"), ("glm4", "some, dora"),
+    ("llama", "all"), ("llama", "rslora"), ("phi3", "some"), ("gpt2", "all"), ("glm4", "all"),
+}  # fmt: skip
 QUICK_EXPERTS = {
     *((family, "attention") for family in ("deepseek_v3", "deepseek_v2", "qwen2_moe")),
     *((family, "experts") for family in ("mixtral", "qwen3_moe", "gpt_oss")),
@@ -77,18 +87,20 @@ def test_a_folder_of_peft_has_the_same_logits_and_gradients(family: str, kind: s
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
     found = {name: each.grad for name, each in decoder.named_parameters() if each.grad is not None}
     wanted = {
-        name.replace(".default.", "."): each.grad
+        name.replace(".default.", ".").replace("vector.weight", "vector"): each.grad
         for name, each in model.named_parameters()
         if each.grad is not None
     }
     targets = peft_targets(decoder.spec, lora)
     assert {name for each in targets for name in names_in_file(each)} == wanted.keys()
-    assert len(found) == 2 * sum(sum(each.adapted) for each in targets)
+    assert len(found) == (3 if lora.dora else 2) * sum(sum(each.adapted) for each in targets)
+    frozen = {name: torch.zeros_like(each) for name, each in decoder.named_parameters() if each.grad is None}
     for each in targets:
-        a, b = (wanted[name] for name in names_in_file(each))
-        mine_a, mine_b = each.to_peft(lora.rank, found)
+        a, *of_rows = (wanted[name] for name in names_in_file(each))
+        mine_a, *mine_of_rows = each.to_peft(lora.rank, found | frozen)
         torch.testing.assert_close(mine_a, a, rtol=1e-10, atol=1e-13)
-        torch.testing.assert_close(mine_b, b * (mine_b != 0), rtol=1e-10, atol=1e-13)
+        for mine, theirs in zip(mine_of_rows, of_rows, strict=True):
+            torch.testing.assert_close(mine, theirs * (mine != 0), rtol=1e-10, atol=1e-13)
 
 
 def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path: Path) -> None:
@@ -110,8 +122,8 @@ def test_merged_weights_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     whole = model.merge_and_unload().state_dict()
     for layer in peft_layers(decoder.spec, lora):
         (weight,) = layer.weights
-        a, b = (mine[name] for name in adapter_names(weight.name))
-        found = merged(mine[weight.name], a, b, lora.scale)
+        a, b, *magnitude = (mine[each.name] for each in weight.adapters)
+        found = merged(mine[weight.name], a, b, lora.scale, *magnitude)
         torch.testing.assert_close(found, whole[f"{layer.module}.weight"], rtol=1e-12, atol=1e-14)
     read = dict[str, Tensor]()
     spec, weights, *_ = open_source(tmp_path / "adapter", IMPORT, None, None)

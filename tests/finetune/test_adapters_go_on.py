@@ -58,6 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "all, rslora": {"target_modules": "all-linear", "use_rslora": True},
     "layers": {"target_modules": ["k_proj", "up_proj"], "layers_to_transform": [1]},
+    "dora": {"target_modules": ["q_proj", "k_proj", "down_proj"], "use_dora": True},
 }
 
 
@@ -76,7 +77,7 @@ def test_it_equals_going_on_with_peft(kind: str, tmp_path: Path) -> None:
     api.export(tmp_path / "run", tmp_path / "ours", adapter=True)
     ours = load_file(tmp_path / "ours" / "adapter_model.safetensors")
     wanted = {
-        name.replace(".default.", "."): each.detach()
+        name.replace(".default.", ".").replace("magnitude_vector.weight", "magnitude_vector"): each.detach()
         for name, each in theirs.named_parameters()
         if "lora_" in name
     }
@@ -87,23 +88,25 @@ def test_it_equals_going_on_with_peft(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours[name], each, rtol=1e-9, atol=1e-11)
 
 
-LAYOUTS: list[tuple[str, dict[str, object]]] = [
-    ("llama", {"dp": 2, "zero": 3}),
-    ("llama", {"tp": 2, "dp": 2, "zero": 1}),
-    ("llama", {"pp": 2, "cp": 2}),
-    ("glm4", {"tp": 2}),
-    ("phi3", {"tp": 2, "dp": 2, "zero": 2}),
-    ("gpt2", {"dp": 2, "zero": 3}),
-    ("mixtral", {"dp": 2, "ep": 2, "zero": 1}),
-    ("gpt_oss", {"dp": 4, "ep": 2, "zero": 3}),
+LAYOUTS: list[tuple[str, dict[str, object], bool]] = [
+    ("llama", {"dp": 2, "zero": 3}, False),
+    ("llama", {"tp": 2, "dp": 2, "zero": 1}, False),
+    ("llama", {"pp": 2, "cp": 2}, False),
+    ("glm4", {"tp": 2}, False),
+    ("phi3", {"tp": 2, "dp": 2, "zero": 2}, False),
+    ("gpt2", {"dp": 2, "zero": 3}, False),
+    ("mixtral", {"dp": 2, "ep": 2, "zero": 1}, False),
+    ("gpt_oss", {"dp": 4, "ep": 2, "zero": 3}, False),
+    ("llama", {"tp": 2, "dp": 2, "zero": 3}, True),
+    ("phi3", {"pp": 2, "tp": 2}, True),
 ]
 
 
-QUICK = (1, 2, 4, 7)
+QUICK = (1, 2, 4, 7, 8)
 
 
 @pytest.mark.parametrize(
-    ("family", "axes"),
+    ("family", "axes", "dora"),
     [
         pytest.param(*each, marks=() if number in QUICK else pytest.mark.full)
         for number, each in enumerate(LAYOUTS)
@@ -111,7 +114,7 @@ QUICK = (1, 2, 4, 7)
     ids=str,
 )
 def test_layouts_go_on_as_one_device(
-    ranks: Ranks, corpus: Path, tmp_path: Path, family: str, axes: dict[str, object]
+    ranks: Ranks, corpus: Path, tmp_path: Path, family: str, axes: dict[str, object], dora: bool
 ) -> None:
     """From a folder that was exported here, whose joined layers have blocks."""
     save_theirs(tmp_path / "hf", *CASES[family])
@@ -122,7 +125,12 @@ def test_layouts_go_on_as_one_device(
         "train__optimiser": "sgd",
         "train__lr": 0.1,
     }  # fmt: skip
-    new = spec_of(tmp_path / "hf", corpus, **flags, lora__rank=2, lora__targets=f"all-linear{experts}")
+    keys: dict[str, object] = {
+        "lora__rank": 2,
+        "lora__targets": f"all-linear{experts}",
+        "lora__dora": str(dora).lower(),
+    }
+    new = spec_of(tmp_path / "hf", corpus, **flags, **keys)
     assert new.lora is not None
     torch.manual_seed(2)
     drawn = {name: torch.randn(shape).double() / 9 for name, shape in adapter_shapes(new).items()}
@@ -222,11 +230,11 @@ WRONG: list[tuple[str, dict[str, object], Any]] = [
     (r"has r \"3\", where a number above 0", {}, lambda f: changed(f, r="3")),
     (r"multiplies the adapter of model\.layers\.0\.self_attn\.q_proj by 8 and others by 4", {},
      lambda f: changed(f, alpha_pattern={"0.self_attn.q_proj": 24})),
-    (r"A and a B of .*\.0\.self_attn\.q_proj of shapes \[3, 8\] and \[32, 3\], where .* has \[3, 32\]",
+    (r"an adapter of .*\.0\.self_attn\.q_proj of shapes \[3, 8\] and \[32, 3\], where .* has \[3, 32\]",
      {}, lambda f: with_tensors(f, lambda t: t.update({Q: t[Q][:, :8].contiguous()}))),
     (r"has values of model\.layers\.0\.self_attn\.q_proj that are not finite", {},
      lambda f: with_tensors(f, lambda t: t[Q].fill_(torch.nan))),
-    (r"has a tensor base_model\.model\.lm_head\.weight, and training goes on from A and B", {},
+    (r"has a tensor base_model\.model\.lm_head\.weight, and training goes on from A, B and", {},
      lambda f: with_tensors(f, lambda t: t.update({"base_model.model.lm_head.weight": t[Q].clone()}))),
     (r"lacks the tensor .*0\.self_attn\.q_proj\.lora_B\.weight; copy", {},
      lambda f: with_tensors(f, lambda t: t.pop(Q.replace("_A", "_B")))),

@@ -80,6 +80,8 @@ CASES: dict[str, dict[str, object]] = {
     "lora-full": {"tp": 2, "sequence_parallel": "false", "lora__rank": 4, "recompute__policy": "full"},
     "lora-latents": LATENTS | {"tp": 2, "lora__rank": 4, "train__lr": 0.01},
     "lora-alone": {"lora__rank": 4},
+    "dora": {"tp": 2, "lora__rank": 4, "lora__dora": "true", "train__lr": 0.01},
+    "dora-full": {"tp": 2, "lora__rank": 4, "lora__dora": "true", "recompute__policy": "full"},
     "latents": LATENTS | {"tp": 2, "recompute__policy": "full"},
     "latents-cp2": LATENTS | {"tp": 2, "cp": 2, "sequence_parallel": "false"},
     "latents-cp2-full": LATENTS | {"tp": 2, "cp": 2, "recompute__policy": "full"},

@@ -45,6 +45,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"layout": {"tp": 2}, "lora": LORA | {"targets": ["*.attn.q.weight", "blocks.2.*"]}},
     {"layout": {"tp": 2, "pp": 2, "sequence_parallel": False}},
     {"layout": {"pp": 2, "dp": 2, "zero": 3}, "train": {"batch_tokens": 16 * 256, "ema": 0.9}},
+    {"layout": {"dp": 3, "zero": 3}, "train": {"batch_tokens": 15 * 256}, "lora": LORA | {"dora": True}},
+    {"layout": {"tp": 2, "dp": 2, "zero": 1}, "lora": LORA | {"dora": True}},
+    {"layout": {"dp": 2, "zero": 2}, "lora": LORA | {"dora": True, "quantise": "nf4"}},
 ]
 
 
@@ -109,7 +112,12 @@ POLICIES: list[dict[str, Any]] = [
     {"layout": {"tp": 2}, "recompute": {"policy": "selective"}},
     {"layout": {"tp": 2}, "recompute": {"policy": "full"}},
     {"layout": {"tp": 2}, "lora": {"rank": 128, "dropout": 0.1}},
-]
+    *({"lora": {"rank": 8, "dora": True}} | how for how in [
+        {}, {"layout": {"tp": 2}}, {"layout": {"tp": 2, "sequence_parallel": False}},
+        {"layout": {"tp": 2}, "recompute": {"policy": "selective"}}, {"recompute": {"policy": "full"}},
+    ]),
+    {"layout": {"tp": 2}, "lora": {"rank": 8, "dora": True, "dropout": 0.1}},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("sections", POLICIES, ids=str)

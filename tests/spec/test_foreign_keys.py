@@ -440,6 +440,12 @@ def test_a_model_of_the_hub_is_asked_for() -> None:
         spec_of(AXOLOTL, base_model="org/name")
 
 
+def test_dora_is_asked_for_by_the_keys_of_peft() -> None:
+    for file, key in ((AXOLOTL, "peft_use_dora"), (LLAMA_FACTORY, "use_dora")):
+        tree, _ = read(f"{file}\n{key}: true\n")
+        assert tree["lora"]["dora"] is True and not tree["lora"]["rslora"]
+
+
 def test_no_key_stands_in_two_lists() -> None:
     for keys in (axolotl_keys, llama_factory_keys):
         assert len(keys._NO_EFFECT) == len(set(keys._NO_EFFECT))

@@ -28,11 +28,14 @@ def spec_of(model: dict[str, Any], lora: dict[str, Any], **sections: dict[str, A
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(
     "targets", [["all-linear"], ["*.attn.*"], ["blocks.1.*.down.weight", "*.q.weight"], ["blocks.1.*"]]
 )
-def test_parameters_are_those_of_the_decoder(name: str, targets: list[str]) -> None:
-    spec = spec_of(MODELS[name], {"targets": targets})
+def test_parameters_are_those_of_the_decoder(name: str, dora: bool, targets: list[str]) -> None:
+    if dora and targets == ["blocks.1.*"] and "moe" in MODELS[name]:  # no magnitudes of experts
+        targets = ["blocks.1.attn.*"]
+    spec = spec_of(MODELS[name], {"targets": targets, "dora": dora})
     with torch.device("meta"):
         decoder = attach_adapters(Decoder(spec.model), spec.lora)
     found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
@@ -79,6 +82,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
      {"targets": ["*.experts.*"], "rank": 33}, {}),
     (r"matches blocks\.0\.mlp\.experts\.gate_bias, which gets no", MODELS["expert biases"],
      {"targets": ["*.gate_bias"]}, {}),
+    (r"lora\.dora: true is not defined for adapters of routed experts, such as that of blocks\.1",
+     MODELS["experts"], {"targets": ["all-linear", "*.experts.*"], "dora": True}, {}),
     (r"train\.frozen: 'embed\.\*' has no effect beside \[lora\]", {}, {}, {"train": {"frozen": ["embed.*"]}}),
     (r"train\.lr_factors\.embed\.\*: every parameter that it matches is frozen by \[lora\]", {}, {},
      {"train": {"lr_factors": {"embed.*": 2.0}}}),

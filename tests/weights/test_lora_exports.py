@@ -63,6 +63,26 @@ def test_peft_opens_the_adapters_with_the_logits_of_the_merged_model(
         torch.testing.assert_close(again[name], value, rtol=1e-6, atol=1e-7)
 
 
+def test_peft_opens_magnitudes_with_the_logits_of_the_merged_model(theirs: Path, tmp_path: Path) -> None:
+    run, adapter, whole = (tmp_path / name for name in ("run", "adapter", "merged"))
+    trained(theirs, run, **LORA, model__weights=theirs, model__hf=theirs, lora__dora="true", layout__tp=2)
+    api.export(run, whole)
+    api.export(run, adapter, adapter=True)
+    assert json.loads((adapter / "adapter_config.json").read_text())["use_dora"] is True
+    base = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapter).eval()
+    with torch.no_grad():
+        found, wanted = model(TOKENS).logits, their_logits(whole)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(their_logits(theirs), wanted, atol=1e-3)
+    torch.testing.assert_close(api.load_run(run)(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+    api.import_hf(adapter, tmp_path / "imported")
+    api.export(tmp_path / "imported", tmp_path / "again")
+    again, once = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", whole))
+    for name, value in once.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-7)
+
+
 def test_peft_opens_adapters_of_experts_with_the_logits_of_the_merged_model(
     theirs: Path, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +25,10 @@ class WeightPart(NamedTuple):
     name: str
     rectangle: Rectangle
     value: Tensor
+
+
+Parts = Callable[[Wanted], Iterator[WeightPart]]
+"""Yields stored parts of wanted rectangles, as `WeightParts.parts` does."""
 
 
 class ReadBytes(NamedTuple):
@@ -87,6 +91,19 @@ def fill(tensors: Tensors, weights: WeightParts) -> None:
                 f"the weights have {filled[name]} of the {wanted} numbers that a rank needs of the parameter "
                 f"{name}; give another copy of the model"
             )
+
+
+def read_rectangle(parts: Parts, name: str, rectangle: Rectangle) -> Tensor:
+    """Return a rectangle of a tensor, of the parts that overlap it, in the format that these have."""
+    found: Tensor | None = None
+    for part in parts({name: [rectangle]}):
+        if found is None:
+            found = torch.empty(rectangle[1], dtype=part.value.dtype)
+        if (shared := common(part.rectangle, rectangle)) is not None:
+            narrow(found, shared, rectangle[0]).copy_(narrow(part.value, shared, part.rectangle[0]))
+        del part
+    assert found is not None
+    return found
 
 
 def held_rectangles(tensors: Tensors) -> dict[str, list[Rectangle]]:

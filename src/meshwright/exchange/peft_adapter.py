@@ -2,7 +2,8 @@
 
 A layer of a file may join several of the decoder's (`qkv_proj`). Their adapters become one of the sum of
 their ranks, whose A has the rows of each A, and whose B has a block for each B. Rows of heads are in the
-file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`. Routed
+file's order, and a layer that files store transposed (GPT-2's Conv1D) is told by `fan_in_fan_out`. DoRA's
+magnitudes are those of all rows; of rows without an adapter they are the lengths that these have. Routed
 experts are those of `peft_experts.py`.
 """
 
@@ -20,9 +21,10 @@ from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.exchange.hf_tokenizer import write_json
 from meshwright.exchange.peft_experts import PeftExperts, peft_experts
 from meshwright.exchange.safetensors_stream import SafetensorsStream, TensorInfo
+from meshwright.model.lora import squares_of_rows
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
-from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.lora import LoraSpec, with_adapters
 from meshwright.spec.lora_source import CONFIG, PREFIX, WEIGHTS
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.storage.upload import new_folder
@@ -44,54 +46,61 @@ class PeftLayer(NamedTuple):
         """The module that holds A and B."""
         return self.module
 
-    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B in the file, for adapters of the decoder of this rank."""
+    @property
+    def rescales(self) -> bool:
+        """True if there are magnitudes."""
+        return any(len(each.adapters) > 2 for each in self.weights)
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of A, B and magnitudes in the file, for adapters of the decoder of this rank."""
         rows, columns = sum(each.shape[0] for each in self.weights), self.weights[0].shape[1]
         if self.piece.padded is not None:
             rows, columns = (self.piece.padded, columns) if self.piece.dim == 0 else (rows, self.piece.padded)
-        return (self.rank(rank), columns), (rows, self.rank(rank))
+        return (self.rank(rank), columns), (rows, self.rank(rank)), *[(rows,)] * self.rescales
 
     def rank(self, rank: int) -> int:
         """Rank of the adapter in the file."""
         return rank * sum(self.adapted)
 
-    def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
-        """A and B of the file, from those of the decoder's layers."""
-        shape_a, shape_b = self.shapes(rank)
-        found: tuple[Tensor, Tensor] | None = None
-        first_row = place = 0
+    def to_peft(self, rank: int, source: NamedTensors) -> list[Tensor]:
+        """A, B and magnitudes of the file, from those of the decoder's layers."""
+        like = next(source[each.adapters[0].name] for each in self.weights if each.adapters)
+        found = [like.new_zeros(shape) for shape in self.shapes(rank)]
+        first = place = 0
         rotary = self.piece.rotary or (None,) * len(self.weights)
-        for weight, has_adapter, turned in zip(self.weights, self.adapted, rotary, strict=True):
-            rows, columns = weight.shape
-            if has_adapter:
-                a, b = (source[name] for name in adapter_names(weight.name))
-                whole_a, whole_b = found = found or (a.new_zeros(shape_a), b.new_zeros(shape_b))
-                whole_a[place : place + rank, :columns] = a
-                whole_b[first_row : first_row + rows, place : place + rank] = (
-                    b if turned is None else turned.to_file(b)
-                )
+        for weight, turned in zip(self.weights, rotary, strict=True):
+            rows, columns = slice(first, first + weight.shape[0]), weight.shape[1]
+            of_rows = [source[each.name] for each in weight.adapters[1:]]
+            if self.rescales and not weight.adapters:
+                of_rows = [squares_of_rows(source[weight.name]).sqrt()]
+            in_file = of_rows if turned is None else [turned.to_file(each) for each in of_rows]
+            if weight.adapters:
+                found[0][place : place + rank, :columns] = source[weight.adapters[0].name]
+                found[1][rows, place : place + rank] = in_file[0]
                 place += rank
-            first_row += rows
-        assert found is not None
+            for whole in found[2:]:
+                whole[rows] = in_file[-1]
+            first = rows.stop
         return found
 
-    def from_peft(self, rank: int, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters of the decoder's layers by name, from A and B of the file.
+    def from_peft(self, rank: int, a: Tensor, b: Tensor, *magnitudes: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters of the decoder's layers by name, from A, B and magnitudes of the file.
 
         An A of `rank` rows that several layers share becomes one for each of them.
         """
-        first_row = place = 0
+        first = place = 0
         shared = a.shape[0] == rank
         rotary = self.piece.rotary or (None,) * len(self.weights)
-        for weight, has_adapter, turned in zip(self.weights, self.adapted, rotary, strict=True):
-            rows, columns = weight.shape
-            if has_adapter:
+        for weight, turned in zip(self.weights, rotary, strict=True):
+            rows, columns = slice(first, first + weight.shape[0]), weight.shape[1]
+            if weight.adapters:
                 ranks = slice(place, place + rank)
-                own = b[first_row : first_row + rows, ranks]
-                factors = a[ranks, :columns], own if turned is None else turned.to_decoder(own)
-                yield from zip(adapter_names(weight.name), factors, strict=True)
+                of_rows = b[rows, ranks], *(each[rows] for each in magnitudes)
+                own = of_rows if turned is None else [turned.to_decoder(each) for each in of_rows]
+                names = (each.name for each in weight.adapters)
+                yield from zip(names, (a[ranks, :columns], *own), strict=True)
                 place += 0 if shared else rank
-            first_row += rows
+            first = rows.stop
 
 
 PeftTarget = PeftLayer | PeftExperts
@@ -102,17 +111,21 @@ def peft_targets(model: ModelSpec, lora: LoraSpec) -> list[PeftTarget]:
     return [*peft_layers(model, lora), *peft_experts(model, lora)]
 
 
-def names_in_file(target: PeftTarget) -> tuple[str, str]:
-    """Names of A and B in the file."""
-    return f"{PREFIX}{target.stem}.lora_A.weight", f"{PREFIX}{target.stem}.lora_B.weight"
+def names_in_file(target: PeftTarget) -> tuple[str, ...]:
+    """Names of A, B and magnitudes in the file."""
+    ends = ["lora_A.weight", "lora_B.weight"]
+    if isinstance(target, PeftLayer) and target.rescales:
+        ends.append("lora_magnitude_vector")
+    return tuple(f"{PREFIX}{target.stem}.{end}" for end in ends)
 
 
 def peft_layers(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftLayer]:
     """Yield each linear layer of the family's files that has an adapter."""
-    listed = {each.name: each for unit in parameters(model).values() for each in unit}
+    units = with_adapters(parameters(model), lora).values()
+    listed = {each.name: each for unit in units for each in unit}
     for piece in hf_tensors(model):
         weights = tuple(listed[name] for name in piece.parameters if name in listed)
-        adapted = tuple(map(lora.adapts, weights))
+        adapted = tuple(bool(each.adapters) for each in weights)
         if any(adapted) and not weights[0].expert:
             yield PeftLayer(piece.hf.removesuffix(".weight"), piece, weights, adapted)
 
@@ -127,9 +140,9 @@ def write_adapter(
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained` opens on the model that the adapters were trained on.
 
-    `source` has the adapters; `base` names that model, if it has a name. The folder appears by one rename.
-    Raises `UserError` for a folder that exists and is not empty or cannot be written, and for adapters that
-    PEFT would put elsewhere.
+    `source` has the adapters, and the weights beside them; `base` names that model, if it has a name. The
+    folder appears by one rename. Raises `UserError` for a folder that exists and is not empty or cannot be
+    written, and for adapters that PEFT would put elsewhere.
     """
     targets = peft_targets(model, lora)
     _check_names(model, targets)
@@ -181,6 +194,7 @@ def peft_config(
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": _modules(model, [each for each in targets if isinstance(each, PeftLayer)]),
         "rank_pattern": {re.escape(each.module): each.rank(lora.rank) for each in joined},
         "alpha_pattern": {re.escape(each.module): lora.alpha * factor[each] for each in joined},

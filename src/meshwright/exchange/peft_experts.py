@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.exchange.hf_state_dict import HfTensor, NamedTensors, hf_tensors
 from meshwright.spec import ModelSpec
-from meshwright.spec.lora import LoraSpec, adapter_names
+from meshwright.spec.lora import LoraSpec, with_adapters
 from meshwright.spec.parameters import Parameter, parameters
 
 
@@ -45,8 +45,8 @@ class PeftExperts(NamedTuple):
     def to_peft(self, rank: int, source: NamedTensors) -> tuple[Tensor, Tensor]:
         """A and B of the file, from those of the decoder's experts."""
         found: list[tuple[slice, Tensor, Tensor]] = []
-        for name, rows in self._rows_of_adapted():
-            a, b = (source[each] for each in adapter_names(name))
+        for weight, rows in self._rows_of_adapted():
+            a, b = (source[each.name] for each in weight.adapters)
             found.append((rows, a, b))
         experts, _, inputs = self.weights[0].shape
         every = found[0][1].new_zeros(experts, self.rank(rank), inputs)
@@ -65,29 +65,30 @@ class PeftExperts(NamedTuple):
         every = a.unflatten(0, (experts, -1))
         outputs = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         shared = every.shape[1] == rank
-        for place, (name, rows) in enumerate(self._rows_of_adapted()):
+        for place, (weight, rows) in enumerate(self._rows_of_adapted()):
             ranks = slice(0, rank) if shared else slice(place * rank, (place + 1) * rank)
             factors = every[:, ranks], outputs[:, rows, ranks]
-            yield from zip(adapter_names(name), factors, strict=True)
+            yield from zip((each.name for each in weight.adapters), factors, strict=True)
 
-    def _rows_of_adapted(self) -> Iterator[tuple[str, slice]]:
-        """Yield the name of each weight with an adapter, and its rows among the outputs of the parameter."""
+    def _rows_of_adapted(self) -> Iterator[tuple[Parameter, slice]]:
+        """Yield each weight with an adapter, and its rows among the outputs of the parameter."""
         first = 0
         for number, (weight, has_adapter) in enumerate(zip(self.weights, self.adapted, strict=True)):
             turns, last = self.piece.turns, first + weight.shape[1]
             if has_adapter:
-                yield weight.name, slice(number, None, len(self.weights)) if turns else slice(first, last)
+                yield weight, slice(number, None, len(self.weights)) if turns else slice(first, last)
             first = last
 
 
 def peft_experts(model: ModelSpec, lora: LoraSpec) -> Iterator[PeftExperts]:
     """Yield each stacked parameter of the family's files that has adapters."""
-    listed = {each.name: each for unit in parameters(model).values() for each in unit if each.expert}
+    units = with_adapters(parameters(model), lora).values()
+    listed = {each.name: each for unit in units for each in unit if each.expert}
     inside = dict[str, str]()  # modules whose parameters so far have adapters
     found: list[PeftExperts] = []
     for piece in hf_tensors(model, stacked=True):
         weights = tuple(listed[name] for name in piece.parameters if name in listed)
-        adapted = tuple(map(lora.adapts, weights))
+        adapted = tuple(bool(each.adapters) for each in weights)
         if any(adapted):
             holder = piece.hf.rpartition(".")[0]
             found.append(PeftExperts(piece.hf, piece, weights, adapted, holder))

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.kernels.splitmix64 import mix64_, shift, stream
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec
-from meshwright.spec.lora import LORA_A, LORA_B
+from meshwright.spec.lora import LORA_A, LORA_B, MAGNITUDE
 from meshwright.spec.mup import init_factor
 from meshwright.spec.tiling import tiling
 
@@ -37,11 +37,14 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
     Norms multiply by one, biases are zero, the rest N(0, init_std). The projections that write to the
     residual stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow
     with depth (Radford et al. 2019, GPT-2, §2.3). An adapter's B is zero, so that it adds nothing at first;
-    its A is drawn by `init_part_`. muP makes those of wider models smaller (`spec/mup.py`).
+    its A is drawn by `init_part_`, and its magnitudes, here one, follow from weights (`train/magnitudes.py`).
+    muP makes those of wider models smaller (`spec/mup.py`).
     """
     *path, leaf = name.split(".")
     if leaf.endswith("bias") or name.endswith(LORA_B):
         return InitValue(0.0, 0.0)
+    if name.endswith(MAGNITUDE):
+        return InitValue(1.0, 0.0)
     if path[-1].endswith("norm"):
         return InitValue(0.0 if spec.norm_unit_offset else 1.0, 0.0)
     std = spec.init_std * init_factor(spec, name)

@@ -62,6 +62,11 @@ class Dropout:
     def __init__(self, share: float, name: str, keys: TokenKeys) -> None:
         self.threshold, self.key, self.keys = round(share * STEPS), key_of(name), keys
 
+    @property
+    def active(self) -> bool:
+        """True if numbers are dropped now."""
+        return self.keys.current is not None and self.threshold > 0
+
     def __call__(self, x_BTI: Tensor, shard: int = 0, first: int = 0) -> Tensor:
         """x has the tokens of tensor rank `shard`, or all of them, and the channels from `first` on."""
         keys = self.keys.of(x_BTI.shape[:2], shard)

@@ -64,7 +64,7 @@ def tensor_parallel_hooks(
     split = TensorLinears(axis, sequence, cache, store, products)
     whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store, products)
     latents = without_adapters if cache is None and not products.low else whole.project
-    adapted = TensorAdapters(split, latents, axis)
+    adapted = TensorAdapters(split, latents, axis, cache)
     attention = AttentionHooks(
         project=adapted.project,
         output=adapted.output,

@@ -242,6 +242,7 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
         read = s.spec.model.rereads_outputs or (layout.tp == 1 and not layout.splits_backward)
+        read |= training_of(s.spec, layer).rescales("mlp.down", "mlp.shared.down")
         outputs = 2 if read and s.channels(layer) else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
     if "attention" in recompute.save:

@@ -1,6 +1,7 @@
 """Bytes that adapters of low rank keep for their backward (`parallel/tensor_lora.py`), beside what the layers
-that they stand at keep: the products with A, and where outputs of products are saved those with B, too. Those
-of routed experts keep nothing but, with dropout, the keys of rows (`model/expert_lora.py`)."""
+that they stand at keep: the products with A, and where outputs of products are saved those with B, too; with
+magnitudes (Liu et al. 2024, DoRA) what is multiplied by them, as large as the layer's output. Those of routed
+experts keep nothing but, with dropout, the keys of rows (`model/expert_lora.py`)."""
 
 from __future__ import annotations
 
@@ -29,9 +30,19 @@ def adapters_everything(s: Sizes, layer: int) -> int:
     """Bytes that the adapters of a block keep without recomputation."""
     adapted = _adapted(s, layer)
     dropped = s.spec.lora is not None and s.spec.lora.dropout > 0
-    inputs = sum(_input(s, each) for each, _ in adapted) if dropped else 0  # each has its own
-    kept = s.width.compute * (inputs + sum(_entered(s, each) * rank for each, rank in adapted))
+    inputs = sum(_input(s, each) for each, _ in adapted) - _not_kept(s, layer) if dropped else 0
+    rescaled = sum(_layer_output(s, each) for each, _ in adapted if len(each.adapters) > 2)
+    kept = s.width.compute * (inputs + rescaled + sum(_entered(s, each) * rank for each, rank in adapted))
     return kept + _keys(s, layer)
+
+
+def _not_kept(s: Sizes, layer: int) -> int:
+    """Elements of inputs that layers keep elsewhere, and do not where they are given what is left of them."""
+    rescaled = [each for each, _ in _adapted(s, layer) if len(each.adapters) > 2]
+    shared = {
+        each.name.rsplit(".", 2)[0]: each.shape[1] for each in rescaled if not each.dim or not each.split
+    }
+    return s.own * sum(shared.values())
 
 
 def _keys(s: Sizes, layer: int) -> int:
@@ -39,16 +50,14 @@ def _keys(s: Sizes, layer: int) -> int:
     lora, moe = s.spec.lora, s.spec.model.moe
     if lora is None or moe is None or not lora.dropout:
         return 0
-    adapted = any(each.expert and lora.adapts(each) for each in run_parameters(s.spec)[f"blocks.{layer}"])
+    adapted = any(each.expert and each.adapters for each in run_parameters(s.spec)[f"blocks.{layer}"])
     return ROW_KEY * routed_rows(s.spec, moe) if adapted else 0
 
 
 def _adapted(s: Sizes, layer: int) -> list[tuple[Parameter, int]]:
     """The weights of a block, its routed experts left out, that have adapters, with the rank of these."""
-    if (lora := s.spec.lora) is None:
-        return []
     listed = run_parameters(s.spec)[f"blocks.{layer}"]
-    return [(each, lora.rank) for each in listed if lora.adapts(each) and not each.expert]
+    return [(each, each.adapters[0].shape[0]) for each in listed if each.adapters and not each.expert]
 
 
 def _input(s: Sizes, weight: Parameter) -> int:
@@ -64,7 +73,12 @@ def _entered(s: Sizes, weight: Parameter) -> int:
 
 def _outputs(s: Sizes, weight: Parameter, rank: int) -> int:
     """Elements of the outputs of an adapter's products, and of messages between them."""
-    outputs, tokens = weight.shape[0], _entered(s, weight)
+    tokens = _entered(s, weight)
     low = s.own * rank + (tokens * rank if tokens > s.own else 0)
+    return low + _layer_output(s, weight)
+
+
+def _layer_output(s: Sizes, weight: Parameter) -> int:
+    """Elements of a layer's output on a rank."""
     ranks = s.spec.layout.tp if weight.split is not None and not weight.dim else 1
-    return low + tokens * outputs // ranks
+    return _entered(s, weight) * weight.shape[0] // ranks

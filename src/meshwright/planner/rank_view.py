@@ -12,7 +12,7 @@ from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.eight_bit import LARGEST_BLOCK
 from meshwright.spec.layers import LayerKind
-from meshwright.spec.lora import BASE_BITS, BLOCK, LORA_A
+from meshwright.spec.lora import BASE_BITS, BLOCK, LORA_A, MAGNITUDE
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.parameters import (
@@ -93,6 +93,10 @@ class BlockTraining(NamedTuple):
     def adapters(self, *layers: str) -> int:
         """Number of these linear layers that have an adapter."""
         return sum(f"{layer}{LORA_A}" in (self.names or ()) for layer in layers)
+
+    def rescales(self, *layers: str) -> bool:
+        """True if the rows of one of these linear layers have magnitudes."""
+        return any(f"{layer}{MAGNITUDE}" in (self.names or ()) for layer in layers)
 
     @property
     def adapts_experts(self) -> bool:

@@ -59,6 +59,7 @@ _NO_EFFECT = (
 _BITS = "all weights are trained in bf16 or fp32; give adapter: qlora, or remove it"
 _ADAPTER_KEYS = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "peft_use_rslora",
+    "peft_use_dora",
 )  # fmt: skip
 _FORMATS = {
     "alpaca": "alpaca", "alpaca_chat.load_default": "alpaca", "alpaca_chat.load_qa": "alpaca",
@@ -106,7 +107,7 @@ def _adapter(reading: KeysRead) -> None:
     adapters(
         reading,
         {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "peft_use_rslora",
-         "targets": "lora_target_modules", "weights": "lora_model_dir"},
+         "dora": "peft_use_dora", "targets": "lora_target_modules", "weights": "lora_model_dir"},
         {"rank": 8, "alpha": 16},
         ["all-linear"] if reading.get("lora_target_linear") else reading.get("lora_target_modules"),
     )  # fmt: skip
@@ -279,7 +280,6 @@ KEYS: Keys = {
     "val_set_size": held_out,
     "lora_modules_to_save": only(instead="all but the adapters is frozen; remove it"),
     "lora_model_dir": handled,
-    "peft_use_dora": only(instead="adapters are plain LoRA; give false"),
     "learning_rate": number_to("train.lr"),
     "lr_scheduler": schedule,
     "cosine_min_lr_ratio": number_to("train.min_lr_ratio"),

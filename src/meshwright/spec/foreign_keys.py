@@ -193,6 +193,8 @@ def adapters(reading: KeysRead, keys: Mapping[str, str], defaults: Mapping[str, 
             reading.set(f"lora.{ours}", reading.number(keys[ours]))
     if not goes_on or reading.get(keys["rslora"]) is not None:
         reading.set("lora.rslora", bool(reading.get(keys["rslora"])))
+    if reading.get(keys["dora"]):
+        reading.set("lora.dora", True)
     names = [targets] if isinstance(targets, str) else [str(name) for name in targets or ()]
     if names:
         reading.set("lora.targets", names)

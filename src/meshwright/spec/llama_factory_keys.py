@@ -44,7 +44,9 @@ _NO_EFFECT = (
     "hf_hub_token", "export_dir", "include_tokens_per_second", "save_safetensors", "swanlab_project",
     "use_swanlab", "length_column_name", "remove_unused_columns",
 )  # fmt: skip
-_ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "finetuning_type")
+_ADAPTER_KEYS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora", "finetuning_type",
+)  # fmt: skip
 _PLAIN = "adapters are plain LoRA; give false"
 _QUANTISED_KEYS = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
 _BITS = "give 4 or 8 bits of bitsandbytes, and nf4, with finetuning_type: lora"
@@ -98,7 +100,7 @@ def _adapter(reading: KeysRead) -> None:
     adapters(
         reading,
         {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora",
-         "targets": "lora_target", "weights": "adapter_name_or_path"},
+         "dora": "use_dora", "targets": "lora_target", "weights": "adapter_name_or_path"},
         {"rank": 8, "alpha": 2 * rank},
         ["all-linear"] if names == ["all"] else names,
     )  # fmt: skip
@@ -268,7 +270,6 @@ KEYS: Keys = {
     "mask_history": only(instead="every answer of the assistant is trained on; give false"),
     "max_samples": only(instead="all rows are read; remove it, or give a file of so many rows"),
     "enable_thinking": _thinking,
-    "use_dora": only(instead=_PLAIN),
     "pissa_init": only(instead=_PLAIN),
     "loraplus_lr_ratio": only(instead=_PLAIN),
     "additional_target": only(instead="all but the adapters is frozen; remove it"),

@@ -8,6 +8,10 @@ A layer whose outputs tensor ranks split has its A whole on each rank and its B 
 inputs are split has its A split as W is, and its B whole. The whole ones act on the residual stream's side,
 on the tokens that a rank has there.
 
+With `dora` the layer computes W' x with W' = m (W + scale B A) / |W + scale B A| (Liu et al. 2024, DoRA). The
+lengths m (outputs,) of its rows are trained, too: `blocks.0.attn.q.lora_magnitude.weight`. They are split
+with the outputs of W.
+
 Each routed expert has an A and a B of its own, on the rank that has the expert: beside
 `blocks.0.mlp.experts.gate` (experts, outputs, inputs) there are
 `blocks.0.mlp.experts.gate_adapter.lora_a.weight` (experts, rank, inputs) and
@@ -33,7 +37,7 @@ routed experts, of which a block may have hundreds; patterns of names match them
 BASE_BITS: dict[BaseFormat, int] = {"int8": 8, "int4": 4, "nf4": 4}
 BLOCK = 64
 """Adjacent inputs of a row of such a weight that share a scale."""
-LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
+LORA_A, LORA_B, MAGNITUDE = ".lora_a.weight", ".lora_b.weight", ".lora_magnitude.weight"
 """Ends of adapters' names, in place of `.weight`."""
 
 
@@ -58,6 +62,9 @@ class LoraSpec(FrozenModel):
     )
     rslora: bool = Field(
         False, description="multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, rsLoRA)"
+    )
+    dora: bool = Field(
+        False, description="train the length of each row of W + scale B A by itself (Liu et al. 2024, DoRA)"
     )
 
     quantise: Literal["none", "int8", "int4", "nf4"] = Field(
@@ -90,8 +97,13 @@ def adapted(model: Architecture, lora: LoraSpec) -> list[Parameter]:
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of an A or a B."""
-    return name.endswith((LORA_A, LORA_B))
+    """True for the name of an A, of a B, or of magnitudes."""
+    return name.endswith((LORA_A, LORA_B, MAGNITUDE))
+
+
+def magnitude_name(weight: str) -> str:
+    """The name of the magnitudes beside the weight of a layer of this name."""
+    return weight.removesuffix(".weight") + MAGNITUDE
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
@@ -125,23 +137,25 @@ def _adapted(listed: tuple[Parameter, ...], lora: LoraSpec) -> Iterator[Paramete
             yield from waiting
             waiting = ()
         quantised = lora.base_format if is_adaptable(parameter) and not parameter.expert else None
-        yield replace(parameter, trainable=False, quantised=quantised)
-        if lora.adapts(parameter):
-            waiting = (*waiting, *adapters_of(parameter, lora.rank))
+        adapters = adapters_of(parameter, lora) if lora.adapts(parameter) else ()
+        yield replace(parameter, trainable=False, quantised=quantised, adapters=adapters)
+        waiting = (*waiting, *adapters)
     yield from waiting
 
 
-def adapters_of(weight: Parameter, rank: int) -> tuple[Parameter, Parameter]:
-    """A and B of a weight: that at the split side is split as the weight is, the other is whole. Those of
-    experts are with them, where `dim` is 0 for what slices hold whole."""
+def adapters_of(weight: Parameter, lora: LoraSpec) -> tuple[Parameter, ...]:
+    """A and B of a weight, and with DoRA its magnitudes, in the decoder's order: those at the split side are
+    split as the weight is, the others are whole. Those of experts are with them, where `dim` is 0 for what
+    slices hold whole."""
     *experts, outputs, inputs = weight.shape
-    name_a, name_b = adapter_names(weight.name)
+    (name_a, name_b), rank = adapter_names(weight.name), lora.rank
     a = Parameter(name_a, (*experts, rank, inputs), expert=weight.expert)
     b = Parameter(name_b, (*experts, outputs, rank), expert=weight.expert)
     if weight.expert:
         return (a, replace(b, dim=1)) if weight.dim == 1 else (replace(a, dim=2), b)
+    of_rows = (b, Parameter(magnitude_name(weight.name), (outputs,))) if lora.dora else (b,)
     if weight.split is None:
-        return a, b
+        return a, *of_rows
     if weight.dim:
-        return replace(a, split=weight.split, dim=1), b
-    return a, replace(b, split=weight.split)
+        return replace(a, split=weight.split, dim=1), *of_rows
+    return a, *(replace(each, split=weight.split) for each in of_rows)

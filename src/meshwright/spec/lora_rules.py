@@ -48,6 +48,18 @@ def rank_is_low(spec: Sections) -> None:
         )
 
 
+def magnitudes_are_of_layers(spec: Sections) -> None:
+    """Adapters of routed experts have no magnitudes."""
+    if spec.lora is None or not spec.lora.dora:
+        return
+    if routed := [p for p in adapted(spec.model, spec.lora) if p.expert]:
+        raise UserError(
+            f"lora.dora: true is not defined for adapters of routed experts, such as that of "
+            f"{routed[0].name}, for which PEFT refuses use_dora, too; give lora.dora = false, or "
+            f"lora.targets without experts"
+        )
+
+
 def adapters_alone_are_trained(spec: Sections) -> None:
     """Keys that choose trained parameters, or what is trained for, do not go with adapters."""
     if spec.lora is None:
@@ -136,6 +148,7 @@ def a_quantised_base_is_dequantised_in_place(spec: Sections) -> None:
 LORA_RULES = (
     targets_are_linear,
     rank_is_low,
+    magnitudes_are_of_layers,
     adapters_alone_are_trained,
     adapters_are_not_rounded,
     dropout_is_not_compiled,

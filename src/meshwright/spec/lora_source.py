@@ -27,7 +27,7 @@ PREFIX = "base_model.model."
 """Beginning of the names of all tensors of a file of PEFT."""
 OF_A_RUN = ("dropout", "quantise", "weights")
 """Keys of `[lora]` that say how a run trains, and not what its adapters are."""
-_OF_PEFT = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
+_OF_PEFT = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
 _A = ".lora_A.weight"
 _LINEAR = "all-linear"
 
@@ -136,6 +136,7 @@ def _fields_of_peft(folder: Path, key: str) -> dict[str, Any]:
         "rank": _number(config, "r", folder, key),
         "alpha": float(_number(config, "lora_alpha", folder, key)),
         "rslora": config.get("use_rslora") is True,
+        "dora": config.get("use_dora") is True,
         "targets": _targets(config, folder, key),
     }
 

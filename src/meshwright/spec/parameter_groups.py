@@ -88,6 +88,11 @@ def given_names(spec: Sections) -> frozenset[str]:
     return frozenset(name for name in every if goes_on or not is_adapter(name))
 
 
+def adapters_beside(spec: Sections) -> Mapping[str, tuple[Parameter, ...]]:
+    """The adapters of each weight that has any, by its name."""
+    return {p.name: p.adapters for unit in run_parameters(spec).values() for p in unit if p.adapters}
+
+
 def group_of(spec: Sections, name: str, dims: int) -> Group:
     """The group of the parameter `name` (as in `Decoder.named_parameters`) of `dims` dims.
 

@@ -26,7 +26,7 @@ class Parameter:
     gradient is then partial; if it is False, the parameter acts on the rank's own heads or tokens. `expert`
     marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`. One
     that is not `trainable` is frozen: it has no gradient, and keeps its first value, which may be `quantised`
-    to another format than those that compute.
+    to another format than those that compute. `adapters` are trained beside it (`spec/lora.py`).
     """
 
     name: str
@@ -37,6 +37,7 @@ class Parameter:
     expert: bool = False
     trainable: bool = True
     quantised: BaseFormat | None = None
+    adapters: tuple[Parameter, ...] = ()
 
     @property
     def size(self) -> int:

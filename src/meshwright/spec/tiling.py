@@ -46,6 +46,8 @@ class Tiling:
     """Elements of a gradient whose norm is taken in their own format."""
     base_elements: int = 2**22
     """Elements of a quantised base that are converted at a time, with 12 bytes of temporaries each."""
+    row_elements: int = 2**24
+    """Elements of a weight whose rows' lengths are taken at a time, with 8 bytes of temporaries each."""
     init_elements: int = 2**18
     """Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
     moment_elements: int = 2**24

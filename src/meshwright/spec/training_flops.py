@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.spec.lora import is_adapter
 from meshwright.spec.model import active_size
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.sections import Sections
@@ -20,10 +19,8 @@ def trained_share(spec: Sections, layer: int) -> float:
 
 def adapter_flops(spec: Sections, layer: int) -> int:
     """Forward FLOPs of a block's adapters on one token."""
-    if spec.lora is None:
-        return 0
-    adapters = (p for p in run_parameters(spec)[f"blocks.{layer}"] if is_adapter(p.name))
-    return 2 * sum(active_size(spec.model, p) for p in adapters)
+    listed = run_parameters(spec)[f"blocks.{layer}"]
+    return 2 * sum(active_size(spec.model, adapter) for p in listed for adapter in p.adapters)
 
 
 def head_has_gradient(spec: Sections) -> bool:

@@ -9,4 +9,5 @@ samples,
 `island_world` is the world that a run's ranks form, `signals` and `garbage_collection` are what happens
 between steps, and the folder `guard` watches the numbers. For loops of others, `given_batch` reads their
 batches, `accumulation` adds up gradients before a step, and `state_offload` frees a device's memory.
+`magnitudes` are those of adapters as a run begins.
 """

@@ -35,6 +35,7 @@ from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.lora import is_adapter
 from meshwright.spec.parameter_groups import given_names
+from meshwright.train.magnitudes import begin_magnitudes
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.nll import loss_and_count, own_targets
 from meshwright.train.parts import Sources, parts_of
@@ -124,6 +125,7 @@ class Trainer:
         initialise(self.states, self.spec.model, self.spec.train.seed, given)
         if weights is not None:
             self._take(self.given, weights)
+        begin_magnitudes(self.states, self.spec, weights, given)
         for part in self.parts:
             part.begin()
 

@@ -12,7 +12,7 @@ from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.architecture import RANDOM
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.layers import LayerType, LongRope
-from meshwright.spec.lora import ALL_LINEAR, BLOCK, LoraSpec, adapter_names, is_adaptable
+from meshwright.spec.lora import ALL_LINEAR, BLOCK, LoraSpec, adapters_of, is_adaptable
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.spec.stages import stages
 
@@ -121,7 +121,8 @@ def _narrow_adapters(lora: dict[str, Any], every: Sequence[Parameter]) -> list[s
     ] or [ALL_LINEAR]
     adapted = [parameter for parameter in linear if LoraSpec.model_validate(lora).adapts(parameter)]
     lora["rank"] = min(lora["rank"], *(size for each in adapted for size in each.shape[-2:]))
-    return [name for parameter in adapted for name in adapter_names(parameter.name)]
+    narrowed = LoraSpec.model_validate(lora)
+    return [each.name for parameter in adapted for each in adapters_of(parameter, narrowed)]
 
 
 def _note(small: RunSpec, spec: RunSpec) -> str:

@@ -45,6 +45,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
         norm_weight_rows=_several(chunk // layout.tp),
         norm_row=32,
         base_elements=_several(of_rank),
+        row_elements=_several(of_rank),
         init_elements=_several(of_rank),
         moment_elements=_several(of_rank),
         offload_bytes=1,

@@ -1,49 +1,54 @@
 """A run's adapters of low rank (`spec/lora.py`), read from a checkpoint and merged into the weights.
 
-A merged weight is W + scale B A, summed in at least fp32.
+A merged weight is W + scale B A, with rows of the lengths that magnitudes say; computed in at least fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.rectangles import common
 from meshwright.checkpoint.save_plan import local_chunks, narrow
-from meshwright.checkpoint.weights import Wanted, WeightPart, whole
+from meshwright.checkpoint.weights import Parts, Wanted, WeightPart, read_rectangle, whole
 from meshwright.model.lora import merged
 from meshwright.parallel.flat_param import Stored
 from meshwright.spec import RunSpec
-from meshwright.spec.lora import adapted, adapter_names, adapters_of
+from meshwright.spec.parameter_groups import adapters_beside
+from meshwright.spec.parameters import Parameter
 from meshwright.spec.sharded_tensor import Rectangle
 
-Parts = Callable[[Wanted], Iterator[WeightPart]]
-"""Yields the stored parts of wanted rectangles."""
-
-
-def adapted_weights(spec: RunSpec) -> list[str]:
-    """Names of the weights of a run that have adapters."""
-    return [] if (lora := spec.lora) is None else [each.name for each in adapted(spec.model, lora)]
+Beside = Sequence[Parameter]
+"""The adapters of one weight: A, B, and with DoRA its magnitudes."""
 
 
 def adapter_shapes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of a run's adapters by name."""
-    if (lora := spec.lora) is None:
-        return {}
-    beside = (each for weight in adapted(spec.model, lora) for each in adapters_of(weight, lora.rank))
-    return {each.name: each.shape for each in beside}
+    return {each.name: each.shape for beside in adapters_beside(spec).values() for each in beside}
 
 
 def merge_adapters(
     spec: RunSpec, weights: Mapping[str, Tensor | Stored], adapters: Mapping[str, Tensor]
 ) -> None:
-    """Add whole adapters to what this rank holds of the weights beside them, in place."""
-    for name in adapted_weights(spec):
-        if name in weights:
+    """Merge whole adapters into what this rank holds of the weights beside them, in place, but for
+    `parts_of_rows`."""
+    apart = parts_of_rows(spec, weights)
+    for name, beside in adapters_beside(spec).items():
+        if name in weights and name not in apart:
             for chunk in local_chunks(name, weights[name]):
-                chunk.local.copy_(_merged(spec, name, chunk.rectangle, chunk.local, adapters))
+                chunk.local.copy_(_merged(spec, beside, chunk.rectangle, chunk.local, adapters))
+
+
+def parts_of_rows(spec: RunSpec, weights: Mapping[str, Tensor | Stored]) -> dict[str, Tensor | Stored]:
+    """The weights of which this rank holds parts of rows that are scaled as wholes."""
+    return {
+        name: weights[name]
+        for name, beside in adapters_beside(spec).items()
+        if name in weights
+        for chunk in local_chunks(name, weights[name])
+        if rectangle_read(beside, chunk.rectangle) != chunk.rectangle
+    }
 
 
 def merged_parts(spec: RunSpec, stored: Parts, wanted: Wanted) -> Iterator[WeightPart]:
@@ -51,35 +56,35 @@ def merged_parts(spec: RunSpec, stored: Parts, wanted: Wanted) -> Iterator[Weigh
 
     `stored` reads the weights and the adapters. Of those that have adapters one rectangle is in memory.
     """
-    shapes, beside = adapter_shapes(spec), set(adapted_weights(spec))
-    yield from stored({name: listed for name, listed in wanted.items() if name not in beside})
-    for name in (each for each in wanted if each in beside):
-        a, b = adapter_names(name)
-        held = {each: _read(stored, each, whole(shapes[each])) for each in (a, b)}
+    adapted = adapters_beside(spec)
+    yield from stored({name: listed for name, listed in wanted.items() if name not in adapted})
+    for name in (each for each in wanted if each in adapted):
+        beside = adapted[name]
+        held = {each.name: read_rectangle(stored, each.name, whole(each.shape)) for each in beside}
         for rectangle in wanted[name]:
-            weight = _read(stored, name, rectangle)
-            yield WeightPart(name, rectangle, _merged(spec, name, rectangle, weight, held))
+            read = rectangle_read(beside, rectangle)
+            weight = read_rectangle(stored, name, read)
+            value = _merged(spec, beside, read, weight, held)
+            yield WeightPart(name, rectangle, narrow(value, rectangle, read[0]))
+
+
+def rectangle_read(beside: Beside, rectangle: Rectangle) -> Rectangle:
+    """The rectangle of a weight that is read to merge its adapters into one: whole rows, where magnitudes say
+    how long they are."""
+    if len(beside) < 3:
+        return rectangle
+    (row, _), (rows, _) = rectangle
+    return (row, 0), (rows, beside[0].shape[-1])
 
 
 def _merged(
-    spec: RunSpec, name: str, rectangle: Rectangle, weight: Tensor, adapters: Mapping[str, Tensor]
+    spec: RunSpec, beside: Beside, rectangle: Rectangle, weight: Tensor, adapters: Mapping[str, Tensor]
 ) -> Tensor:
-    """A rectangle of a weight with its adapter, in fp32 or in float64."""
+    """A rectangle of a weight with its adapters, in fp32 or in float64."""
     assert spec.lora is not None
     *experts, rows, columns = (slice(first, first + size) for first, size in zip(*rectangle, strict=True))
-    a, b = (adapters[each].to(weight.device) for each in adapter_names(name))
+    a, b, *magnitudes = (adapters[each.name].to(weight.device) for each in beside)
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return merged(wide, a[(*experts, slice(None), columns)], b[(*experts, rows)], spec.lora.scale)
-
-
-def _read(stored: Parts, name: str, rectangle: Rectangle) -> Tensor:
-    """A rectangle of a tensor, of the parts that overlap it."""
-    found: Tensor | None = None
-    for part in stored({name: [rectangle]}):
-        if found is None:
-            found = torch.empty(rectangle[1], dtype=part.value.dtype)
-        if (shared := common(part.rectangle, rectangle)) is not None:
-            narrow(found, shared, rectangle[0]).copy_(narrow(part.value, shared, part.rectangle[0]))
-        del part
-    assert found is not None
-    return found
+    lengths = magnitudes[0][rows] if magnitudes else None
+    part_a, part_b = a[(*experts, slice(None), columns)], b[(*experts, rows)]
+    return merged(wide, part_a, part_b, spec.lora.scale, lengths)

@@ -15,25 +15,25 @@ from torch.distributed.tensor import DTensor
 from meshwright import atomic
 from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.weights import WeightPart, whole
+from meshwright.checkpoint.weights import WeightPart, fill, whole
 from meshwright.comm.control import Control
 from meshwright.data.tokenizer import file_sha256
 from meshwright.exchange.foreign.caller import IMPORT
 from meshwright.exchange.foreign.source import open_source
 from meshwright.exchange.stored_weights import StoredWeights, tensor_shapes
 from meshwright.model.decoder import Decoder
-from meshwright.optim.ema import has_average
 from meshwright.parallel.flat_param import Stored, UnpaddedDTensor
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.architecture import RANDOM
-from meshwright.spec.errors import NumericalError
 from meshwright.spec.hf.special_tokens import keep_side_files, side_files
 from meshwright.spec.hf.text_tokens import open_published
 from meshwright.spec.load import load
-from meshwright.spec.parameter_groups import frozen_names, run_parameters
+from meshwright.spec.parameter_groups import frozen_names
 from meshwright.spec.sections import DataSpec
-from meshwright.train.state import check_fields, check_same_model, imported_state
-from meshwright.weights.adapters import adapter_shapes, merge_adapters
+from meshwright.train.state import imported_state
+from meshwright.weights.adapters import adapter_shapes, merge_adapters, parts_of_rows
+from meshwright.weights.checks import average_names, check_finite, check_state
+from meshwright.weights.saved_weights import SavedWeights
 
 DTYPE_KEY = "imported_dtype"
 """Key of run.json: the number format of the folder that a run was imported from."""
@@ -91,6 +91,13 @@ def load_tensors(
     with torch.no_grad():
         state = store.load(step, tensors, check, converted)
         merge_adapters(spec, parameters, adapters)
+    apart = parts_of_rows(spec, parameters)
+
+    def fill_parts_of_rows() -> None:
+        if apart:
+            fill(apart, SavedWeights(run, int(state["step"]), average))
+
+    ranks.together(fill_parts_of_rows)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
 
@@ -102,43 +109,6 @@ def load_tensors(
 
     ranks.together(check_values)
     return state
-
-
-def average_names(spec: RunSpec) -> dict[str, str]:
-    """Parameter -> its moving average in a checkpoint; what a run does not train has none but its value."""
-    names = (p.name for unit in run_parameters(spec).values() for p in unit if p.trainable)
-    return {name: f"ema/{name}" for name in names}
-
-
-def check_state(run: Path, spec: RunSpec, state: dict[str, Any], average: bool) -> None:
-    """Raise `UserError` unless a checkpoint of this state holds the weights that the run's record describes.
-
-    A record has no hash, and a changed constant would compute other text; so would another tokenizer than the
-    one that the checkpoint was trained with. `average` asks for a moving average of the weights.
-    """
-    folder = spec.checkpoint.folder(run)
-    check_fields(state, folder)
-    check_same_model(spec, state, str(run))
-    if average and not has_average(state):
-        raise UserError(
-            f"--weights: 'ema' needs a moving average of the weights, which the checkpoint of step "
-            f"{state['step']} in {folder} lacks; give 'trained', or train on with --train.ema 0.999"
-        )
-    file, trained_with = run / "tokenizer.json", state.get("tokenizer_sha256")
-    if trained_with is not None and file.is_file() and file_sha256(file) != trained_with:
-        raise UserError(
-            f"{file}: is not the tokenizer that the checkpoint of step {state['step']} was trained with; put "
-            "that one back"
-        )
-
-
-def check_finite(run: Path, state: dict[str, Any], name: str, values: Tensor) -> None:
-    """Raise `NumericalError` if values of a parameter in a checkpoint of this state are not finite."""
-    if not torch.isfinite(values).all():
-        raise NumericalError(
-            f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
-            f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
-        )
 
 
 def import_run(folder: Path, out: Path, config: Path | None = None, base: Path | None = None) -> None:

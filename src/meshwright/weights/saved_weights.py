@@ -24,9 +24,9 @@ from meshwright.checkpoint.reader import (
 from meshwright.checkpoint.weights import ReadBytes, Wanted, WeightPart, fill, whole
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.spec import UserError, load
-from meshwright.spec.lora import adapter_names
-from meshwright.weights.adapters import adapted_weights, adapter_shapes, merged_parts
-from meshwright.weights.load import average_names, check_finite, check_state
+from meshwright.spec.parameter_groups import adapters_beside
+from meshwright.weights.adapters import adapter_shapes, merged_parts, rectangle_read
+from meshwright.weights.checks import average_names, check_finite, check_state
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class SavedWeights:
 
     `run` is the folder of a run, `spec` its spec, and `shapes` has the shape of each parameter and of each
     router's bias by name. `average` reads the moving average of the weights (`train.ema`) in their place.
-    Raises `UserError` as `infer.load.check_state` does, and where there is no such checkpoint.
+    Raises `UserError` as `weights.checks.check_state` does, and where there is no such checkpoint.
     """
 
     def __init__(self, run: Path, step: int | None = None, average: bool = False) -> None:
@@ -49,7 +49,7 @@ class SavedWeights:
         check_state(run, self.spec, self._manifest.state, average)
         self.shapes = tensor_shapes(self.spec.model)
         self._averages = average_names(self.spec) if average else {}
-        self._adapters, self._adapted = adapter_shapes(self.spec), {*adapted_weights(self.spec)}
+        self._adapters, self._adapted = adapter_shapes(self.spec), adapters_beside(self.spec)
         held = {self._key(name): self._stored(name) for name in (*self.shapes, *self._adapters)}
         match_tensors(self._manifest, held, self._path)
 
@@ -101,9 +101,12 @@ class SavedWeights:
 
     def reading(self, wanted: Wanted) -> ReadBytes:
         """Return what `parts` of these would take, without reading them: whole pieces, one at a time."""
-        stored = {self._key(name): listed for name, listed in wanted.items()}
-        beside = (each for name in wanted if name in self._adapted for each in adapter_names(name))
-        stored |= {self._key(name): [whole(self._adapters[name])] for name in beside}
+        stored = {
+            self._key(name): [rectangle_read(self._adapted.get(name, ()), each) for each in listed]
+            for name, listed in wanted.items()
+        }
+        beside = (each for name in wanted for each in self._adapted.get(name, ()))
+        stored |= {self._key(each.name): [whole(each.shape)] for each in beside}
         sizes = [piece.bytes for _, _, piece in overlapping(self._path, self._manifest, stored, self._disk)]
         return ReadBytes(sum(sizes), max(sizes, default=0))
 

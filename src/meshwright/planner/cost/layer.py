@@ -195,12 +195,12 @@ class LayerCost:
 
     def _adapter_products(self, kind: LayerKind) -> list[Product]:
         """The products with A and B of the adapters in the last layer of a kind."""
-        lora, tp, n, own = self.spec.lora, self.spec.layout.tp, self.tokens, self.own
+        tp, n, own = self.spec.layout.tp, self.tokens, self.own
         found: list[Product] = []
-        for each in run_parameters(self.spec)[f"blocks.{self._last(kind)}"] if lora is not None else ():
-            if lora is None or not lora.adapts(each):
+        for each in run_parameters(self.spec)[f"blocks.{self._last(kind)}"]:
+            if not each.adapters:
                 continue
-            (outputs, inputs), rank = each.shape[-2:], lora.rank
+            (outputs, inputs), rank = each.shape[-2:], each.adapters[0].shape[-2]
             if each.expert:
                 found += [self._of_experts(rank, inputs), self._of_experts(outputs, rank)]
             elif each.split is None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from meshwright.planner.cost.breakdown import PassSeconds, Seconds
 from meshwright.planner.rank_view import embedding_is_trained, training_of
 from meshwright.spec import RunSpec
-from meshwright.spec.lora import is_adapter
 from meshwright.spec.parameter_groups import frozen_names, run_parameters
 from meshwright.spec.parameters import Parameter
 from meshwright.spec.stages import Stage
@@ -94,7 +93,7 @@ def trained_in(spec: RunSpec, stage: Stage) -> Trained | None:
         work = Work(int(training_of(spec, layer).feed_forward), trained_share(spec, layer))
         works[number] = works[number].plus(work)
         frozen += [p for p in every[f"blocks.{layer}"] if not p.trainable]
-        added += [p for p in every[f"blocks.{layer}"] if is_adapter(p.name)]
+        added += [adapter for p in every[f"blocks.{layer}"] for adapter in p.adapters]
     if stage.embed or (stage.head and model.head_embeds):
         works[-2] = Work(0, float(embedding_is_trained(spec)))
     if stage.head:

@@ -27,3 +27,11 @@ def adapter_messages(shape: LayerShape, where: Where, again: Sequence[Phase]) ->
             yield from (call(shape.reduction, elements, phase=phase) for phase in (Phase.FORWARD, *again))
             if sequence:
                 yield call("all_gather", elements, phase=Phase.INPUT)
+        if not training.rescales(layer):
+            continue
+        for phase in (Phase.FORWARD, *again):
+            yield call("all_reduce", shape.model.hidden, width=shape.exact, phase=phase)
+        if shape.drops:  # the product with what is left of the input
+            yield from (call(shape.reduction, shape.stream, phase=phase) for phase in (Phase.FORWARD, *again))
+            if sequence:
+                yield call("all_gather", shape.stream, phase=Phase.INPUT)

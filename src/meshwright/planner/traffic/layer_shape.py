@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.group_shapes import Axes, GroupShape, axes
@@ -37,6 +37,8 @@ class LayerShape:
     """True if operators do not know which weights are trained, and compute all gradients."""
     rank: int = 0
     """Rank of the adapters of a run that has any."""
+    drops: bool = False
+    """True if numbers of their inputs are dropped."""
     row_key: int = 0
     """Bytes of the key of a row's token, by which adapters of routed experts drop some of what it brings."""
     busiest: float = 1.0
@@ -125,11 +127,11 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again = {kind for kind in ("matmul", "attention") if recomputed(spec, kind)}
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
-    rank, dropout = (0, 0.0) if spec.lora is None else (spec.lora.rank, spec.lora.dropout)
-    return LayerShape(
-        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank,
-        row_key=ROW_KEY * (dropout > 0),
-    )  # fmt: skip
+    shape = LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile)
+    if (lora := spec.lora) is None:
+        return shape
+    drops = lora.dropout > 0
+    return replace(shape, rank=lora.rank, drops=drops, row_key=ROW_KEY * drops)
 
 
 def routed_tokens(spec: RunSpec) -> int:

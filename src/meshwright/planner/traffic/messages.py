@@ -98,7 +98,8 @@ def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
             yield call("all_reduce", 2 * shape.tokens, width=shape.exact, phase=phase)
     yield from adapter_messages(shape, where, again)
     yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
-    read = outputs if shape.model.rereads_outputs else 1  # else not of the layer's last map
+    rescaled = training.rescales("mlp.down", "mlp.shared.down")
+    read = outputs if shape.model.rereads_outputs or rescaled else 1  # else not of the layer's last map
     yield from (hidden(shape.reduction, phase=phase, count=read) for phase in again)
     if shape.layout.sequence_parallel:
         yield hidden("all_gather", phase=Phase.INPUT, count=_left(shape, where, outputs))

@@ -134,7 +134,11 @@ class ReferenceDecoder:
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
         name = f"{path}.weight"
-        y = self.linears(name, x, self.weights[name]) + added(self.lora, name, x, self.weights, self.drop)
+
+        def linear(x: Tensor) -> Tensor:
+            return self.linears(name, x, self.weights[name])
+
+        y = linear(x) + added(self.lora, name, x, self.weights, self.drop, linear)
         bias = self.weights.get(f"{path}.bias")
         return self.tap(path, y if bias is None else y + bias)
 

@@ -2,8 +2,10 @@
 `model/lora.py`.
 
 A linear layer with weight W and an adapter computes W x + s B A d(x), where s is alpha / rank, or alpha /
-sqrt(rank) (Kalajdzievski 2023, rsLoRA), and d the dropout of this layer by the rule of docs/lora.md. All but
-A and B is frozen. Each matrix of a routed expert has an A and a B of its own, with a dropout of its own.
+sqrt(rank) (Kalajdzievski 2023, rsLoRA), and d the dropout of this layer by the rule of docs/lora.md. With
+DoRA (Liu et al. 2024) it computes W x + (g - 1) W d(x) + g s B A d(x), where g is m over the lengths of the
+rows of W + s B A, which are constants. All but A, B and m is frozen. Each matrix of a routed expert has an A
+and a B of its own, with a dropout of its own.
 
 Shapes: n sequences of T tokens, I inputs and O outputs of a linear layer, r the rank, E experts.
 """
@@ -46,8 +48,8 @@ def names_of(name: str) -> tuple[str, str]:
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of an A or a B."""
-    return re.search(r"\.lora_[ab]\.", name) is not None
+    """True for the name of an A, a B or an m."""
+    return re.search(r"\.lora_(a|b|magnitude)\.", name) is not None
 
 
 def initial_adapters(
@@ -68,6 +70,16 @@ def initial_adapters(
     return found
 
 
+def magnitudes(lora: LoraSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The initial m beside each of the `weights` that has one: the lengths of its rows."""
+    own = [name for name in weights if lora.dora and has_adapter(lora, name)]
+    return {_magnitude_of(name): weights[name].pow(2).sum(1).sqrt() for name in own}
+
+
+def _magnitude_of(name: str) -> str:
+    return f"{name[: -len('weight')]}lora_magnitude.weight"
+
+
 class Drop(Protocol):
     """(name of a matrix, x (n, T, I), number of the expert that it is of, if any) -> the input of its
     adapter's A."""
@@ -76,13 +88,27 @@ class Drop(Protocol):
 
 
 def added(
-    lora: LoraSpec | None, name: str, x: Tensor, weights: Mapping[str, Tensor], drop: Drop
+    lora: LoraSpec | None,
+    name: str,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    drop: Drop,
+    linear: Callable[[Tensor], Tensor],
 ) -> Tensor | float:
-    """The share (n, T, O) of the adapter beside the matrix of this name for x (n, T, I); 0 without one."""
+    """The share (n, T, O) of the adapter beside the matrix of this name for x (n, T, I); 0 without one.
+
+    `linear` is the product with the matrix itself.
+    """
     if lora is None or not has_adapter(lora, name):
         return 0.0
     a, b = (weights[each] for each in names_of(name))
-    return _scale(lora) * (drop(name, x) @ a.T @ b.T)
+    dropped = drop(name, x)
+    change = _scale(lora) * (dropped @ a.T @ b.T)
+    if not lora.dora:
+        return change
+    lengths = (weights[name] + _scale(lora) * (b @ a)).detach().pow(2).sum(1).sqrt()
+    factor = weights[_magnitude_of(name)] / lengths
+    return (factor - 1) * linear(dropped) + factor * change
 
 
 def added_by_expert(

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.spec import ModelSpec
 from meshwright.spec.lora import LoraSpec
 from meshwright.spec.parameters import parameters
-from meshwright.verify.reference.lora import initial_adapters
+from meshwright.verify.reference.lora import initial_adapters, magnitudes
 from meshwright.verify.reference.quantised_base import quantised
 from meshwright.verify.reference.rounding import nearest
 
@@ -43,7 +43,12 @@ def initial_weights(
     if lora is not None:
         drawn |= initial_adapters(lora, drawn, partial(_uniforms, seed))
     held = {name: kept(value) for name, value in drawn.items()}
-    return held if lora is None or lora.quantise == "none" else quantised(held, lora.quantise, compute)
+    if lora is None:
+        return held
+    if lora.quantise != "none":
+        held = quantised(held, lora.quantise, compute)
+    frozen = {name: weight.to(compute).double() for name, weight in held.items()}
+    return held | {name: kept(value) for name, value in magnitudes(lora, frozen).items()}
 
 
 def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
