@@ -17,8 +17,8 @@ from meshwright.api.verify_runs import on_chats
 from meshwright.data.chat_formats import conversation_of
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.packing import IGNORE
-from meshwright.parallel.preference import METRICS
 from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.preference import METRICS
 
 ASKED = [{"role": "user", "content": "one two"}]
 GOOD, BAD = ({"role": "assistant", "content": each} for each in ("three", "four"))
@@ -183,10 +183,8 @@ def test_a_mistake_is_one_sentence(name: str, folder: Path, tmp_path: Path) -> N
         open_corpus(spec_for(folder, written([*rows], tmp_path / "rows.jsonl"), **flags))
 
 
-def test_predictions_refuse_what_they_do_not_count(folder: Path, tmp_path: Path) -> None:
+def test_a_comparison_in_own_precision_is_refused(folder: Path, tmp_path: Path) -> None:
     spec = spec_for(folder, written([ROW], tmp_path / "rows.jsonl"))
-    with pytest.raises(UserError, match=r"preference: dryrun does not count a loss of pairs of answers"):
-        api.dryrun(spec)
     with pytest.raises(UserError, match=r"preference: --precision run compares cross-entropy alone"):
         api.verify(spec, precision="run")
     assert on_chats(spec).data.format == "auto"

@@ -25,8 +25,8 @@ from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.data.packing import IGNORE
 from meshwright.exchange.peft_adapter import names_in_file, peft_layers
-from meshwright.parallel.preference import METRICS
 from meshwright.spec import RunSpec, load
+from meshwright.spec.preference import METRICS
 from meshwright.verify.reference.weights import initial_weights
 
 SEQ_LEN = 256

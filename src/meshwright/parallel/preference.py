@@ -42,10 +42,7 @@ from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.step_part import StepBegin, StepPart
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file
-from meshwright.spec.preference import PreferenceSpec
-
-METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies")
-"""Fields of a step's metrics, means over its pairs, which TRL names with a slash."""
+from meshwright.spec.preference import METRICS, PreferenceSpec
 
 
 class Preference(StepPart):
@@ -122,19 +119,24 @@ class Preference(StepPart):
         lengths = by_document(trained, documents, count)
         reference = rows.get("reference", torch.zeros_like(sums))
         counted = both(lengths)
+        # The loss of a pair that does not count is one of numbers that leave it finite.
+        given = ((sums, -1), (lengths, 1), (reference, -1))
         chosen, rejected = (
-            Answers(*(each[:, side::2][counted] for each in (sums, lengths, reference))) for side in (0, 1)
+            Answers(*(torch.where(counted, each[:, side::2], filler) for each, filler in given))
+            for side in (0, 1)
         )
         found = pair_losses(self.how, chosen, rejected)
         if self._counts:
             margins = found.chosen - found.rejected
             rewards = (found.chosen, found.rejected, margins, (margins > 0).to(margins))
-            sums = torch.stack([counted.sum().double(), *(each.double().sum() for each in rewards)])
+            sums = torch.stack(
+                [counted.sum().double(), *((counted * each).double().sum() for each in rewards)]
+            )
             if torch.is_grad_enabled():
                 self._sums = (*self._sums, sums)
             else:
                 self._held_out = (*self._held_out, sums)
-        return found.loss.sum()
+        return torch.where(counted, found.loss, 0).sum()
 
     def forwards(self) -> Iterator[AbstractContextManager[None]]:
         """The reference's forward."""
@@ -181,10 +183,6 @@ class Preference(StepPart):
                     f"{where} is of another run: preference.{key} was {as_in_file(before[key])} and is "
                     f"{as_in_file(now)}; give the same value, or another --out"
                 )
-
-    def flops_per_token(self) -> float:
-        """Model FLOPs of the reference's forward on one token."""
-        return self.spec.model.forward_flops(self.spec.data.seq_len) if self.how.has_reference else 0.0
 
 
 def _means(numbers: Sequence[float]) -> dict[str, float]:

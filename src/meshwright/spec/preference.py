@@ -19,6 +19,11 @@ from pydantic import Field, PositiveFloat
 from meshwright.spec.base import FrozenModel
 
 PreferenceLoss = Literal["dpo", "orpo", "simpo"]
+ForwardAhead = Literal["base", "model"]
+"""A forward without gradients of the samples of a step before it: of the run's model, or of that without its
+adapters."""
+METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies")
+"""Fields of a step's metrics, means over its pairs, which TRL names with a slash."""
 
 
 class PreferenceSpec(FrozenModel):
@@ -51,3 +56,13 @@ class PreferenceSpec(FrozenModel):
     def has_reference(self) -> bool:
         """True if the loss compares the model with a reference."""
         return self.loss == "dpo"
+
+    @property
+    def forwards_ahead(self) -> tuple[ForwardAhead, ...]:
+        """The forwards that each step takes of its samples before it."""
+        return ("base",) if self.has_reference else ()
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a step sums over all ranks for the loss's count and its metrics."""
+        return 1 + len(METRICS)

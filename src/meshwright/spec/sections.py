@@ -17,7 +17,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.spec.preference import PreferenceSpec
+from meshwright.spec.preference import ForwardAhead, PreferenceSpec
 from meshwright.spec.train import TrainSpec
 
 DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference"]
@@ -309,13 +309,19 @@ class Sections(FrozenModel):
     @property
     def uncounted_tables(self) -> dict[str, str]:
         """Table -> what predictions of time and memory do not count of it, in a few words."""
-        of_models = {
+        return {
             table: f"{model}, or the loss that takes its answers"
             for table, model in self.tables_of_models.items()
         }
-        if self.preference is None:
-            return of_models
-        return {**of_models, "preference": "a loss of pairs of answers, or the forward of its reference"}
+
+    @property
+    def forwards_ahead(self) -> tuple[ForwardAhead, ...]:
+        """The forwards without gradients that each step takes of its samples before it."""
+        return () if self.preference is None else self.preference.forwards_ahead
+
+    def in_forward(self, ahead: ForwardAhead) -> Self:
+        """The run whose model a forward ahead of a step computes with."""
+        return self.model_copy(update={"lora": None}) if ahead == "base" else self
 
     def plain(self) -> Self:
         """The run whose ranks step `together`, and learn from data alone."""

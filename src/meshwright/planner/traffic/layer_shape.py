@@ -34,6 +34,8 @@ class LayerShape:
     """True if operators do not know which weights are trained, and compute all gradients."""
     rank: int = 0
     """Rank of the adapters of a run that has any."""
+    log_probs: bool = False
+    """True if the head gives log-probabilities of targets to a loss of whole answers."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -121,9 +123,8 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
     rank = 0 if spec.lora is None else spec.lora.rank
-    return LayerShape(
-        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank
-    )
+    kinds = {"compiled": spec.train.compile, "rank": rank, "log_probs": spec.preference is not None}
+    return LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, **kinds)
 
 
 def routed_tokens(spec: RunSpec) -> int:
