@@ -8,7 +8,7 @@ from meshwright.spec.verification import VerifyOptions
 
 
 def reference_is_the_base(spec: Sections) -> None:
-    """DPO compares the model with its own frozen weights, which adapters leave as they are."""
+    """DPO and KTO compare the model with its own frozen weights, which adapters leave as they are."""
     if spec.preference is not None and spec.preference.has_reference and spec.lora is None:
         raise UserError(
             f"preference.loss: {spec.preference.loss!r} compares the model with a frozen reference, and "
@@ -21,7 +21,10 @@ def keys_of_losses_have_an_effect(spec: Sections) -> None:
     """Keys of one loss go with it; a default counts as not given."""
     if (preference := spec.preference) is None:
         return
-    takers = {"label_smoothing": ("dpo", "simpo"), "simpo_gamma": ("simpo",)}
+    takers = {
+        "label_smoothing": ("dpo", "simpo"), "simpo_gamma": ("simpo",),
+        "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+    }  # fmt: skip
     for key, losses in takers.items():
         value, default = getattr(preference, key), type(preference).model_fields[key].default
         if preference.loss not in losses and value != default:
@@ -35,10 +38,12 @@ def pairs_are_learned_from(spec: Sections) -> None:
     """Rows are pairs, each answer of which sees its own tokens alone."""
     if spec.preference is None:
         return
-    if spec.data.format not in ("auto", "preference"):
+    judged = ["judged"] * spec.preference.judged
+    if spec.data.format not in ("auto", "preference", *judged):
+        instead = " or 'judged' and rows with prompt, completion and label," * len(judged)
         raise UserError(
             f"data.format: {spec.data.format!r} has no pairs of answers for [preference]; give 'preference' "
-            f"and rows with chosen and rejected, or --preference none"
+            f"and rows with chosen and rejected,{instead} or --preference none"
         )
     if not spec.data.document_mask:
         raise UserError(

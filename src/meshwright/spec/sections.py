@@ -20,7 +20,7 @@ from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.preference import ForwardAhead, PreferenceSpec
 from meshwright.spec.train import TrainSpec
 
-DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference"]
+DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference", "judged"]
 """Kinds of rows of a corpus (`data.format`)."""
 
 
@@ -51,7 +51,8 @@ class DataSpec(FrozenModel):
     format: DataFormat = Field(
         "auto",
         description="what a row is: 'chat' (messages), 'sharegpt' (conversations), 'alpaca' (instruction, "
-        "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected) or 'text'; 'auto' "
+        "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected), 'judged' (prompt, "
+        "completion, label) or 'text'; 'auto' "
         "tells it from the keys of the first row. Of chats the assistant's turns are trained on, and each "
         "stays whole in one sample",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.group_shapes import Axes, GroupShape, axes
@@ -123,8 +123,10 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
     rank = 0 if spec.lora is None else spec.lora.rank
-    kinds = {"compiled": spec.train.compile, "rank": rank, "log_probs": spec.preference is not None}
-    return LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, **kinds)
+    shape = LayerShape(
+        spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile, rank=rank
+    )
+    return replace(shape, log_probs=spec.preference is not None)
 
 
 def routed_tokens(spec: RunSpec) -> int:

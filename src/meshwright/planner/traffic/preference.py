@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from meshwright.planner.group_shapes import step_world
 from meshwright.planner.rank_view import RankView
 from meshwright.planner.traffic.layer_shape import LayerShape
 from meshwright.planner.traffic.message import Message, Phase
+
+_NUMBER = 8
+"""Bytes of a float64 sum."""
 
 
 def messages(
@@ -30,6 +34,8 @@ def messages(
     if view.head:
         size = shape.tokens * spec.layout.cp, shape.exact, shape.groups.context
         yield Message("context", "all_gather", *size, Phase.FORWARD, "loss", often * (1 + len(ahead)))
+    if spec.preference.judged:
+        yield Message("world", "scalars", 2, _NUMBER, step_world(spec), Phase.STEP, "step")
     gathered = [m for m in states if m.operation == "all_gather" and spec.layout.zero == 3]
     for each in ahead:
         yield from (replace(m, count=often) for m in gathered)
