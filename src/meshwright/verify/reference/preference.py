@@ -42,6 +42,8 @@ class ReferencePreference:
         self.how = how
         base = {name: weight.detach().clone() for name, weight in weights.items() if not is_adapter(name)}
         self._reference = ReferenceDecoder(spec.model, base)
+        self._model = ReferenceDecoder(spec.model, dict(weights), lora=spec.lora)
+        """The run's model as its weights are, without dropout."""
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
         """The mean over pairs, or judged answers, of which both documents have a token that is learned; 0 without
@@ -52,23 +54,25 @@ class ReferencePreference:
             references = list(twos_of(batch, fixed))
         if not found:
             return (logits * 0).sum()
-        losses = self._judged(found, references) if self.how.loss == "kto" else self._pairs(found, references)
-        return torch.stack(losses).mean()
+        if self.how.loss != "kto":
+            return torch.stack(self._pairs(found, references)).mean()
+        with torch.no_grad():
+            logits = self._model(batch.tokens, batch.positions, batch.documents).logits
+            undropped = list(twos_of(batch, logits))
+        return torch.stack(self._judged(found, references, undropped)).mean()
 
     def _pairs(self, found: list[Two], references: list[Two]) -> list[Tensor]:
         both = zip(found, references, strict=True)
         return [pair_loss(self.how, *own.answers, *reference.answers) for own, reference in both]
 
-    def _judged(self, found: list[Two], references: list[Two]) -> list[Tensor]:
+    def _judged(self, found: list[Two], references: list[Two], undropped: list[Two]) -> list[Tensor]:
         """Ethayarajh et al. 2024, section 4: v = weight * sigmoid(beta (r - z)), or of (z - r) for an answer that is
         not wanted, and the loss is weight - v."""
-        both = list(zip(found, references, strict=True))
-        ratios = [
-            float(own.answers[1].log_prob.detach() - reference.answers[1].log_prob) for own, reference in both
-        ]
+        others = zip(undropped, references, strict=True)
+        ratios = [float(own.answers[1].log_prob - reference.answers[1].log_prob) for own, reference in others]
         z = max(0.0, sum(ratios) / len(ratios))
         losses = []
-        for own, reference in both:
+        for own, reference in zip(found, references, strict=True):
             r = own.answers[0].log_prob - reference.answers[0].log_prob
             if own.number % 4 == 0:
                 losses.append(self.how.desirable_weight * torch.sigmoid(self.how.beta * (z - r)))
