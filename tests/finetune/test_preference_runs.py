@@ -240,3 +240,24 @@ def test_a_checkpoint_keeps_the_reference() -> None:
     found = api.verify(spec, steps=2, through="checkpoint", precision="exact")
     assert found["equal"], found["first"]
     assert {"step 1 loss", "step 2 loss", "step 2 parameter"} <= {row["kind"] for row in found["rows"]}
+
+
+@pytest.mark.parametrize("how", ["dpo", "kto"])
+@pytest.mark.parametrize("layout", [{}, {"layout__dp": 2, "layout__zero": 3}], ids=["one", "dp2"])
+def test_a_stored_reference_gives_the_same_numbers_and_resumes(
+    how: str, layout: dict[str, object], folder: Path, tmp_path: Path
+) -> None:
+    corpus = written(with_prompts(pair_rows(8, 24)), tmp_path / "rows.jsonl")
+    flags = {**SMALL, "preference__loss": how, "precision__compute": "fp64", "train__steps": 6} | layout
+
+    def run(name: str, **more: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        spec = spec_for(folder, corpus, **{**flags, **more})
+        result = api.train(spec, out=tmp_path / name, quiet=True, nproc=spec.layout.world_size)
+        return result, [row for row in rows_of(tmp_path / name) if "loss" in row or "val_loss" in row]
+
+    _, asked = run("asked")
+    stored, rows = run("stored", preference__precompute_ref_log_probs="true")
+    assert len(rows) == len(asked) > 6
+    for row, other in zip(rows, asked, strict=True):
+        for key in {"loss", "val_loss", "grad_norm", "rewards_margins", "kl"} & row.keys():
+            assert row[key] == pytest.approx(other[key], rel=1e-9, abs=1e-9), key

@@ -42,7 +42,6 @@ from meshwright.spec.preference import METRICS
 from meshwright.verify.reference.weights import initial_weights
 
 
-
 ROWS: dict[str, list[Row]] = {
     "implicit prompts": pair_rows(1, 9),
     "prompts": with_prompts(pair_rows(2, 9)),
@@ -59,7 +58,9 @@ def test_dpo_equals_trls(kind: str, tmp_path: Path) -> None:
     spec = ours_spec(folder, corpus, len(rows), **flags)
     found = our_run(spec, tmp_path / "ours")
     more = {"beta": 0.4, "max_length": SEQ_LEN // 2}
-    trainer, losses = with_adapters(trl.DPOTrainer, trl.DPOConfig, spec, folder, rows, tmp_path / "trl", **more)
+    trainer, losses = with_adapters(
+        trl.DPOTrainer, trl.DPOConfig, spec, folder, rows, tmp_path / "trl", **more
+    )
     assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
     assert losses[-1] != pytest.approx(losses[0], rel=0.1)
     logged = [row for row in trainer.state.log_history if "rewards/margins" in row]

@@ -27,9 +27,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
 from meshwright.comm.collectives import start_all_reduce
 from meshwright.comm.mesh import Mesh
@@ -38,31 +40,42 @@ from meshwright.model.chunked_cross_entropy import IGNORE
 from meshwright.model.lora import adapters_off
 from meshwright.model.preference_loss import estimated_kl
 from meshwright.parallel.loss_function import SampleLogProbs, SampleLoss
-from meshwright.parallel.microbatches import microbatches
+from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import ParallelDecoder
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.preference_objectives import Sums, both, by_document, log_ratios, objective_of
 from meshwright.parallel.step_part import StepBegin, StepPart
+from meshwright.parallel.stored_reference import Side, StoredReference
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file
 from meshwright.spec.preference import ForwardAhead, PreferenceSpec
 
 
+class _Fields(TypedDict):
+    """Fields of a checkpoint's state."""
+
+    reference_log_probs: NotRequired[str]
+
+
 class Preference(StepPart):
     """A step's loss of whole answers on one rank."""
+
+    Fields = _Fields
 
     def __init__(self, spec: RunSpec, mesh: Mesh, built: ParallelDecoder, how: PreferenceSpec) -> None:
         self.spec, self.how, self._mesh = spec, how, mesh
         self.numbers = how.numbers
         self._objective = objective_of(how)
         self._decoder, self._pipeline = built.decoder, built.pipeline
-        self._counts = self._pipeline.has_end and mesh.tensor.rank == mesh.context.rank == 0
+        self.counts = self._pipeline.has_end and mesh.tensor.rank == mesh.context.rank == 0
         """True for the one rank of those with the same samples that counts answers and rewards."""
         self._sums: tuple[Tensor, ...] = ()
         """`Found.numbers` of this step's microbatches."""
         self._held_out: tuple[Tensor, ...] = ()
         """Those of microbatches that were held out."""
         self._means: dict[str, float] = {}
+        self.stored: StoredReference | None = None
+        """What the reference says of all samples, in a run that computes it ahead."""
 
     def begin_step(self, begin: StepBegin) -> None:
         """Begin to add up rewards."""
@@ -70,7 +83,7 @@ class Preference(StepPart):
 
     def own_count(self, batch: Batch) -> int:
         """The pairs, or judged answers, of a batch that this rank counts."""
-        if not self._counts:
+        if not self.counts:
             return 0
         targets, documents = batch.targets.cpu(), batch.documents
         lengths = by_document((targets != IGNORE).long(), documents, self._documents(documents))
@@ -78,12 +91,18 @@ class Preference(StepPart):
 
     def with_answers(self, batch: Batch, own: Batch) -> Batch:
         """`own`, this rank's tokens of a batch, with the loss of its answers."""
-        device, count = self._mesh.device, self._documents(batch.documents)
-        place = {"documents": batch.documents, "trained": (batch.targets != IGNORE).long()}
-        rows = {name: F.pad(each[:, :-1], (1, 0)) for name, each in place.items()}
-        rows["documents"][:, :1] = batch.documents[:, :1]
-        rows = {name: each.to(device) for name, each in {"input_ids": batch.tokens, **rows}.items()}
+        return self._with_loss("train", batch, own)
+
+    def with_held_out(self, batch: Batch, own: Batch) -> Batch:
+        """The same of samples that are held out."""
+        return self._with_loss("validation", batch, own)
+
+    def _with_loss(self, side: Side, batch: Batch, own: Batch) -> Batch:
+        rows, count = self._rows(batch), self._documents(batch.documents)
         ahead = {each: self._log_probs(each, own, rows, count) for each in self.how.forwards_ahead}
+        if self.how.precompute_ref_log_probs:
+            assert self.stored is not None
+            ahead["base"] = self.stored.of(side, batch.ids, count).to(self._mesh.device)
         kl = self._kl(rows, ahead, count)
         if not self._pipeline.has_end:
             return own
@@ -93,7 +112,20 @@ class Preference(StepPart):
         loss = SampleLoss(self._mesh.context, batch.tokens.shape[1], rows, function=function)
         return replace(own, soft_targets=loss)
 
-    with_held_out = with_answers
+    def reference_sums(self, batch: Batch) -> Tensor:
+        """Log-probabilities (n, D) of the documents of a batch by the reference: the model as it is, without
+        adapters. All ranks call this; none on other stages than the last."""
+        own, count = own_tokens(batch, self._mesh), self._documents(batch.documents)
+        return self._log_probs("base", own, self._rows(batch), count)
+
+    def _rows(self, batch: Batch) -> dict[str, Tensor]:
+        """Tensors by sample on the device: tokens, their documents, and which of them are trained on."""
+        place = {"documents": batch.documents, "trained": (batch.targets != IGNORE).long()}
+        rows = {name: F.pad(each[:, :-1], (1, 0)) for name, each in place.items()}
+        rows["documents"][:, :1] = batch.documents[:, :1]
+        return {
+            name: each.to(self._mesh.device) for name, each in {"input_ids": batch.tokens, **rows}.items()
+        }
 
     def _log_probs(self, which: ForwardAhead, own: Batch, rows: Mapping[str, Tensor], count: int) -> Tensor:
         """Log-probabilities (n, D) of the documents of samples by a model; none on other stages than the last."""
@@ -120,7 +152,7 @@ class Preference(StepPart):
         if not self.how.judged:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         summed = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        if self._counts:
+        if self.counts:
             lengths = by_document(rows["trained"], rows["documents"], count)
             summed += log_ratios(Sums(ahead["model"], lengths, ahead["base"]))
         start_all_reduce(summed, self._mesh.world, "scalars").wait()
@@ -132,7 +164,7 @@ class Preference(StepPart):
         log_probs, lengths = (by_document(each, documents, count) for each in (log_probs_BT, rows["trained"]))
         sums = Sums(log_probs, lengths, rows.get("reference", torch.zeros_like(log_probs)))
         found = self._objective.losses(sums, kl)
-        if self._counts:
+        if self.counts:
             if torch.is_grad_enabled():
                 self._sums = (*self._sums, found.numbers)
             else:
@@ -179,10 +211,22 @@ class Preference(StepPart):
         """The sums, which become more while gradients are computed."""
         return [self], []
 
+    def state(self) -> Mapping[str, Any]:
+        """The digest of what was stored of the reference."""
+        return {} if self.stored is None else {"reference_log_probs": self.stored.digest}
+
+    def assume(self, number: int) -> None:
+        """Take it that something is stored of all samples of a step."""
+        if self.how.precompute_ref_log_probs:
+            sums = np.zeros((self.spec.batch_sequences, self._objective.group))
+            self.stored = StoredReference({"train": sums, "validation": sums}, "", "")
+
     # What others ask ----------------------------------------------------------------------------------
 
     def check(self, state: Mapping[str, Any], where: str) -> None:
-        """Refuse a checkpoint that was trained by another loss, as data of pairs is that of no other run."""
+        """Refuse a stored reference that is not the one that a checkpoint was trained with.
+
+        Refuse a checkpoint that was trained by another loss, as data of pairs is that of no other run."""
         before, after = state["spec"].get("preference"), self.how.model_dump(mode="json")
         for key, now in after.items() if before is not None else ():
             was = before.get(key, type(self.how).model_fields[key].default)
@@ -191,6 +235,13 @@ class Preference(StepPart):
                     f"{where} is of another run: preference.{key} was {as_in_file(was)} and is "
                     f"{as_in_file(now)}; give the same value, or another --out"
                 )
+        kept = state.get("reference_log_probs")
+        if self.stored is not None and kept is not None and kept != self.stored.digest:
+            raise UserError(
+                f"{where} was trained with other log-probabilities of the reference (digest {kept[:12]}, in the "
+                f"run's folder now {self.stored.digest[:12]}): they are of another model; put the file back, or "
+                f"give another --out"
+            )
 
 
 def preference_of(spec: RunSpec, mesh: Mesh, built: ParallelDecoder) -> list[Preference]:

@@ -69,6 +69,12 @@ class PreferenceSpec(FrozenModel):
         "base", description="the reference of 'dpo' and 'kto': 'base' is the run's model without its adapters"
     )
 
+    precompute_ref_log_probs: bool = Field(
+        False,
+        description="compute the log-probabilities of the reference, which then is the model that the run begins "
+        "with, once before training, and keep them in the run's folder; with it all weights may be trained",
+    )
+
     @property
     def has_reference(self) -> bool:
         """True if the loss compares the model with a reference."""
@@ -83,7 +89,7 @@ class PreferenceSpec(FrozenModel):
     def forwards_ahead(self) -> tuple[ForwardAhead, ...]:
         """The forwards that each step takes of its samples before it."""
         own: tuple[ForwardAhead, ...] = ("model",) if self.judged else ()
-        return (*own, "base") if self.has_reference else own
+        return (*own, "base") if self.has_reference and not self.precompute_ref_log_probs else own
 
     @property
     def numbers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.spec.differences import as_in_file
 from meshwright.spec.errors import UserError
 from meshwright.spec.sections import Sections
 from meshwright.spec.verification import VerifyOptions
@@ -9,11 +10,15 @@ from meshwright.spec.verification import VerifyOptions
 
 def reference_is_the_base(spec: Sections) -> None:
     """DPO and KTO compare the model with its own frozen weights, which adapters leave as they are."""
-    if spec.preference is not None and spec.preference.has_reference and spec.lora is None:
+    preference = spec.preference
+    if preference is None or not preference.has_reference or preference.precompute_ref_log_probs:
+        return
+    if spec.lora is None:
         raise UserError(
-            f"preference.loss: {spec.preference.loss!r} compares the model with a frozen reference, and "
-            f"without [lora] nothing of it is frozen; give --lora.rank 16, whose base is the reference, or "
-            f"preference.loss = 'simpo' or 'orpo', which need none"
+            f"preference.loss: {preference.loss!r} compares the model with a frozen reference, and "
+            f"without [lora] nothing of it is frozen; give --lora.rank 16, whose base is the reference, "
+            f"preference.precompute_ref_log_probs = true, or preference.loss = 'simpo' or 'orpo', which need "
+            f"none"
         )
 
 
@@ -24,12 +29,13 @@ def keys_of_losses_have_an_effect(spec: Sections) -> None:
     takers = {
         "label_smoothing": ("dpo", "simpo"), "simpo_gamma": ("simpo",),
         "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+        "precompute_ref_log_probs": ("dpo", "kto"),
     }  # fmt: skip
     for key, losses in takers.items():
         value, default = getattr(preference, key), type(preference).model_fields[key].default
         if preference.loss not in losses and value != default:
             raise UserError(
-                f"preference.{key}: {value:g} has no effect with preference.loss = {preference.loss!r}; "
+                f"preference.{key}: {as_in_file(value)} has no effect with preference.loss = {preference.loss!r}; "
                 f"leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
             )
 
@@ -88,6 +94,11 @@ def pairs_are_compared(asked: VerifyOptions) -> None:
     """`verify` compares losses of pairs in float64, and through a checkpoint or a snapshot."""
     if asked.spec.preference is None:
         return
+    if asked.spec.preference.precompute_ref_log_probs:
+        raise UserError(
+            "preference.precompute_ref_log_probs: verify reads synthetic samples, of which nothing is stored; "
+            "give --preference.precompute_ref_log_probs false, with --lora.rank 16 for a reference"
+        )
     option = "--precision run" if asked.precision == "run" else ""
     if asked.through == "export":
         option = "--through export"

@@ -33,6 +33,7 @@ from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard.guard import Guard
 from meshwright.train.island_world import World
 from meshwright.train.metrics import Metrics
+from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import StepResult, Trainer
@@ -69,7 +70,7 @@ class TrainingRun:
         self.out, self.observers, self.corpus = out, observers, corpus
         self.world, self.loader, self.trainer = world, loader, trainer
         self.store, self.snapshots, self._weights = store, snapshots, weights
-        self.samples = SampleRecord(mesh)
+        self.samples, self.reference = SampleRecord(mesh), ReferenceRun(trainer, corpus, out)
         self.saves = Saves(spec, self.control, store, observers)
         self.guard = Guard(trainer, loader, observers)
         self.metrics = Metrics(trainer)
@@ -162,6 +163,7 @@ class TrainingRun:
                 f"{self.spec.precision.master}; give precision.compute = fp64 to keep them as they are"
             )
         self.control.together(lambda: self.trainer.initialise(weights))
+        self.reference.begin()
         self.store.save_frozen(state.frozen_tensors(self.trainer))
 
     def _tell_warnings(self) -> None:
@@ -175,6 +177,8 @@ class TrainingRun:
         if resume != "auto" and not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         step, latest = None if resume == "auto" else int(resume), self.store.latest()
+        if latest is not None:
+            self.reference.resume()
         if self._resume_from_memory(resume, latest):
             return
         if resume == "auto" and latest is None:

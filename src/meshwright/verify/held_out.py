@@ -80,7 +80,9 @@ def _loss(spec: RunSpec, batch: Batch, logits: Tensor, weights: Mapping[str, Ten
     if spec.preference is None:
         return mean_loss(logits, batch.targets)
     loss, counted, summed = ReferencePreference(spec, spec.preference, weights), 0, logits.new_zeros(())
-    for first in range(0, len(logits), spec.batch_sequences):  # KTO's estimate of a divergence is one of a batch
+    for first in range(
+        0, len(logits), spec.batch_sequences
+    ):  # KTO's estimate of a divergence is one of a batch
         rows = slice(first, first + spec.batch_sequences)
         part = batch.rows(rows.start, rows.stop)
         count = sum(1 for _ in twos_of(part, logits[rows]))

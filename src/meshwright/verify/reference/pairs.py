@@ -37,7 +37,8 @@ class Two:
 def pairs(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[], Sample]]]:
     """Return the samples of the pairs with these numbers, each with the places of it that are read."""
     wanted = [
-        (Document(2 * number, 2 * number, 0), Document(2 * number + 1, 2 * number + 1, 1)) for number in numbers
+        (Document(2 * number, 2 * number, 0), Document(2 * number + 1, 2 * number + 1, 1))
+        for number in numbers
     ]
     return _samples(spec, wanted, group=2)
 
