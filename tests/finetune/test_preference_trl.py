@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,15 +10,17 @@ import datasets
 import numpy as np
 import peft
 import pytest
-import torch
 import transformers
 import trl
 from chat_models import float64_throughout, model_in, opened, pair_rows, with_prompts, written
 from safetensors.torch import load_file
 from torch import Tensor
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl_trainers import (
     SEQ_LEN,
     STEPS,
+    PlainHead,
     Row,
     as_texts,
     common,
@@ -29,18 +30,12 @@ from trl_trainers import (
     recorded,
     with_adapters,
 )
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from hf_models import read_whole
 from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.data.packing import IGNORE
-from meshwright.exchange.peft_adapter import names_in_file, peft_layers
-from meshwright.spec import RunSpec, load
 from meshwright.spec.preference import METRICS
-from meshwright.verify.reference.weights import initial_weights
-
 
 ROWS: dict[str, list[Row]] = {
     "implicit prompts": pair_rows(1, 9),
@@ -77,12 +72,13 @@ def test_dpo_equals_trls(kind: str, tmp_path: Path) -> None:
 def trl_whole(
     kind: type[Any], config: type[Any], folder: Path, rows: list[Row], out: Path, **more: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of a trainer of TRL without a reference, one pair at a time, and the weights by our names."""
+    """Losses of a trainer of TRL without adapters, one pair at a time unless told, and the weights by our names."""
     losses: list[float] = []
-    given = common(out, 1, gradient_accumulation_steps=len(rows), max_length=SEQ_LEN // 2, **more)
+    others = {"ref_model": more.pop("ref_model")} if "ref_model" in more else {}
+    given = common(out, 1, **{"gradient_accumulation_steps": len(rows), "max_length": SEQ_LEN // 2} | more)
     trainer = recorded(kind, losses)(
         model=opened(folder), args=config(**given), train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder), **others,
     )  # fmt: skip
     with float64_throughout():
         trainer.train()
@@ -110,6 +106,30 @@ def test_simpo_equals_trls(packed: bool, tmp_path: Path) -> None:
     found = our_run(ours_spec(folder, corpus, samples, **flags), tmp_path / "ours")
     more = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1, "cpo_alpha": 0.0}
     losses, weights = trl_whole(CPOTrainer, CPOConfig, folder, rows, tmp_path / "trl", **more)
+    assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
+    assert most_apart(api.load_run(tmp_path / "ours").tensors(), weights) < 1e-9
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_all_weights_with_a_stored_reference_equal_trls(loss: str, tmp_path: Path) -> None:
+    """Against TRL's with a second model as its reference."""
+    folder, rows = tmp_path / "model", ROWS["texts"]
+    model_in(folder)
+    corpus = written(rows, tmp_path / "pairs.jsonl")
+    flags = {
+        "preference__loss": loss,
+        "preference__beta": 0.3,
+        "preference__precompute_ref_log_probs": "true",
+    }
+    more: dict[str, Any] = {"beta": 0.3, "ref_model": opened(folder)}
+    kind, config, samples = trl.DPOTrainer, trl.DPOConfig, len(rows)
+    if loss == "kto":  # in one batch, as its estimate of a divergence is of that
+        kind, config, samples = trl.KTOTrainer, trl.KTOConfig, 2 * len(rows)
+        more |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": samples}
+        more |= {"gradient_accumulation_steps": 1}
+    found = our_run(ours_spec(folder, corpus, samples, **flags), tmp_path / "ours")
+    with patch.object(trl.trainer.utils, "_ChunkedLogProbFunction", PlainHead):
+        losses, weights = trl_whole(kind, config, folder, rows, tmp_path / "trl", **more)
     assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
     assert most_apart(api.load_run(tmp_path / "ours").tensors(), weights) < 1e-9
 
