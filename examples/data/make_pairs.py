@@ -1,8 +1,9 @@
-"""Writes pairs.jsonl beside this file: 200 questions, each with an answer that was preferred and one that was not.
+"""Writes pairs.jsonl beside this file: 200 questions, each with an answer that was preferred and one that was
+not.
 
-Where a number is asked for the chosen answer begins with it and goes on with how it follows, and for a country or a
-day it ends with the result; the rejected one has the same sentences the other way round, so that it takes the
-question to tell them apart. The rows are the same on every machine.
+Where a number is asked for the chosen answer begins with it and goes on with how it follows, and for a
+country or a day it ends with the result; the rejected one has the same sentences the other way round, so that
+it takes the question to tell them apart. The rows are the same on every machine.
 """
 
 from __future__ import annotations

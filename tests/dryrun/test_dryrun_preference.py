@@ -1,5 +1,5 @@
-"""Predictions of runs on pairs of answers: states, messages and the peak are those of dry runs, and forwards ahead of
-a step are counted in its time and its FLOPs."""
+"""Predictions of runs on pairs of answers: states, messages and the peak are those of dry runs, and forwards
+ahead of a step are counted in its time and its FLOPs."""
 
 from __future__ import annotations
 

@@ -167,18 +167,22 @@ WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
     ),
     "judged without kto": ([JUDGED], {}, r"has answers with a label, .* --preference.loss kto"),
     "kto without answers": (
-        [{"messages": [*ASKED, GOOD]}], {"preference__loss": "kto", "lora__rank": 3}, "'kto' learns from judged",
+        [{"messages": [*ASKED, GOOD]}], {"preference__loss": "kto", "lora__rank": 3},
+        "'kto' learns from judged",
     ),
     "no label": (
-        [JUDGED | {"label": 1}], {"preference__loss": "kto", "lora__rank": 3}, "key 'label': it is 1; give true",
+        [JUDGED | {"label": 1}], {"preference__loss": "kto", "lora__rank": 3},
+        "key 'label': it is 1; give true",
     ),
     "no reference of kto": ([JUDGED], {"preference__loss": "kto"}, "precompute_ref_log_probs = true, or"),
     "stored for none": (
-        [ROW], {"preference__precompute_ref_log_probs": "true"}, "precompute_ref_log_probs: true has no effect",
+        [ROW], {"preference__precompute_ref_log_probs": "true"},
+        "precompute_ref_log_probs: true has no effect",
     ),
     "a weight for pairs": ([ROW], {"preference__desirable_weight": 2}, "desirable_weight: 2.0 has no effect"),
     "no margin": (
-        [ROW], {"preference__loss": "dpo", "lora__rank": 3, "preference__simpo_gamma": 1}, "gamma: 1.0 has no",
+        [ROW], {"preference__loss": "dpo", "lora__rank": 3, "preference__simpo_gamma": 1},
+        "gamma: 1.0 has no",
     ),
     "another format": ([ROW], {"data__format": "chat"}, r"data\.format: 'chat' has no pairs of answers"),
     "no mask": ([ROW], {"data__document_mask": "false"}, "lets a rejected answer see the chosen one"),

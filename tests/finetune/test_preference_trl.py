@@ -72,7 +72,8 @@ def test_dpo_equals_trls(kind: str, tmp_path: Path) -> None:
 def trl_whole(
     kind: type[Any], config: type[Any], folder: Path, rows: list[Row], out: Path, **more: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of a trainer of TRL without adapters, one pair at a time unless told, and the weights by our names."""
+    """Losses of a trainer of TRL without adapters, one pair at a time unless told, and the weights by our
+    names."""
     losses: list[float] = []
     others = {"ref_model": more.pop("ref_model")} if "ref_model" in more else {}
     given = common(out, 1, **{"gradient_accumulation_steps": len(rows), "max_length": SEQ_LEN // 2} | more)

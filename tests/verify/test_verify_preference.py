@@ -36,7 +36,8 @@ LORA: dict[str, object] = {"lora__rank": 3, "lora__alpha": 40.0}
 SIMPO: dict[str, object] = {"preference__loss": "simpo", "preference__beta": 2.0}
 ORPO: dict[str, object] = {"preference__loss": "orpo", "preference__beta": 0.7}
 KTO: dict[str, object] = {
-    **LORA, "train__seed": 7, "preference__loss": "kto", "preference__beta": 0.6, "preference__desirable_weight": 1.3,
+    **LORA, "train__seed": 7, "preference__loss": "kto", "preference__beta": 0.6,
+    "preference__desirable_weight": 1.3,
     "preference__undesirable_weight": 0.7,
 }  # fmt: skip
 SMOOTH: dict[str, object] = {"preference__label_smoothing": 0.2}

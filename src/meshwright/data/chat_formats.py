@@ -41,9 +41,10 @@ class Conversation:
     """The messages of a row, as chat templates take them, or its prompt and completion.
 
     For the formats 'prompt', 'judged' and 'preference', `prompt` and `completion` are both texts or both
-    messages, and `messages` is empty for texts. `label` says of a judged completion whether it is wanted. In a pair of answers `completion` is the chosen one, and `rejected` the
-    other, of the same kind. `tools` is None for none, and `variables` are the row's own for the template.
-    `place` is where messages say that the row is.
+    messages, and `messages` is empty for texts. `label` says of a judged completion whether it is wanted. In
+    a pair of answers `completion` is the chosen one, and `rejected` the other, of the same kind. `tools` is
+    None for none, and `variables` are the row's own for the template. `place` is where messages say that the
+    row is.
     """
 
     messages: tuple[Message, ...] = ()

@@ -45,8 +45,8 @@ NOTHING_TO_COMPARE = "pairs with an answer without a token to train on"
 
 
 class EncodedChat(NamedTuple):
-    """The tokens (n,) of a chat, whether each is trained on (n,), or of a judged completion its mark, the UTF-8
-    bytes that those spell, and a hash of its content that does not depend on the tokenizer."""
+    """The tokens (n,) of a chat, whether each is trained on (n,), or of a judged completion its mark, the
+    UTF-8 bytes that those spell, and a hash of its content that does not depend on the tokenizer."""
 
     ids: IDs
     trained: Marks
@@ -69,7 +69,7 @@ class ChatSource(TextSource):
 
     @property
     def targets(self) -> Targets:
-        """What the marks of the rows' tokens say (`TokenManifest.targets`)."""
+        """The meaning of the marks of the rows' tokens (`TokenManifest.targets`)."""
         kinds: dict[DataFormat, Targets] = {"preference": "pairs", "judged": "judged"}
         return kinds.get(self.format, "marked")
 

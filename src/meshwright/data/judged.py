@@ -1,13 +1,14 @@
 """Answers that are judged one by one in samples: each with the same prompt before another row's answer.
 
-The second gives the estimate of the KL divergence of KTO (Ethayarajh et al. 2024), whose answers y' are those of the
-rows before, as TRL's KTOTrainer turns them: the answer of row i goes to the prompt of row i + 1, and the last one to
-the first. Here the rows are all of a side of a corpus and not those of a microbatch, and pairs are taken apart into
-all chosen answers and then all rejected ones, so that no prompt gets an answer to itself.
+The second gives the estimate of the KL divergence of KTO (Ethayarajh et al. 2024), whose answers y' are those
+of the rows before, as TRL's KTOTrainer turns them: the answer of row i goes to the prompt of row i + 1, and
+the last one to the first. Here the rows are all of a side of a corpus and not those of a microbatch, and
+pairs are taken apart into all chosen answers and then all rejected ones, so that no prompt gets an answer to
+itself.
 
-Both of an example lie in one sample and are arranged as a pair of answers is (`pairs.py`). Of document numbers in a
-sample, 4k and 4k + 1 are an answer that is wanted, and the same prompt before another's, 4k + 2 and 4k + 3 one that
-is not.
+Both of an example lie in one sample and are arranged as a pair of answers is (`pairs.py`). Of document
+numbers in a sample, 4k and 4k + 1 are an answer that is wanted, and the same prompt before another's, 4k + 2
+and 4k + 3 one that is not.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from meshwright.data.document_index import DocumentIndex
 from meshwright.data.manifest import WANTED
 from meshwright.data.pairs import both_or_none, cut_pairs, fit_pairs, whole_pairs
 from meshwright.data.permutation import I64
-from meshwright.data.whole_documents import MarkedSource, TrainedTokens, WholeDocuments, WholeSamples
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.whole_documents import MarkedSource, TrainedTokens, WholeDocuments, WholeSamples
 from meshwright.spec.sections import DataSpec
 
 _BLOCK = 4096
@@ -65,8 +66,8 @@ def judged_samples(reader: TrainedTokens, index: DocumentIndex, data: DataSpec, 
 
 
 def before(count: int, pairs: bool) -> I64:
-    """Return for each of `count` documents the one whose answer its prompt gets; of pairs first the chosen ones
-    are taken in turn, and then the rejected ones."""
+    """Return for each of `count` documents the one whose answer its prompt gets; of pairs first the chosen
+    ones are taken in turn, and then the rejected ones."""
     turn = np.arange(count).reshape(-1, 2).T.reshape(-1) if pairs else np.arange(count)
     found = np.empty(count, dtype=np.int64)
     found[turn] = np.roll(turn, 1)

@@ -5,7 +5,8 @@
     00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn], whatever
                                token is read in front of it (`begin_id`)
     00000.documents.bin        one record per document, see `DOCUMENT`
-    00000.trained.bin          of chats and pairs of answers alone: a byte per token, 1 for those trained on, 2 of unwanted completions
+    00000.trained.bin          of chats and pairs of answers alone: a byte per token, 1 for those
+                               trained on, 2 for those of unwanted completions
     .meshwright/               derived files: the record of a verification, indices (may be deleted)
 
 A document lies in one shard. UTF-8 bytes are kept per document, so bits per byte are exact for any tokenizer.

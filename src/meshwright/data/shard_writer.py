@@ -14,7 +14,6 @@ from meshwright.data.manifest import (
     FileEntry,
     ShardEntry,
     Targets,
-    Targets,
     TokenManifest,
     documents_file,
     tokens_file,
@@ -32,8 +31,8 @@ _WRITE_BUFFER = 2**22  # tokens
 class ShardWriter:
     """Writes documents into a folder of shards, in bounded memory; `finish` writes the manifest.
 
-    Those with `targets` are chats, with a mark for each token, as in `TokenManifest`. The caller makes the folder appear in one
-    step (`publish.publishing`).
+    Those with `targets` are chats, with a mark for each token, as in `TokenManifest`. The caller makes the
+    folder appear in one step (`publish.publishing`).
     """
 
     def __init__(

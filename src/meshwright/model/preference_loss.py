@@ -1,6 +1,6 @@
 """Losses of pairs of answers: DPO (Rafailov et al. 2023), with the label smoothing of conservative DPO
-(Mitchell 2023), SimPO (Meng et al. 2024) and ORPO (Hong et al. 2024); and of answers that are judged one by one:
-KTO (Ethayarajh et al. 2024). All are as `spec/preference.py` states them.
+(Mitchell 2023), SimPO (Meng et al. 2024) and ORPO (Hong et al. 2024); and of answers that are judged one by
+one: KTO (Ethayarajh et al. 2024). All are as `spec/preference.py` states them.
 
 Shapes: P pairs, or judged answers.
 """
@@ -87,6 +87,6 @@ def judged_losses(how: PreferenceSpec, rewards: Tensor, wanted: Tensor, kl: Tens
 
 
 def estimated_kl(log_ratios: Tensor, count: Tensor) -> Tensor:
-    """KTO's estimate of a KL divergence, which moves where an answer's reward saturates: the mean of `count` log
-    ratios that were summed, 0 if it is below."""
+    """KTO's estimate of a KL divergence, which moves where an answer's reward saturates: the mean of `count`
+    log ratios that were summed, 0 if it is below."""
     return (log_ratios / count.clamp(min=1)).clamp(min=0)

@@ -8,13 +8,13 @@ Wire          what `loss_function.py` says, and for each forward ahead of a step
 Takes         the forwards ahead, and for each as many numbers as a sample has documents.
 
 The reference is the run's model with its adapters off: their weights are frozen, so that it stays what the
-run began with, and takes no memory. It is asked about a step's samples before the step. So is the model itself
-for KTO's estimate of the KL divergence, on which the loss of each answer of the global batch depends: it is the
-mean over all microbatches of all ranks, that no layout changes.
+run began with, and takes no memory. It is asked about a step's samples before the step. So is the model
+itself for KTO's estimate of the KL divergence, on which the loss of each answer of the global batch depends:
+it is the mean over all microbatches of all ranks, that no layout changes.
 
-The loss is the mean over the pairs, or judged answers, of the global batch: each rank sums those of its samples,
-and the division happens once, by their number (`loss_normalization.py`). One counts where both of its documents
-have a token that is trained on, which the corpus sees to.
+The loss is the mean over the pairs, or judged answers, of the global batch: each rank sums those of its
+samples, and the division happens once, by their number (`loss_normalization.py`). One counts where both of
+its documents have a token that is trained on, which the corpus sees to.
 
 Shapes: n samples of T tokens, in each of which D document numbers at most (`preference_objectives.py`).
 """
@@ -25,13 +25,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from meshwright.comm.collectives import start_all_reduce
 from meshwright.comm.mesh import Mesh
@@ -128,7 +128,8 @@ class Preference(StepPart):
         }
 
     def _log_probs(self, which: ForwardAhead, own: Batch, rows: Mapping[str, Tensor], count: int) -> Tensor:
-        """Log-probabilities (n, D) of the documents of samples by a model; none on other stages than the last."""
+        """Log-probabilities (n, D) of the documents of samples by a model; none on other stages than the
+        last."""
         length = own.documents.shape[1]
         own = replace(own, soft_targets=SampleLogProbs(self._mesh.context, length, rows))
         micros = list(microbatches(own, self.spec.micro_batch, self._mesh.device))
@@ -148,7 +149,8 @@ class Preference(StepPart):
             self._pipeline.watch = watch
 
     def _kl(self, rows: Mapping[str, Tensor], ahead: Mapping[ForwardAhead, Tensor], count: int) -> Tensor:
-        """The estimate of the KL divergence over the batches of all ranks, a scalar; 0 for a loss without one."""
+        """The estimate of the KL divergence over the batches of all ranks, a scalar; 0 for a loss without
+        one."""
         if not self.how.judged:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         summed = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
@@ -238,9 +240,9 @@ class Preference(StepPart):
         kept = state.get("reference_log_probs")
         if self.stored is not None and kept is not None and kept != self.stored.digest:
             raise UserError(
-                f"{where} was trained with other log-probabilities of the reference (digest {kept[:12]}, in the "
-                f"run's folder now {self.stored.digest[:12]}): they are of another model; put the file back, or "
-                f"give another --out"
+                f"{where} was trained with other log-probabilities of the reference (digest {kept[:12]}, in "
+                f"the run's folder now {self.stored.digest[:12]}): they are of another model; put the file "
+                f"back, or give another --out"
             )
 
 

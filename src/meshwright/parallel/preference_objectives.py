@@ -1,8 +1,8 @@
 """What a preference loss is of: pairs of answers, or answers that are judged one by one.
 
-Documents of a sample come in twos, of which a two counts where both have a token that is trained on. Of pairs they
-are the chosen and the rejected answer; of judged answers one answer, and its prompt before another's, and every
-other two is of answers that are not wanted (`data/judged.py`).
+Documents of a sample come in twos, of which a two counts where both have a token that is trained on. Of pairs
+they are the chosen and the rejected answer; of judged answers one answer, and its prompt before another's,
+and every other two is of answers that are not wanted (`data/judged.py`).
 
 Shapes: n samples, P twos of documents in each at most; D = 2 P.
 """
@@ -102,8 +102,8 @@ class JudgedObjective(Objective):
         return Found(torch.where(counted, losses, 0), numbers)
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, float]:
-        """Mean rewards of answers that are wanted and of the others, their difference, and the estimate of the KL
-        divergence."""
+        """Mean rewards of answers that are wanted and of the others, their difference, and the estimate of
+        the KL divergence."""
         wanted, unwanted, of_wanted, of_unwanted, kl = numbers
         chosen, rejected = of_wanted / max(wanted, 1), of_unwanted / max(unwanted, 1)
         found = {"rewards_chosen": chosen} if wanted else {}

@@ -1,6 +1,7 @@
 """Log-probabilities of the answers of all samples under a reference, which were computed before training.
 
-They are numbers by sample and document, whole on every rank: 8 D bytes a sample of at most D document numbers.
+They are numbers by sample and document, whole on every rank: 8 D bytes a sample of at most D document
+numbers.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ class StoredReference:
     def save(self, path: Path) -> None:
         """Write them to a file, which appears whole. Raises `UserError` where that fails."""
         room = BytesIO()
-        names = {"model": np.array(self.model), "data": np.array(self.data)}
-        np.savez(room, **names, **{side: self.sums[side] for side in SIDES})
+        train, validation = (self.sums[side] for side in SIDES)
+        np.savez(
+            room, model=np.array(self.model), data=np.array(self.data), train=train, validation=validation
+        )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.write(path, room.getvalue())
@@ -74,6 +77,6 @@ class StoredReference:
                 return cls(sums, str(arrays["model"]), str(arrays["data"]))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"preference.precompute_ref_log_probs: {path} cannot be read ({error}); remove it to have the "
-                f"log-probabilities of the reference computed again, in a run from step 0"
+                f"preference.precompute_ref_log_probs: {path} cannot be read ({error}); remove it to have "
+                f"the log-probabilities of the reference computed again, in a run from step 0"
             ) from error

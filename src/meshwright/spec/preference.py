@@ -11,10 +11,11 @@ tokens of an answer y, |y| their number, and ref the reference:
             with a = log p(c) / |c| and b = log p(r) / |r|
 
 Of answers that are judged one by one, y to x, with the estimate k of the KL divergence of the model from the
-reference: the mean of log p(y') - log ref(y') over a step's prompts with answers y' of others, 0 if it is below:
+reference: the mean of log p(y') - log ref(y') over a step's prompts with answers y' of others, 0 if it is
+below:
 
-    kto     loss = desirable_weight (1 - sigmoid(beta (log p(y) - log ref(y) - k))) of an answer that is wanted,
-            loss = undesirable_weight (1 - sigmoid(beta (k - log p(y) + log ref(y)))) of one that is not
+    kto     loss = desirable_weight (1 - sigmoid(beta (log p(y) - log ref(y) - k))) of one that is wanted,
+            loss = undesirable_weight (1 - sigmoid(beta (k - log p(y) + log ref(y)))) of another
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ adapters."""
 METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies")
 """Fields of a step's metrics, means over its pairs, which TRL names with a slash."""
 KTO_METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "kl")
-"""Those of a step on judged answers: mean rewards of those that are wanted and of the others, and the estimate of
-the KL divergence."""
+"""Those of a step on judged answers: mean rewards of those that are wanted and of the others, and the
+estimate of the KL divergence."""
 
 
 class PreferenceSpec(FrozenModel):
@@ -47,8 +48,8 @@ class PreferenceSpec(FrozenModel):
     )
     beta: PositiveFloat = Field(
         0.1,
-        description="factor of the rewards: in 'dpo' and 'kto' the more, the closer to the reference; in 'orpo' the "
-        "weight of the odds ratio",
+        description="factor of the rewards: in 'dpo' and 'kto' the more, the closer to the reference; in 'orpo' "
+        "the weight of the odds ratio",
     )
     label_smoothing: float = Field(
         0.0,
@@ -71,8 +72,8 @@ class PreferenceSpec(FrozenModel):
 
     precompute_ref_log_probs: bool = Field(
         False,
-        description="compute the log-probabilities of the reference, which then is the model that the run begins "
-        "with, once before training, and keep them in the run's folder; with it all weights may be trained",
+        description="compute the log-probabilities of the reference, which then is the model that the run "
+        "begins with, once before training, and keep them in the run's folder; with it all weights may be trained",
     )
 
     @property

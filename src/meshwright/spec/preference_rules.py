@@ -35,8 +35,8 @@ def keys_of_losses_have_an_effect(spec: Sections) -> None:
         value, default = getattr(preference, key), type(preference).model_fields[key].default
         if preference.loss not in losses and value != default:
             raise UserError(
-                f"preference.{key}: {as_in_file(value)} has no effect with preference.loss = {preference.loss!r}; "
-                f"leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
+                f"preference.{key}: {as_in_file(value)} has no effect with preference.loss = "
+                f"{preference.loss!r}; leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
             )
 
 
@@ -96,8 +96,8 @@ def pairs_are_compared(asked: VerifyOptions) -> None:
         return
     if asked.spec.preference.precompute_ref_log_probs:
         raise UserError(
-            "preference.precompute_ref_log_probs: verify reads synthetic samples, of which nothing is stored; "
-            "give --preference.precompute_ref_log_probs false, with --lora.rank 16 for a reference"
+            "preference.precompute_ref_log_probs: verify reads synthetic samples, of which nothing is "
+            "stored; give --preference.precompute_ref_log_probs false, with --lora.rank 16 for a reference"
         )
     option = "--precision run" if asked.precision == "run" else ""
     if asked.through == "export":

@@ -35,8 +35,8 @@ class ReferenceRun:
         self._part = next((part for part in parts if part.how.precompute_ref_log_probs), None)
 
     def begin(self) -> None:
-        """Compute it with the weights that the run begins with, or take what the folder has of them; all ranks
-        call this. Raises `UserError` for one of another model or of other data."""
+        """Compute it with the weights that the run begins with, or take what the folder has of them; all
+        ranks call this. Raises `UserError` for one of another model or of other data."""
         if self._part is None:
             return
         mesh, model = self._trainer.mesh, parameters_sha256(self._trainer)
@@ -53,8 +53,8 @@ class ReferenceRun:
         self._part.stored = kept
 
     def resume(self) -> None:
-        """Take what the folder has. Raises `UserError` where that is nothing, or of other data; the checkpoint tells
-        whether it is the same (`Preference.check`)."""
+        """Take what the folder has. Raises `UserError` where that is nothing, or of other data; the
+        checkpoint tells whether it is the same (`Preference.check`)."""
         if self._part is None:
             return
         kept = self._trainer.mesh.control.together(self._kept)
@@ -76,8 +76,8 @@ class ReferenceRun:
         kept = StoredReference.open(self._path)
         if kept.data != self._data:
             raise UserError(
-                f"{KEY}: {self._path} is of other data (digest {kept.data[:12]}, now {self._data[:12]}); give "
-                f"the data that it had, or another --out"
+                f"{KEY}: {self._path} is of other data (digest {kept.data[:12]}, now {self._data[:12]}); "
+                f"give the data that it had, or another --out"
             )
         return kept
 

@@ -189,7 +189,8 @@ class StageCosts:
         )
 
     def _forwards(self, spec: RunSpec, waits: float) -> list[float]:
-        """Seconds of a forward of a microbatch in each stage of a run's model, which `waits` for its units."""
+        """Seconds of a forward of a microbatch in each stage of a run's model, which `waits` for its
+        units."""
         blocks, placed = self._costs.blocks(spec), placed_stages(spec)
         works = {held: weighted_sum(parts(blocks, held)) for held in set(placed.contents)}
         return [works[held].forward.total + waits + self._hop * (not held.head) for held in placed.contents]
@@ -198,9 +199,9 @@ class StageCosts:
         """Seconds of the forwards that a step takes before it: breadth first, so that ranks wait for each
         other's first microbatch alone."""
         found = 0.0
-        for stages in self._ahead:
-            ranks = [sum(stages[stage] for stage in mine) for mine in self.placed.own]
-            found += sum(stages) + (spec.microbatches - 1) * max(ranks)
+        for seconds in self._ahead:
+            ranks = [sum(seconds[stage] for stage in mine) for mine in self.placed.own]
+            found += sum(seconds) + (spec.microbatches - 1) * max(ranks)
         return found
 
     def data(self, spec: RunSpec, mine: Sequence[Contents]) -> DataSeconds:

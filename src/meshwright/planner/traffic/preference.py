@@ -1,5 +1,5 @@
-"""Messages of a loss of pairs of answers, and of the forwards that it takes of a step's samples before the step
-(`parallel/preference.py`)."""
+"""Messages of a loss of pairs of answers, and of the forwards that it takes of a step's samples before the
+step (`parallel/preference.py`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def messages(
     states: Iterable[Message],
     passes: Callable[[RankView], Iterable[Message]],
 ) -> Iterator[Message]:
-    """Those of the forward phase of each pass, once more for each forward ahead, and log-probabilities of whole
-    samples, which context ranks gather for the loss and in each such forward.
+    """Those of the forward phase of each pass, once more for each forward ahead, and log-probabilities of
+    whole samples, which context ranks gather for the loss and in each such forward.
 
     `states` are the messages of units in a step, `passes` gives those of activations of a view. With ZeRO-3 a
     forward without gradients gathers each unit anew for each microbatch, in pipelines, too.

@@ -1,5 +1,6 @@
-"""Samples of synthetic answers in twos, token by token in Python integers, written apart from `meshwright.data`:
-of pairs, and of answers that are judged one by one, each with its prompt before another's answer."""
+"""Samples of synthetic answers in twos, token by token in Python integers, written apart from
+`meshwright.data`: of pairs, and of answers that are judged one by one, each with its prompt before another's
+answer."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def pairs(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[],
 
 
 def judged(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[], Sample]]]:
-    """Return the samples of both answers of the pairs with these numbers, each with its prompt before the answer of
-    the one before it, where all chosen answers come first, and before the first comes the last."""
+    """Return the samples of both answers of the pairs with these numbers, each with its prompt before the
+    answer of the one before it, where all chosen answers come first, and before the first comes the last."""
     turn = [2 * number for number in numbers] + [2 * number + 1 for number in numbers]
     earlier = {answer: turn[place - 1] for place, answer in enumerate(turn)}
     wanted = [
@@ -61,9 +62,9 @@ def _samples(
 ) -> list[tuple[int, Callable[[], Sample]]]:
     """Samples of twos of documents.
 
-    A two is in one sample. Where it is longer, the longer document loses its end, until it is no longer than the
-    other one, and then both do; a two is left out if the prompt is all that is left of one. Packing is that of
-    chats, by the length of twos.
+    A two is in one sample. Where it is longer, the longer document loses its end, until it is no longer than
+    the other one, and then both do; a two is left out if the prompt is all that is left of one. Packing is
+    that of chats, by the length of twos.
     """
     size = spec.data.seq_len
     read: list[Two] = []

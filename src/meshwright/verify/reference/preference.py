@@ -46,8 +46,8 @@ class ReferencePreference:
         """The run's model as its weights are, without dropout."""
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        """The mean over pairs, or judged answers, of which both documents have a token that is learned; 0 without
-        any."""
+        """The mean over pairs, or judged answers, of which both documents have a token that is learned; 0
+        without any."""
         found = list(twos_of(batch, logits))
         with torch.no_grad():
             fixed = self._reference(batch.tokens, batch.positions, batch.documents).logits
@@ -66,8 +66,8 @@ class ReferencePreference:
         return [pair_loss(self.how, *own.answers, *reference.answers) for own, reference in both]
 
     def _judged(self, found: list[Two], references: list[Two], undropped: list[Two]) -> list[Tensor]:
-        """Ethayarajh et al. 2024, section 4: v = weight * sigmoid(beta (r - z)), or of (z - r) for an answer that is
-        not wanted, and the loss is weight - v."""
+        """Ethayarajh et al. 2024, section 4: v = weight * sigmoid(beta (r - z)), or of (z - r) for an answer
+        that is not wanted, and the loss is weight - v."""
         others = zip(undropped, references, strict=True)
         ratios = [float(own.answers[1].log_prob - reference.answers[1].log_prob) for own, reference in others]
         z = max(0.0, sum(ratios) / len(ratios))
@@ -82,8 +82,8 @@ class ReferencePreference:
 
 
 def twos_of(batch: Batch, logits: Tensor) -> Iterator[Two]:
-    """Yield the documents 2k and 2k + 1 of each sample, where both count: of a pair the chosen and the rejected answer,
-    of a judged answer that and its prompt before another's."""
+    """Yield the documents 2k and 2k + 1 of each sample, where both count: of a pair the chosen and the
+    rejected answer, of a judged answer that and its prompt before another's."""
     log_probs = torch.log(torch.softmax(logits, -1))
     for row, (targets, documents) in enumerate(zip(batch.targets, batch.documents, strict=True)):
         own = documents.to(targets.device)
