@@ -58,7 +58,7 @@ def test_formulas_hold_of_pairs(how: dict[str, object], layout: dict[str, object
 
 
 def one_step(mesh: Mesh, spec: RunSpec) -> dict[Any, float]:
-    """What a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()
     (batch,) = first_batches(spec, mesh, 1)

@@ -75,7 +75,7 @@ class Preference(StepPart):
         """Those of microbatches that were held out."""
         self._means: dict[str, float] = {}
         self.stored: StoredReference | None = None
-        """What the reference says of all samples, in a run that computes it ahead."""
+        """Log-probabilities of all samples by the reference, in a run that computes them ahead."""
 
     def begin_step(self, begin: StepBegin) -> None:
         """Begin to add up rewards."""
@@ -94,7 +94,7 @@ class Preference(StepPart):
         return self._with_loss("train", batch, own)
 
     def with_held_out(self, batch: Batch, own: Batch) -> Batch:
-        """The same of samples that are held out."""
+        """`own`, this rank's tokens of a batch that is held out, with the loss of its answers."""
         return self._with_loss("validation", batch, own)
 
     def _with_loss(self, side: Side, batch: Batch, own: Batch) -> Batch:

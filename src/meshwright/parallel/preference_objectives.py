@@ -1,4 +1,4 @@
-"""What a preference loss is of: pairs of answers, or answers that are judged one by one.
+"""Objectives of a preference loss: pairs of answers, or answers that are judged one by one.
 
 Documents of a sample come in twos, of which a two counts where both have a token that is trained on. Of pairs
 they are the chosen and the rejected answer; of judged answers one answer, and its prompt before another's,

@@ -48,8 +48,8 @@ class PreferenceSpec(FrozenModel):
     )
     beta: PositiveFloat = Field(
         0.1,
-        description="factor of the rewards: in 'dpo' and 'kto' the more, the closer to the reference; in 'orpo' "
-        "the weight of the odds ratio",
+        description="factor of the rewards: in 'dpo' and 'kto' the more, the closer to the reference; "
+        "in 'orpo' the weight of the odds ratio",
     )
     label_smoothing: float = Field(
         0.0,
@@ -72,8 +72,8 @@ class PreferenceSpec(FrozenModel):
 
     precompute_ref_log_probs: bool = Field(
         False,
-        description="compute the log-probabilities of the reference, which then is the model that the run "
-        "begins with, once before training, and keep them in the run's folder; with it all weights may be trained",
+        description="compute the log-probabilities of the reference, which then is the model that "
+        "the run begins with, once before training, and keep them in the run's folder; with it all weights may be trained",
     )
 
     @property

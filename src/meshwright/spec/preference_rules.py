@@ -35,8 +35,8 @@ def keys_of_losses_have_an_effect(spec: Sections) -> None:
         value, default = getattr(preference, key), type(preference).model_fields[key].default
         if preference.loss not in losses and value != default:
             raise UserError(
-                f"preference.{key}: {as_in_file(value)} has no effect with preference.loss = "
-                f"{preference.loss!r}; leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
+                f"preference.{key}: {as_in_file(value)} has no effect with "
+                f"preference.loss = {preference.loss!r}; leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
             )
 
 
