@@ -73,7 +73,8 @@ class PreferenceSpec(FrozenModel):
     precompute_ref_log_probs: bool = Field(
         False,
         description="compute the log-probabilities of the reference, which then is the model that "
-        "the run begins with, once before training, and keep them in the run's folder; with it all weights may be trained",
+        "the run begins with, once before training, and keep them in the run's folder; with it "
+        "all weights may be trained",
     )
 
     @property

@@ -36,7 +36,8 @@ def keys_of_losses_have_an_effect(spec: Sections) -> None:
         if preference.loss not in losses and value != default:
             raise UserError(
                 f"preference.{key}: {as_in_file(value)} has no effect with "
-                f"preference.loss = {preference.loss!r}; leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
+                f"preference.loss = {preference.loss!r}; leave it out, or give "
+                f"preference.loss = {' or '.join(map(repr, losses))}"
             )
 
 
