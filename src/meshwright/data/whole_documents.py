@@ -67,7 +67,7 @@ class WholeSamples(NamedTuple):
     """(4,) documents that were cut, the tokens, and trained tokens, that they lost, and documents that were
     left out, as nothing was left to train on of one of their pair."""
     head: I64 = _NONE
-    """Of judged answers alone (`judged.py`), (documents,): tokens that are read from `start` on, before those
+    """(documents,), of judged answers alone (`judged.py`), (documents,): tokens that are read from `start` on, before those
     from `rest` on."""
     rest: I64 = _NONE
     """(documents,) place in the stream of what follows the head."""

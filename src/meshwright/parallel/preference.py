@@ -43,7 +43,13 @@ from meshwright.parallel.loss_function import SampleLogProbs, SampleLoss
 from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.parallel.parallelize import ParallelDecoder
 from meshwright.parallel.pipeline_parallel import ActionHook
-from meshwright.parallel.preference_objectives import Sums, both, by_document, log_ratios, objective_of
+from meshwright.parallel.preference_objectives import (
+    DocumentSums,
+    both,
+    by_document,
+    log_ratios,
+    objective_of,
+)
 from meshwright.parallel.step_part import StepBegin, StepPart
 from meshwright.parallel.stored_reference import Side, StoredReference
 from meshwright.spec import RunSpec, UserError
@@ -156,7 +162,7 @@ class Preference(StepPart):
         summed = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         if self.counts:
             lengths = by_document(rows["trained"], rows["documents"], count)
-            summed += log_ratios(Sums(ahead["model"], lengths, ahead["base"]))
+            summed += log_ratios(DocumentSums(ahead["model"], lengths, ahead["base"]))
         start_all_reduce(summed, self._mesh.world, "scalars").wait()
         return estimated_kl(*summed)
 
@@ -164,7 +170,7 @@ class Preference(StepPart):
         """The sum of the losses of the answers of some samples, with at most `count` documents in each."""
         documents = rows["documents"]
         log_probs, lengths = (by_document(each, documents, count) for each in (log_probs_BT, rows["trained"]))
-        sums = Sums(log_probs, lengths, rows.get("reference", torch.zeros_like(log_probs)))
+        sums = DocumentSums(log_probs, lengths, rows.get("reference", torch.zeros_like(log_probs)))
         found = self._objective.losses(sums, kl)
         if self.counts:
             if torch.is_grad_enabled():

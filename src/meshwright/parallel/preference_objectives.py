@@ -20,7 +20,7 @@ from meshwright.model.preference_loss import Answers, judged_losses, pair_losses
 from meshwright.spec.preference import METRICS, PreferenceSpec
 
 
-class Sums(NamedTuple):
+class DocumentSums(NamedTuple):
     """Log-probabilities (n, D) of documents, their numbers of tokens that are trained on, and what the log-
     probabilities of the reference are, 0 without one."""
 
@@ -57,7 +57,7 @@ class Objective(ABC):
         self.how = how
 
     @abstractmethod
-    def losses(self, sums: Sums, kl: Tensor) -> Found:
+    def losses(self, sums: DocumentSums, kl: Tensor) -> Found:
         """The losses of samples, given the estimate of the KL divergence over their batch, a scalar."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class PairObjective(Objective):
 
     group = 2
 
-    def losses(self, sums: Sums, kl: Tensor) -> Found:
+    def losses(self, sums: DocumentSums, kl: Tensor) -> Found:
         """Those of pairs."""
         found = pair_losses(self.how, sums.side(0), sums.side(1))
         margins = found.chosen - found.rejected
@@ -90,7 +90,7 @@ class JudgedObjective(Objective):
 
     group = 4
 
-    def losses(self, sums: Sums, kl: Tensor) -> Found:
+    def losses(self, sums: DocumentSums, kl: Tensor) -> Found:
         """Those of the answers, whose documents are the first ones of each two."""
         answers, counted = sums.side(0), sums.counted
         rewards = self.how.beta * (answers.log_probs - answers.reference)
@@ -112,7 +112,7 @@ class JudgedObjective(Objective):
         return {**found, "kl": kl / (wanted + unwanted)} if found else {}
 
 
-def log_ratios(sums: Sums) -> Tensor:
+def log_ratios(sums: DocumentSums) -> Tensor:
     """The log ratios of the second documents of twos, summed, and their number: (2,) in float64."""
     others, counted = sums.side(1), sums.counted
     ratios = (others.log_probs - others.reference) * counted
@@ -125,7 +125,7 @@ def both(lengths_ND: Tensor) -> Tensor:
 
 
 def by_document(values_NT: Tensor, documents_NT: Tensor, count: int) -> Tensor:
-    """Sums of numbers by document, (n, count).
+    """DocumentSums of numbers by document, (n, count).
 
     They are taken document by document in one order, where a scattered sum of CUDA takes any.
     """

@@ -28,8 +28,8 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Two:
-    """Two documents that are in one sample, with the tokens of each that are read."""
+class TwoDocuments:
+    """TwoDocuments documents that are in one sample, with the tokens of each that are read."""
 
     documents: tuple[Document, Document]
     lengths: tuple[int, int]
@@ -67,7 +67,7 @@ def _samples(
     that of chats, by the length of twos.
     """
     size = spec.data.seq_len
-    read: list[Two] = []
+    read: list[TwoDocuments] = []
     for one, other in wanted:
         first, second = _whole(spec, one), _whole(spec, other)
         while first + second > size:
@@ -78,8 +78,8 @@ def _samples(
             else:
                 second -= 1
         if first > _prompt(spec, one.prompted // 2) and second > _prompt(spec, other.prompted // 2):
-            read.append(Two((one, other), (first, second)))
-    members: list[list[Two]] = []
+            read.append(TwoDocuments((one, other), (first, second)))
+    members: list[list[TwoDocuments]] = []
     room: list[int] = []
     changed: list[int] = []
     if not spec.data.pack:
@@ -136,7 +136,7 @@ def _of_answer(spec: RunSpec, answer: int, position: int) -> int:
     return int(end * uniform(mix64(hash64(spec.train.seed, _TOKEN, source) ^ position)) ** 3)
 
 
-def _sample(spec: RunSpec, twos: Sequence[Two], group: int) -> Sample:
+def _sample(spec: RunSpec, twos: Sequence[TwoDocuments], group: int) -> Sample:
     """Return the sample of twos, each with `group` numbers for its documents."""
     size, end = spec.data.seq_len, spec.model.vocab_size - 1
     tokens, targets, positions, documents = list[int](), list[int](), list[int](), list[int]()

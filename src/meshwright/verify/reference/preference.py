@@ -28,8 +28,8 @@ class Answer(NamedTuple):
     tokens: int
 
 
-class Two(NamedTuple):
-    """Two documents, of which the first has this number in its sample."""
+class TwoAnswers(NamedTuple):
+    """TwoAnswers documents, of which the first has this number in its sample."""
 
     number: int
     answers: tuple[Answer, Answer]
@@ -61,11 +61,13 @@ class ReferencePreference:
             undropped = list(twos_of(batch, logits))
         return torch.stack(self._judged(found, references, undropped)).mean()
 
-    def _pairs(self, found: list[Two], references: list[Two]) -> list[Tensor]:
+    def _pairs(self, found: list[TwoAnswers], references: list[TwoAnswers]) -> list[Tensor]:
         both = zip(found, references, strict=True)
         return [pair_loss(self.how, *own.answers, *reference.answers) for own, reference in both]
 
-    def _judged(self, found: list[Two], references: list[Two], undropped: list[Two]) -> list[Tensor]:
+    def _judged(
+        self, found: list[TwoAnswers], references: list[TwoAnswers], undropped: list[TwoAnswers]
+    ) -> list[Tensor]:
         """Ethayarajh et al. 2024, section 4: v = weight * sigmoid(beta (r - z)), or of (z - r) for an answer
         that is not wanted, and the loss is weight - v."""
         others = zip(undropped, references, strict=True)
@@ -81,7 +83,7 @@ class ReferencePreference:
         return losses
 
 
-def twos_of(batch: Batch, logits: Tensor) -> Iterator[Two]:
+def twos_of(batch: Batch, logits: Tensor) -> Iterator[TwoAnswers]:
     """Yield the documents 2k and 2k + 1 of each sample, where both count: of a pair the chosen and the
     rejected answer, of a judged answer that and its prompt before another's."""
     log_probs = torch.log(torch.softmax(logits, -1))
@@ -96,7 +98,7 @@ def twos_of(batch: Batch, logits: Tensor) -> Iterator[Two]:
                     Answer(torch.stack(each).sum() if each else log_probs.new_zeros(()), len(each))
                 )
             if answers[0].tokens and answers[1].tokens:
-                yield Two(first, (answers[0], answers[1]))
+                yield TwoAnswers(first, (answers[0], answers[1]))
 
 
 def pair_loss(
