@@ -67,8 +67,8 @@ class WholeSamples(NamedTuple):
     """(4,) documents that were cut, the tokens, and trained tokens, that they lost, and documents that were
     left out, as nothing was left to train on of one of their pair."""
     head: I64 = _NONE
-    """(documents,), of judged answers alone (`judged.py`), (documents,): tokens that are read from `start` on, before those
-    from `rest` on."""
+    """(documents,) tokens that are read from `start` on, before those from `rest` on; this and the next two
+    are of judged answers (`judged.py`) alone."""
     rest: I64 = _NONE
     """(documents,) place in the stream of what follows the head."""
     unwanted: I64 = _NONE

@@ -29,7 +29,7 @@ class Document:
 
 @dataclass(frozen=True)
 class TwoDocuments:
-    """TwoDocuments documents that are in one sample, with the tokens of each that are read."""
+    """Two documents that are in one sample, with the tokens of each that are read."""
 
     documents: tuple[Document, Document]
     lengths: tuple[int, int]

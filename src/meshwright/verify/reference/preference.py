@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class TwoAnswers(NamedTuple):
-    """TwoAnswers documents, of which the first has this number in its sample."""
+    """Two documents, of which the first has this number in its sample."""
 
     number: int
     answers: tuple[Answer, Answer]
