@@ -32,6 +32,7 @@ from ranks import Ranks
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.toml"))}
 CHATS = ROOT / "examples" / "data" / "chats.jsonl"
+PAIRS = ROOT / "examples" / "data" / "pairs.jsonl"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
@@ -100,9 +101,10 @@ def test_there_are_many_examples_and_no_other_files() -> None:
     assert others == {"README.md", "two-sites.json", "grpo.py", "data"}
 
 
-def test_the_chats_are_those_that_their_program_writes() -> None:
-    made = runpy.run_path(str(CHATS.parent / "make_chats.py"))["chats"]()
-    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+@pytest.mark.parametrize(("file", "kind"), [(CHATS, "chats"), (PAIRS, "pairs")], ids=["chats", "pairs"])
+def test_the_rows_are_those_that_their_program_writes(file: Path, kind: str) -> None:
+    made = runpy.run_path(str(file.parent / f"make_{kind}.py"))[kind]()
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert rows == made and len(rows) == 200
 
 
@@ -198,6 +200,8 @@ def in_small(spec: RunSpec, corpus: Path, folder: Path) -> RunSpec:
     tree["model"]["vocab_size"] = 320  # of which bytes are 257
     if spec.data.mixture:
         tree["data"]["mixture"] = {str(corpus / name): share for name, share in spec.data.mixture.items()}
+    elif spec.preference is not None:
+        tree["data"]["corpus"] = str(PAIRS)
     elif spec.data.has_chats:
         (folder / "template.jinja").write_text(TEMPLATE)
         tree["data"] |= {"corpus": str(CHATS), "chat_template": str(folder / "template.jinja")}

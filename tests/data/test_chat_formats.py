@@ -329,6 +329,6 @@ def test_a_row_that_is_wrong_is_told_with_place_key_and_reason(name: str) -> Non
 def test_text_is_no_conversation() -> None:
     with pytest.raises(
         ValueError,
-        match="'text' are no conversations; those of chat, prompt, alpaca, sharegpt, preference are",
+        match="'text' are no conversations; those of chat, prompt, alpaca, sharegpt, preference, judged are",
     ):
         conversation_of({"text": "a"}, "text")

@@ -34,7 +34,7 @@ def chats(number: int, longest: int, count: int = 40) -> list[Chat]:
 
 
 def written(folder: Path, rows: list[Chat], tokens_per_shard: int = 2**28) -> TokenShards:
-    with ShardWriter(folder, byte_tokenizer(), tokens_per_shard, marked=True) as writer:
+    with ShardWriter(folder, byte_tokenizer(), tokens_per_shard, targets="marked") as writer:
         for number, (ids, trained) in enumerate(rows):
             content = int(content_hash(bytes([number, *ids]))[0])
             writer.add_marked(np.array(ids, dtype=np.uint32), np.array(trained), sum(trained), content)
@@ -142,7 +142,7 @@ def test_a_changed_mark_is_found(tmp_path: Path) -> None:
 
 def test_a_mark_for_each_token_is_needed(tmp_path: Path) -> None:
     with (
-        ShardWriter(tmp_path / "tokens", byte_tokenizer(), marked=True) as writer,
+        ShardWriter(tmp_path / "tokens", byte_tokenizer(), targets="marked") as writer,
         pytest.raises(ValueError, match="3 tokens have 2 marks"),
     ):
         writer.add_marked(np.zeros(3, dtype=np.uint32), np.zeros(2, dtype=np.bool_), 0, 0)

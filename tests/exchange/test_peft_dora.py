@@ -90,7 +90,7 @@ def test_the_model_without_adapters_is_the_base(tmp_path: Path) -> None:
 
 def magnitudes(mesh: Mesh, spec: RunSpec) -> dict[str, Tensor]:
     trainer = Trainer(spec, mesh)
-    trainer.initialise(open_weights(spec.model))
+    trainer.initialise(open_weights(spec))
     found = {name: each.full_tensor().clone() for name, each in trainer.states.trained_parameters()}
     return {name: each for name, each in found.items() if name.endswith(MAGNITUDE)}
 

@@ -17,12 +17,14 @@ from meshwright.api.verify_runs import on_chats
 from meshwright.data.chat_formats import conversation_of
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.packing import IGNORE
-from meshwright.parallel.preference import METRICS
 from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.preference import METRICS
+from meshwright.train.reference_run import FILE
 
 ASKED = [{"role": "user", "content": "one two"}]
 GOOD, BAD = ({"role": "assistant", "content": each} for each in ("three", "four"))
 ROW: dict[str, Any] = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+JUDGED: dict[str, Any] = {"prompt": "one two", "completion": " three", "label": True}
 TEXTS = {"prompt": "one two", "chosen": " three", "rejected": " four"}
 
 
@@ -161,8 +163,24 @@ WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
     "smoothed odds": (
         [ROW], {"preference__loss": "orpo", "preference__label_smoothing": 0.1}, "smoothing: 0.1 has no",
     ),
+    "judged without kto": ([JUDGED], {}, r"has answers with a label, .* --preference.loss kto"),
+    "kto without answers": (
+        [{"messages": [*ASKED, GOOD]}], {"preference__loss": "kto", "lora__rank": 3},
+        "'kto' learns from judged",
+    ),
+    "no label": (
+        [JUDGED | {"label": 1}], {"preference__loss": "kto", "lora__rank": 3},
+        "key 'label': it is 1; give true",
+    ),
+    "no reference of kto": ([JUDGED], {"preference__loss": "kto"}, "precompute_ref_log_probs = true, or"),
+    "stored for none": (
+        [ROW], {"preference__precompute_ref_log_probs": "true"},
+        "precompute_ref_log_probs: true has no effect",
+    ),
+    "a weight for pairs": ([ROW], {"preference__desirable_weight": 2}, "desirable_weight: 2.0 has no effect"),
     "no margin": (
-        [ROW], {"preference__loss": "dpo", "lora__rank": 3, "preference__simpo_gamma": 1}, "gamma: 1 has no",
+        [ROW], {"preference__loss": "dpo", "lora__rank": 3, "preference__simpo_gamma": 1},
+        "gamma: 1.0 has no",
     ),
     "another format": ([ROW], {"data__format": "chat"}, r"data\.format: 'chat' has no pairs of answers"),
     "no mask": ([ROW], {"data__document_mask": "false"}, "lets a rejected answer see the chosen one"),
@@ -181,10 +199,8 @@ def test_a_mistake_is_one_sentence(name: str, folder: Path, tmp_path: Path) -> N
         open_corpus(spec_for(folder, written([*rows], tmp_path / "rows.jsonl"), **flags))
 
 
-def test_predictions_refuse_what_they_do_not_count(folder: Path, tmp_path: Path) -> None:
+def test_a_comparison_in_own_precision_is_refused(folder: Path, tmp_path: Path) -> None:
     spec = spec_for(folder, written([ROW], tmp_path / "rows.jsonl"))
-    with pytest.raises(UserError, match=r"preference: dryrun does not count a loss of pairs of answers"):
-        api.dryrun(spec)
     with pytest.raises(UserError, match=r"preference: --precision run compares cross-entropy alone"):
         api.verify(spec, precision="run")
     assert on_chats(spec).data.format == "auto"
@@ -196,6 +212,9 @@ SMALL: dict[str, object] = {
     "train__log_every": 1, "data__val_fraction": 0.2, "train__eval_every": 6, "lora__rank": 4,
     "lora__dropout": 0.1, "preference__loss": "dpo", "model__init_std": 0.2,
 }  # fmt: skip
+
+
+STORED: dict[str, object] = {"preference__precompute_ref_log_probs": "true"}
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -240,3 +259,61 @@ def test_a_checkpoint_keeps_the_reference() -> None:
     found = api.verify(spec, steps=2, through="checkpoint", precision="exact")
     assert found["equal"], found["first"]
     assert {"step 1 loss", "step 2 loss", "step 2 parameter"} <= {row["kind"] for row in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [("dpo", {"layout__dp": 2, "layout__zero": 3}), ("kto", {}), ("dpo", {})],
+    ids=["dpo on two ranks", "kto", "dpo"],
+)
+def test_a_stored_reference_gives_the_same_numbers(
+    how: str, layout: dict[str, object], folder: Path, tmp_path: Path
+) -> None:
+    corpus = written(with_prompts(pair_rows(8, 24)), tmp_path / "rows.jsonl")
+    flags = {**SMALL, "preference__loss": how, "precision__compute": "fp64", "train__steps": 6} | layout
+
+    def rows(name: str, **more: object) -> list[dict[str, Any]]:
+        api.train(spec_for(folder, corpus, **{**flags, **more}), out=tmp_path / name, quiet=True)
+        return [row for row in rows_of(tmp_path / name) if "loss" in row or "val_loss" in row]
+
+    asked, stored = rows("asked"), rows("stored", **STORED)
+    assert len(stored) == len(asked) > 6
+    compared = {"loss", "val_loss", "grad_norm", "rewards_margins", "kl"}
+    for row, other in zip(stored, asked, strict=True):
+        for key in compared & row.keys():
+            assert row[key] == pytest.approx(other[key], rel=1e-12, abs=1e-12), key
+
+
+def test_all_weights_learn_from_a_stored_reference_and_resume(folder: Path, tmp_path: Path) -> None:
+    corpus = written(with_prompts(pair_rows(8, 24)), tmp_path / "rows.jsonl")
+    flags = {**SMALL, **STORED, "lora__rank": None, "lora__dropout": None, "train__lr": 0.003}
+    whole = spec_for(folder, corpus, **flags, train__steps=8)
+    result = api.train(whole, out=tmp_path / "whole", quiet=True)
+    steps = [row for row in rows_of(tmp_path / "whole") if "loss" in row]
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and steps[-1]["loss"] < 0.6
+    half = spec_for(folder, corpus, **flags, train__steps=8, train__stop_at=4)
+    api.train(half, out=tmp_path / "half", quiet=True)
+    kept = (tmp_path / "half" / FILE).read_bytes()
+    other = spec_for(folder, corpus, **flags, train__steps=2, train__seed=5)
+    api.train(other, out=tmp_path / "other", quiet=True)
+
+    def refused(
+        file: bytes | None, sentence: str, spec: RunSpec = whole, out: str = "half", **how: Any
+    ) -> None:
+        (tmp_path / out).mkdir(exist_ok=True)
+        (tmp_path / out / FILE).unlink(missing_ok=True)
+        if file is not None:
+            (tmp_path / out / FILE).write_bytes(file)
+        with pytest.raises(UserError, match=sentence):
+            api.train(spec, out=tmp_path / out, quiet=True, **how)
+
+    refused(None, "is not there, and the model that it was computed with", resume="auto")
+    refused(kept[:-60], "cannot be read .* computed again", resume="auto")
+    theirs = (tmp_path / "other" / FILE).read_bytes()
+    refused(theirs, "was trained with other log-probabilities of the reference", resume="auto")
+    refused(theirs, "is of another model", out="new")
+    more = written(with_prompts(pair_rows(9, 24)), tmp_path / "more.jsonl")
+    refused(kept, "is of other data", spec_for(folder, more, **flags, train__steps=8), "new")
+    (tmp_path / "half" / FILE).write_bytes(kept)
+    resumed = api.train(whole, out=tmp_path / "half", resume="auto", quiet=True)
+    assert resumed["parameters_sha256"] == result["parameters_sha256"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import TENSORS, Batch, SplitReader
 from meshwright.model.preference_loss import Answers, log_1_minus_exp, pair_losses
-from meshwright.parallel import preference
-from meshwright.parallel.preference import Preference, both, by_document
+from meshwright.parallel import preference, preference_objectives
+from meshwright.parallel.preference import Preference
+from meshwright.parallel.preference_objectives import both, by_document, log_ratios
 from meshwright.spec import RunSpec
 from meshwright.spec.preference import PreferenceSpec
 from meshwright.train.step import Trainer
@@ -33,6 +35,11 @@ PAIRS: dict[str, object] = {
 LORA: dict[str, object] = {"lora__rank": 3, "lora__alpha": 40.0}
 SIMPO: dict[str, object] = {"preference__loss": "simpo", "preference__beta": 2.0}
 ORPO: dict[str, object] = {"preference__loss": "orpo", "preference__beta": 0.7}
+KTO: dict[str, object] = {
+    **LORA, "train__seed": 7, "preference__loss": "kto", "preference__beta": 0.6,
+    "preference__desirable_weight": 1.3,
+    "preference__undesirable_weight": 0.7,
+}  # fmt: skip
 SMOOTH: dict[str, object] = {"preference__label_smoothing": 0.2}
 CASES: list[dict[str, object]] = [
     {**LORA},
@@ -50,6 +57,13 @@ CASES: list[dict[str, object]] = [
     {**LORA, "dp": 2, "zero": 3, "tp": 2},
     {**LORA, "pp": 2, "schedule": "zb-h1", "cp": 2, "micro_batch": 2},
     {**LORA, "cp": 2, "tp": 2, "recompute__policy": "selective", "data__pack": "false"},
+    {**KTO},
+    {**KTO, "dp": 2, "zero": 3},
+    {**KTO, "tp": 2, "lora__dropout": 0.3},
+    {**KTO, "cp": 2},
+    {**KTO, "pp": 2, "schedule": "zb-h1", "micro_batch": 2},
+    {**KTO, "dp": 2, "zero": 3, "tp": 2, "data__pack": "false"},
+    {**KTO, "pp": 2, "schedule": "zb-h1", "cp": 2, "micro_batch": 2},
 ]  # fmt: skip
 
 
@@ -70,7 +84,9 @@ def assert_equal(ranks: Ranks, spec: RunSpec) -> None:
     assert {"step 2 parameter", "step 2 loss", f"step {STEPS} validation loss"} <= kinds
 
 
-@pytest.mark.parametrize("case", marked(CASES, [CASES[n] for n in (0, 2, 4, 5, 8, 10, 13)]), ids=name)
+@pytest.mark.parametrize(
+    "case", marked(CASES, [CASES[n] for n in (0, 2, 4, 5, 8, 10, 13, 15, 16, 17, 18, 19, 20)]), ids=name
+)
 def test_every_axis_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     assert_equal(ranks, spec_of(DENSE | PAIRS, **flags(case)))
 
@@ -115,8 +131,8 @@ def test_odds_are_finite_where_an_answer_is_all_but_certain() -> None:
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rejected answers are learned, and the chosen ones are not."""
-    honest = preference.pair_losses
-    monkeypatch.setattr(preference, "pair_losses", lambda how, one, other: honest(how, other, one))
+    honest = preference_objectives.pair_losses
+    monkeypatch.setattr(preference_objectives, "pair_losses", lambda how, one, other: honest(how, other, one))
 
 
 def with_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +144,8 @@ def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own pairs, and the result by the number of ranks."""
     honest = Preference._loss
 
-    def own_mean(self: Preference, count: int, log_probs: Any, rows: Any) -> Any:
-        whole = honest(self, count, log_probs, rows)
+    def own_mean(self: Preference, count: int, kl: Tensor, log_probs: Any, rows: Any) -> Any:
+        whole = honest(self, count, kl, log_probs, rows)
         pairs = int(both(by_document(rows["trained"], rows["documents"], count)).sum())
         return whole / max(1, pairs)
 
@@ -157,6 +173,53 @@ BUGS: list[tuple[Any, int, str]] = [
     (mean_of_means, 1, "the backward of head"),
     (unmasked, 1, "the loss, though each module's output is right"),
 ]
+
+
+def unclamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate below 0 stays as it is."""
+    monkeypatch.setattr(preference, "estimated_kl", lambda ratios, count: ratios / count)
+
+
+def with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate has the gradient of the microbatch's own part of it."""
+    honest = preference_objectives.JudgedObjective.losses
+
+    def followed(self: Any, sums: Any, kl: Tensor) -> Any:
+        ratios, count = log_ratios(sums)
+        return honest(self, sums, kl + (ratios - ratios.detach()) / count)
+
+    monkeypatch.setattr(preference_objectives.JudgedObjective, "losses", followed)
+
+
+def of_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's estimate is that of its own samples, as TRL's is of a microbatch."""
+    monkeypatch.setattr(preference, "start_all_reduce", lambda *_: SimpleNamespace(wait=lambda: None))
+
+
+def with_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is of prompts with their own answers."""
+    honest = log_ratios
+    monkeypatch.setattr(
+        preference, "log_ratios", lambda sums: honest(type(sums)(*(each.roll(1, 1) for each in sums)))
+    )
+
+
+KTO_BUGS: list[tuple[Any, dict[str, object], str]] = [
+    (unclamped, {"train__seed": 0}, "the loss, though"),
+    (with_a_gradient, {}, "the backward of head"),
+    (of_own_samples, {"dp": 2, "zero": 3}, "the validation loss"),
+    (with_its_own_answers, {}, "the loss, though"),
+]
+
+
+@pytest.mark.parametrize(("plant", "layout", "where"), KTO_BUGS, ids=[bug[0].__name__ for bug in KTO_BUGS])
+def test_a_planted_bug_of_kto_is_named(
+    ranks: Ranks, plant: Any, layout: dict[str, object], where: str
+) -> None:
+    spec = spec_of(DENSE | PAIRS, **flags({**KTO, **layout}))
+    found = ranks.run(spec.layout, broken, spec, plant)[0]
+    assert not found["equal"]
+    assert f"the first difference is in {where}" in found["first"]["sentence"]
 
 
 def broken(mesh: Mesh, spec: RunSpec, plant: Any) -> dict[str, Any] | None:
@@ -193,7 +256,7 @@ def of_held_out_pairs(mesh: Mesh, spec: RunSpec) -> tuple[int, float, dict[str, 
     return trainer._own_targets(batch), float(loss), gradients
 
 
-@pytest.mark.parametrize("how", [LORA, SIMPO, ORPO], ids=["dpo", "simpo", "orpo"])
+@pytest.mark.parametrize("how", [LORA, SIMPO, ORPO, KTO], ids=["dpo", "simpo", "orpo", "kto"])
 def test_packed_equals_unpacked(ranks: Ranks, how: dict[str, object]) -> None:
     base = DENSE | PAIRS | {"data.corpus": "synthetic", "data.val_fraction": 0.02}
     found = []

@@ -86,6 +86,11 @@ def simulate(
     from meshwright.schedule import ScheduleError, StageCost
 
     refuse_other_models(spec, "simulate")
+    if spec.forwards_ahead:
+        raise UserError(
+            "preference: simulate draws the passes of the schedule alone, and not the forward of a reference "
+            "before them, which plan and explain count; give --preference none"
+        )
     check_writable(out)
     check_writable(trace, "--trace")
     try:

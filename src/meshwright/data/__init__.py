@@ -17,6 +17,7 @@ whole or not at all, `verification` and the record `verified` check it once, `bl
 as they are read, `shards` reads tokens and `document_index` finds documents. `kept_tokenizer` is the
 tokenizer that a run keeps.
 Batches: `packing` makes samples of documents, and `whole_documents` those of chats, packed by `best_fit`, of
-which two may be `pairs`; `split_samples` has those of all sources, `permutation` orders them without state,
-`mixture` weighs corpora, `corpus` is all of it for one `RunSpec`, and `loader` makes one rank's batches.
+which two may be `pairs`, and `judged` those of answers with a label; `split_samples` has those of all
+sources, `permutation` orders them without state, `mixture` weighs corpora, `corpus` is all of it for one
+`RunSpec`, and `loader` makes one rank's batches.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args
 
@@ -13,7 +13,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.records import show
 
-DataFormat = Literal["chat", "prompt", "alpaca", "sharegpt", "preference", "text"]
+DataFormat = Literal["chat", "prompt", "alpaca", "sharegpt", "preference", "judged", "text"]
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -23,6 +23,7 @@ KEYS: Mapping[DataFormat, tuple[str, ...]] = MappingProxyType({
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
     "preference": ("chosen", "rejected"),
+    "judged": ("prompt", "completion", "label"),
     "text": ("text",),
 })  # fmt: skip
 """The keys that a row of each format has."""
@@ -40,10 +41,11 @@ EMPTY = "rows without a message"
 class Conversation:
     """The messages of a row, as chat templates take them, or its prompt and completion.
 
-    For the formats 'prompt' and 'preference', `prompt` and `completion` are both texts or both messages,
-    and `messages` is empty for texts. In a pair of answers `completion` is the chosen one, and `rejected` the
-    other, of the same kind. `tools` is None for none, and `variables` are the row's own for the template.
-    `place` is where messages say that the row is.
+    For the formats 'prompt', 'judged' and 'preference', `prompt` and `completion` are both texts or both
+    messages, and `messages` is empty for texts. `label` says of a judged completion whether it is wanted. In
+    a pair of answers `completion` is the chosen one, and `rejected` the other, of the same kind. `tools` is
+    None for none, and `variables` are the row's own for the template. `place` is where messages say that the
+    row is.
     """
 
     messages: tuple[Message, ...] = ()
@@ -52,6 +54,7 @@ class Conversation:
     prompt: str | tuple[Message, ...] | None = None
     completion: str | tuple[Message, ...] | None = None
     rejected: str | tuple[Message, ...] | None = None
+    label: bool | None = None
     place: str = "a row"
 
     @property
@@ -64,6 +67,8 @@ def format_of(keys: Iterable[str]) -> DataFormat:
     """Return the format that a row's keys tell. Raises `UserError` where they tell none, or several."""
     given = list(keys)
     found = [each for each, wanted in KEYS.items() if set(wanted) <= set(given)]
+    if "judged" in found:
+        found.remove("prompt")
     if len(found) == 1:
         return found[0]
     if found:
@@ -255,6 +260,14 @@ def _prompt(reader: _Reader) -> Conversation:
     return reader.conversation((*asked, *answered), prompt=asked, completion=answered)
 
 
+def _judged(reader: _Reader) -> Conversation:
+    """A prompt with a completion, and whether that is wanted."""
+    label = reader.row.get("label")
+    if not isinstance(label, bool):
+        reader.wrong("label", f"it is {show(label)}; give true or false, or data.format = 'prompt'")
+    return replace(_prompt(reader), label=label)
+
+
 def _preference(reader: _Reader) -> Conversation:
     """A pair of answers to one prompt, which is the row's, or else what both begin with."""
     keys = ("chosen", "rejected")
@@ -356,5 +369,6 @@ _READERS: Mapping[str, Callable[[_Reader], Conversation]] = MappingProxyType(
         "alpaca": _alpaca,
         "sharegpt": _sharegpt,
         "preference": _preference,
+        "judged": _judged,
     }
 )

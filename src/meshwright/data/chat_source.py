@@ -24,10 +24,11 @@ from meshwright.data.chat_formats import (
 from meshwright.data.chat_template import ChatTemplate, special_tokens
 from meshwright.data.chat_tokens import ChatEncoder
 from meshwright.data.hub_source import HUB
-from meshwright.data.manifest import shards_of
+from meshwright.data.manifest import UNWANTED, WANTED, Targets, shards_of
 from meshwright.data.near_formats import renamed
 from meshwright.data.readers import SYNTHETIC, TextSource
 from meshwright.data.row_files import Rows
+from meshwright.data.shard_writer import Marks
 from meshwright.data.shards import read_manifest
 from meshwright.data.sources import open_source
 from meshwright.data.split import content_hash
@@ -47,11 +48,11 @@ NOTHING_TO_COMPARE = "pairs with an answer without a token to train on"
 
 
 class EncodedChat(NamedTuple):
-    """The tokens (n,) of a chat, whether each is trained on (n,), the UTF-8 bytes that those spell, and a
-    hash of its content that does not depend on the tokenizer."""
+    """The tokens (n,) of a chat, whether each is trained on (n,), or of a judged completion its mark, the
+    UTF-8 bytes that those spell, and a hash of its content that does not depend on the tokenizer."""
 
     ids: IDs
-    trained: NDArray[np.bool_]
+    trained: Marks
     utf8_bytes: int
     content_hash: int
 
@@ -69,6 +70,12 @@ class ChatSource(TextSource):
     def pairs(self) -> bool:
         """True for rows with a chosen and a rejected answer, which are two chats that follow each other."""
         return self.format == "preference"
+
+    @property
+    def targets(self) -> Targets:
+        """The meaning of the marks of the rows' tokens (`TokenManifest.targets`)."""
+        kinds: dict[DataFormat, Targets] = {"preference": "pairs", "judged": "judged"}
+        return kinds.get(self.format, "marked")
 
     def __init__(
         self,
@@ -127,7 +134,7 @@ class ChatSource(TextSource):
             hashed = _content_hash(conversation)
             for ids, trained in found:
                 spelt = trained_bytes(tokenizer, ids[trained].astype(np.int64))
-                yield EncodedChat(ids, trained, spelt, hashed)
+                yield EncodedChat(ids, _marks(trained, conversation.label), spelt, hashed)
         self.skipped.update(self._source.skipped)
         self.changed_prompts, self.unended = encoder.changed_prompts, encoder.unended
         self.remarks = encoder.remarks
@@ -169,6 +176,11 @@ class ChatSource(TextSource):
                 encoder.encode_pair(conversation)
             else:
                 encoder.encode(conversation)
+
+
+def _marks(trained: NDArray[np.bool_], label: bool | None) -> Marks:
+    """The marks of tokens of a conversation, whose completion may have a label."""
+    return trained if label is None else trained * np.uint8(WANTED if label else UNWANTED)
 
 
 def with_chats(source: TextSource, data: DataSpec) -> TextSource:

@@ -13,6 +13,7 @@ from typing import cast
 
 from meshwright.data.chat_source import ChatSource, with_chats
 from meshwright.data.document_index import TokenSource
+from meshwright.data.judged import JudgedDocuments, JudgedSource
 from meshwright.data.manifest import VERSION, digest_of, shards_of
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import SplitSide, Windows
@@ -53,7 +54,8 @@ XZ_BYTES = 8 * 10**6
 class Corpus:
     """Result of `open_corpus`: the training samples and the held-out ones.
 
-    `names` are those of the sources, `marked` says which have chats, `pairs` which have pairs of answers.
+    `names` are those of the sources, `marked` says which have chats, `pairs` which have pairs of
+    answers, `judged` which have answers with a label.
     `has_text` is False for synthetic tokens, which spell nothing. `digest` is the SHA-256 of everything but
     the seed that decides samples: a resume with another is refused.
     """
@@ -64,7 +66,9 @@ class Corpus:
         data = spec.data
         self.tokenizer, self.names = tokenizer, _names(spec)
         self.has_text = not any(isinstance(source, SyntheticTokens) for source in sources)
-        self.marked, self.pairs = ([getattr(each, kind) for each in sources] for kind in ("marked", "pairs"))
+        kinds = ("marked", "pairs", "judged")
+        self.marked, self.pairs, self.judged = ([getattr(each, kind) for each in sources] for kind in kinds)
+        judged = spec.preference is not None and spec.preference.judged
         if any(self.marked) and data.pack and not data.document_mask:
             raise UserError(
                 "data.document_mask: false lets chats that share a sample see each other; leave it out, or "
@@ -81,7 +85,8 @@ class Corpus:
             tokenizer=tokenizer.digest,
         )
         self.train, self.validation = (
-            Split([_side(source, tokenizer, data, held) for source in sources]) for held in (False, True)
+            Split([_side(source, tokenizer, data, held, judged) for source in sources])
+            for held in (False, True)
         )
 
     @property
@@ -116,8 +121,10 @@ class Corpus:
         return {"xz_bits_per_byte": xz_bits_per_byte(text), "xz_bytes": len(text)} if text else {}
 
 
-def _side(source: TokenSource, tokenizer: Tokenizer, data: DataSpec, held: bool) -> SplitSide:
+def _side(source: TokenSource, tokenizer: Tokenizer, data: DataSpec, held: bool, judged: bool) -> SplitSide:
     """Return the samples of one side of a source's split."""
+    if judged and (source.pairs or source.judged):
+        return JudgedDocuments(cast(JudgedSource, source), tokenizer, data, held)
     if source.marked:
         return WholeDocuments(cast(MarkedSource, source), tokenizer, data, held)
     index = source.index(data.val_fraction, 0 if data.pack else data.seq_len)
@@ -141,8 +148,22 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
 
 
 def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
-    """Raise `UserError` unless pairs of answers meet a loss of pairs, and that nothing else."""
-    for name, pairs in zip(corpus.names, corpus.pairs, strict=True):
+    """Raise `UserError` unless pairs of answers meet a loss of pairs, judged ones that of them, and neither
+    meets anything else."""
+    judges = spec.preference is not None and spec.preference.judged
+    for name, pairs, judged in zip(corpus.names, corpus.pairs, corpus.judged, strict=True):
+        if judged and not judges:
+            raise UserError(
+                f"data.corpus: {name} has answers with a label, which are judged one by one; give "
+                f"--preference.loss kto, or data.format = 'prompt' to learn from all of them"
+            )
+        if judged:
+            continue
+        if not pairs and judges:
+            raise UserError(
+                f"preference.loss: 'kto' learns from judged answers, and {name} has none; give rows with "
+                f"prompt, completion and label (data.format = 'judged'), or with chosen and rejected"
+            )
         if pairs and spec.preference is None:
             raise UserError(
                 f"data.corpus: {name} has pairs of chosen and rejected answers, which need a loss of pairs; "
@@ -154,8 +175,8 @@ def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
                 f"give rows with chosen and rejected (data.format = 'preference'), or --preference none"
             )
     if any(corpus.marked) and not corpus.train.samples:
-        what = "pair of" if spec.preference is not None else "chat of"
-        which = "of both answers " if spec.preference is not None else ""
+        what = f"{'example' if judges else 'chat' if spec.preference is None else 'pair'} of"
+        which = "" if spec.preference is None or judges else "of both answers "
         raise UserError(
             f"data.seq_len: no {what} {', '.join(corpus.names)} has tokens to train on {which}"
             f"within {spec.data.seq_len} tokens; give a larger data.seq_len"
@@ -165,15 +186,16 @@ def _check_pairs(corpus: Corpus, spec: RunSpec) -> None:
 def _warn_of_cuts(corpus: Corpus, seq_len: int) -> None:
     """Warn of chats that lose their ends, since a sample is shorter."""
     for name, side in zip(corpus.names, corpus.train.sides, strict=True):
+        kind = side.what if isinstance(side, WholeDocuments) else ""
         if isinstance(side, WholeDocuments) and side.left_out:
-            count = counted(side.left_out // 2, "pairs") if side.pairs else counted(side.left_out, "chats")
+            count = counted(side.left_out // 2 if side.pairs else side.left_out, kind)
             room = "for both answers" if side.pairs else "for a word to train on"
             warnings.warn(
                 f"data.seq_len: left out {count} of {name}, as no room {room} is left behind the prompt in "
                 f"{seq_len:,} tokens; give a larger data.seq_len if they matter",
                 stacklevel=3,
             )
-        what = "answers in a pair of" if side.pairs else "chats of"
+        what = "answers in a pair of" if side.pairs else f"{kind} of"
         if isinstance(side, WholeDocuments) and side.cut_documents:
             warnings.warn(
                 f"data.seq_len: a limit of {seq_len:,} tokens cuts {side.cut_documents:,} of "

@@ -65,6 +65,11 @@ class TokenSource(Protocol):
         """True for marked documents that are a chosen and a rejected answer in turn."""
         ...
 
+    @property
+    def judged(self) -> bool:
+        """True for marked documents that are completions with a label."""
+        ...
+
     def take(self, place: I64) -> I64:
         """Return the token ids at these places of the stream, in the shape of `place`."""
         ...

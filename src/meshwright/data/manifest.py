@@ -5,7 +5,8 @@
     00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn], whatever
                                token is read in front of it (`begin_id`)
     00000.documents.bin        one record per document, see `DOCUMENT`
-    00000.trained.bin          of chats and pairs of answers alone: a byte per token, 1 for those trained on
+    00000.trained.bin          of chats and pairs of answers alone: a byte per token, 1 for those
+                               trained on, 2 for those of unwanted completions
     .meshwright/               derived files: the record of a verification, indices (may be deleted)
 
 A document lies in one shard. UTF-8 bytes are kept per document, so bits per byte are exact for any tokenizer.
@@ -38,6 +39,11 @@ DOCUMENT = np.dtype([("start", "<u8"), ("bytes", "<u8"), ("hash", "<u8")])
 """Place of the document's END within its shard, UTF-8 bytes of its text, 64-bit hash of its text."""
 
 
+Targets = Literal["marked", "pairs", "judged"]
+WANTED, UNWANTED = 1, 2
+"""Marks of the trained tokens of completions that are wanted, and of those that are not."""
+
+
 class FileEntry(FrozenModel):
     """Expected size and hash of a file."""
 
@@ -63,9 +69,9 @@ class TokenManifest(FrozenModel):
     """The token that is read in front of a document in END's place; None for END itself."""
     special_tokens: Literal["read"] | None = None
     """"read" where special tokens that texts spell were read as those tokens."""
-    targets: Literal["marked", "pairs"] | None = None
+    targets: Targets | None = None
     """"marked" where not every token is trained on, but those that the trained files mark; "pairs" where
-    these are of chosen and rejected answers in turn."""
+    these are of chosen and rejected answers in turn, "judged" where the marks are `WANTED` or `UNWANTED`."""
     tokenizer: str
     utf8_bytes: int
     shards: tuple[ShardEntry, ...]

@@ -23,7 +23,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 """Other names that data sets have for the keys of a format, the most usual first."""
 OPTIONAL: Mapping[str, tuple[str, ...]] = MappingProxyType({"alpaca": ("input",)})
 """Keys that a row of a format may have besides, and that would be lost under another name."""
-_PREFERRED = ("chat", "sharegpt", "alpaca", "prompt", "preference")
+_PREFERRED = ("chat", "sharegpt", "alpaca", "prompt", "preference", "judged")
 """Formats in the order in which equally near ones are proposed."""
 
 

@@ -13,6 +13,7 @@ from meshwright.data.manifest import (
     VERSION,
     FileEntry,
     ShardEntry,
+    Targets,
     TokenManifest,
     documents_file,
     tokens_file,
@@ -23,15 +24,15 @@ from meshwright.data.verified import BESIDE, BlockHashes, write_record
 
 TOKENS_PER_SHARD = 2**28
 
+Marks = NDArray[np.bool_] | NDArray[np.uint8]
 _WRITE_BUFFER = 2**22  # tokens
 
 
 class ShardWriter:
     """Writes documents into a folder of shards, in bounded memory; `finish` writes the manifest.
 
-    Those of `marked` ones are chats, with a mark for each token, and of `pairs` chosen and rejected answers
-    in turn. The caller makes the folder appear in one
-    step (`publish.publishing`).
+    Those with `targets` are chats, with a mark for each token, as in `TokenManifest`. The caller makes the
+    folder appear in one step (`publish.publishing`).
     """
 
     def __init__(
@@ -40,11 +41,10 @@ class ShardWriter:
         tokenizer: Tokenizer,
         tokens_per_shard: int = TOKENS_PER_SHARD,
         *,
-        marked: bool = False,
-        pairs: bool = False,
+        targets: Targets | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._marked, self._pairs = folder, marked, pairs
+        self._folder, self._targets = folder, targets
         self._tokenizer = tokenizer
         self._tokens_per_shard = tokens_per_shard
         self._dtype = np.dtype(f"<u{tokenizer.id_bytes}")
@@ -73,7 +73,7 @@ class ShardWriter:
             ids = ids[:-1] if len(ids) and ids[-1] == self._tokenizer.end_id else ids
         self._append(np.concatenate([self._end, ids]), utf8_bytes, content_hash)
 
-    def add_marked(self, ids: IDs, trained: NDArray[np.bool_], utf8_bytes: int, content_hash: int) -> None:
+    def add_marked(self, ids: IDs, trained: Marks, utf8_bytes: int, content_hash: int) -> None:
         """Append one chat of n > 0 token ids, with the marks of those that are trained on.
 
         `utf8_bytes` are those that the trained ones spell.
@@ -82,9 +82,7 @@ class ShardWriter:
             raise ValueError(f"{len(ids)} tokens have {len(trained)} marks")
         self._append(ids, utf8_bytes, content_hash, trained)
 
-    def _append(
-        self, ids: IDs, utf8_bytes: int, content_hash: int, trained: NDArray[np.bool_] | None = None
-    ) -> None:
+    def _append(self, ids: IDs, utf8_bytes: int, content_hash: int, trained: Marks | None = None) -> None:
         """Append the tokens of one document, and their marks."""
         if self._length and self._length + len(ids) > self._tokens_per_shard:
             self._close_shard()
@@ -119,7 +117,7 @@ class ShardWriter:
             end_id=self._tokenizer.end_id,
             begin_id=None if self._tokenizer.begin_id == self._tokenizer.end_id else self._tokenizer.begin_id,
             special_tokens="read" if self._tokenizer.reads_special else None,
-            targets="pairs" if self._pairs else "marked" if self._marked else None,
+            targets=self._targets,
             tokenizer=self._tokenizer.digest,
             utf8_bytes=self._utf8_bytes,
             shards=tuple(self._shards),
@@ -133,10 +131,12 @@ class ShardWriter:
         number = len(self._shards)
         self._tokens = _HashedFile(self._folder / tokens_file(number))
         self._table = _HashedFile(self._folder / documents_file(number))
-        self._trained = _HashedFile(self._folder / trained_file(number)) if self._marked else None
+        self._trained = (
+            _HashedFile(self._folder / trained_file(number)) if self._targets is not None else None
+        )
         self._length = self._pending_length = 0
         self._pending: list[np.ndarray] = []
-        self._marks: list[NDArray[np.bool_]] = []
+        self._marks: list[Marks] = []
         self._records: list[tuple[int, int, int]] = []
 
     def _flush(self) -> None:

@@ -86,9 +86,19 @@ class TokenShards:
         """Return the token ids at these places of the stream, in the shape of `place`."""
         return self._take(place, self.manifest.token_dtype, tokens_file)
 
+    @property
+    def judged(self) -> bool:
+        """True for marked documents that are completions with a label, which their marks tell."""
+        return self.manifest.targets == "judged"
+
     def trained(self, place: I64) -> NDArray[np.bool_]:
         """Return True for the tokens at these places that are trained on; of marked documents only."""
-        return self._take(place, np.dtype(np.uint8), trained_file).astype(np.bool_)
+        return self.marks(place).astype(np.bool_)
+
+    def marks(self, place: I64) -> I64:
+        """Return the marks of the tokens at these places: 0, `WANTED` or `UNWANTED`; of marked documents
+        only."""
+        return self._take(place, np.dtype(np.uint8), trained_file)
 
     def _take(self, place: I64, kind: np.dtype[Any], file: Callable[[int], str]) -> I64:
         """Return the numbers of this kind at these places, which the shards have in files of that name."""

@@ -25,7 +25,7 @@ class SyntheticTokens:
     that a model has something to learn: the skew, and nothing else.
     """
 
-    marked = pairs = False
+    marked = pairs = judged = False
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed

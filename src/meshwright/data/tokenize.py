@@ -104,13 +104,12 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, process
     """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
     split: Counter[str] = Counter()
     trained = 0
-    marked = isinstance(source, ChatSource)
-    pairs = isinstance(source, ChatSource) and source.pairs
-    with ShardWriter(folder, tokenizer, marked=marked, pairs=pairs) as writer:
+    targets = source.targets if isinstance(source, ChatSource) else None
+    with ShardWriter(folder, tokenizer, targets=targets) as writer:
         if isinstance(source, ChatSource):
             for chat in source.chats(tokenizer):
                 writer.add_marked(*chat)
-                trained += int(chat.trained.sum())
+                trained += int(np.count_nonzero(chat.trained))
         else:
             encode = partial(_encode, tokenizer=tokenizer, processes=processes, split=split)
             for ids, utf8_bytes, content in source.encoded(tokenizer, encode):

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,10 @@ from meshwright.data.publish import build_once
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec.sections import DataSpec
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files of `WholeSamples`."""
 _SAMPLES = "samples.npz"
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class MarkedSource(TokenSource, Protocol):
@@ -65,6 +66,13 @@ class WholeSamples(NamedTuple):
     cut: I64
     """(4,) documents that were cut, the tokens, and trained tokens, that they lost, and documents that were
     left out, as nothing was left to train on of one of their pair."""
+    head: I64 = _NONE
+    """(documents,) tokens that are read from `start` on, before those from `rest` on; this and the next two
+    are of judged answers (`judged.py`) alone."""
+    rest: I64 = _NONE
+    """(documents,) place in the stream of what follows the head."""
+    unwanted: I64 = _NONE
+    """(documents,) 1 for those of an answer that is not wanted, else 0."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,9 @@ class WholeDocuments:
     Places that are read are numbered through all samples: `target_tokens` of them, trained on or not.
     """
 
+    arrange: ClassVar[Callable[..., WholeSamples]] = staticmethod(whole_samples)
+    """Makes samples of a side, as `whole_samples`."""
+
     def __init__(self, source: MarkedSource, tokenizer: Tokenizer, data: DataSpec, held: bool) -> None:
         index = source.index(data.val_fraction, 0)
         self._reader = TrainedTokens(source, tokenizer)
@@ -131,9 +142,9 @@ class WholeDocuments:
         self.pairs = source.pairs
 
         def arranged() -> WholeSamples:
-            return whole_samples(self._reader, index, data, held)
+            return type(self).arrange(self._reader, index, data, held)
 
-        recipe = [FORMAT, source.digest, data.val_fraction, data.seq_len, data.pack, held]
+        recipe = [FORMAT, self.what, source.digest, data.val_fraction, data.seq_len, data.pack, held]
         self._samples = arranged() if source.home is None else _on_disk(source.home, recipe, arranged)
         self.documents = len(self._samples.start)
         self.count = len(self._samples.first) - 1
@@ -141,6 +152,11 @@ class WholeDocuments:
         self._places: I64 = self._behind[self._samples.first]
         self.target_tokens = int(self._places[-1])
         self.cut_documents, self.cut_tokens, self.cut_trained, self.left_out = self._samples.cut.tolist()
+
+    @property
+    def what(self) -> str:
+        """Plural of what its documents are of."""
+        return "pairs" if self.pairs else "chats"
 
     def targets_before(self, index_N: I64) -> I64:
         """Return the places in all samples before each of these, in [0, count]."""
@@ -162,7 +178,7 @@ class WholeDocuments:
         offset_D = self._behind[document_D] - self._places[index_N][row_D]
 
         within = np.arange(int(length_D.sum())) - np.repeat(np.cumsum(length_D) - length_D, length_D)
-        place = np.repeat(self._samples.start[document_D], length_D) + within
+        place = self._places_of(np.repeat(document_D, length_D), within)
         spot = np.repeat(row_D * self._seq_len + offset_D, length_D) + within
         ids = self._source.take(place)
         wanted = np.where(self._source.trained(place), ids, IGNORE)
@@ -171,9 +187,10 @@ class WholeDocuments:
         tokens = np.full(shape, self._end)
         targets = np.full(shape, IGNORE)
         positions = np.arange(self._seq_len) - last_N[:, None]
-        documents = np.repeat(counts_N[:, None] - 1, self._seq_len, axis=1)
+        shown_D = self._numbers_of(document_D, number_D)
+        documents = np.repeat(shown_D[np.cumsum(counts_N) - 1][:, None], self._seq_len, axis=1)
         tokens.flat[spot], positions.flat[spot] = ids, within
-        documents.flat[spot] = np.repeat(number_D, length_D)
+        documents.flat[spot] = np.repeat(shown_D, length_D)
         inside = within > 0
         targets.flat[spot[inside] - 1] = wanted[inside]
         return Samples(tokens, targets, positions, documents)
@@ -185,6 +202,14 @@ class WholeDocuments:
         number_D = np.searchsorted(starts, self._samples.start[begin:end])
         lost: list[int] = (np.diff(starts)[number_D] - self._samples.length[begin:end]).tolist()
         return lost
+
+    def _places_of(self, document: I64, within: I64) -> I64:
+        """Return the places in the stream of tokens of documents, `within` tokens behind their first ones."""
+        return self._samples.start[document] + within
+
+    def _numbers_of(self, document: I64, number: I64) -> I64:
+        """Return the numbers by which documents are told apart, where they are these of their samples."""
+        return number
 
     def byte_count(self, targets: int) -> int:
         """Return the UTF-8 bytes that the trained tokens among the first so many places' targets spell.

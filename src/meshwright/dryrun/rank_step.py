@@ -214,11 +214,12 @@ class _FakeHost(HostMemory):
 
 
 def _batch(spec: RunSpec) -> Batch:
-    """A rank's samples of a step; packed ones are of two documents, so that attention needs to tell them."""
+    """A rank's samples of a step; packed ones, and those of pairs, are of two documents, so that attention
+    needs to tell them."""
     count, length = spec.rank_sequences, spec.data.seq_len
     tokens = torch.zeros(1, length, dtype=torch.int64).expand(count, length)
     positions = torch.arange(length).expand(count, length)
-    packed = spec.data.pack and spec.data.document_mask
+    packed = (spec.data.pack and spec.data.document_mask) or spec.preference is not None
     documents = (torch.arange(length) >= length // 2).long() if packed else tokens[0]
     ids = torch.arange(count)
     return Batch(tokens, tokens, positions, documents.expand(count, length), ids, ids)

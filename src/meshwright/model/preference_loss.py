@@ -1,7 +1,8 @@
 """Losses of pairs of answers: DPO (Rafailov et al. 2023), with the label smoothing of conservative DPO
-(Mitchell 2023), SimPO (Meng et al. 2024) and ORPO (Hong et al. 2024), as `spec/preference.py` states them.
+(Mitchell 2023), SimPO (Meng et al. 2024) and ORPO (Hong et al. 2024); and of answers that are judged one by
+one: KTO (Ethayarajh et al. 2024). All are as `spec/preference.py` states them.
 
-Shapes: P pairs.
+Shapes: P pairs, or judged answers.
 """
 
 from __future__ import annotations
@@ -73,3 +74,19 @@ def log_1_minus_exp(x: Tensor) -> Tensor:
     # Each branch gets numbers that are its own, so that neither's gradient is infinite where it is not taken.
     close, far = torch.where(near, x, -0.5), torch.where(near, -1.0, x)
     return torch.where(near, torch.log(-torch.expm1(close)), torch.log1p(-torch.exp(far)))
+
+
+def judged_losses(how: PreferenceSpec, rewards: Tensor, wanted: Tensor, kl: Tensor) -> Tensor:
+    """KTO's losses (P,) of answers with these `rewards`, beta (log p - log ref), of which some are `wanted`.
+
+    `kl` is the estimate of the divergence of the model from the reference, a scalar without a gradient.
+    """
+    margin = torch.where(wanted, 1, -1) * (rewards - how.beta * kl)
+    losses = 1 - torch.sigmoid(margin)
+    return torch.where(wanted, how.desirable_weight * losses, how.undesirable_weight * losses)
+
+
+def estimated_kl(log_ratios: Tensor, count: Tensor) -> Tensor:
+    """KTO's estimate of a KL divergence, which moves where an answer's reward saturates: the mean of `count`
+    log ratios that were summed, 0 if it is below."""
+    return (log_ratios / count.clamp(min=1)).clamp(min=0)

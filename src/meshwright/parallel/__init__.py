@@ -18,6 +18,6 @@ Numbers: `precision` has the formats and the loss scale, `loss_normalization` ev
 the gradient's norm, and `delayed_scaling` the scales of 8-bit formats. `loss_function` is a caller's loss of
 log-probabilities.
 Parts: `step_part` is the interface of a step's optional parts; `multi_token_prediction` is one, the loss of
-further tokens, `preference` the loss of pairs of answers, and `stale_gradients` are gradients that are
-applied some steps late.
+further tokens, `preference` the loss of whole answers, by one of `preference_objectives` and with a reference
+that may be a `stored_reference`, and `stale_gradients` are gradients that are applied some steps late.
 """

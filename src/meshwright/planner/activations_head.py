@@ -7,6 +7,8 @@ A layer that predicts further tokens (`model/multi_token_prediction.py`) keeps t
 states that it joins, 2 n D b, both side by side where nothing is recomputed, what its block keeps, its
 result, and the gradients of the head once more. The backward begins with it: of the head's weight and of the
 embedding it leaves gradients of V D b each, which wait for others of the same.
+A head that gives log-probabilities (`model/log_probs.py`) keeps the norm's result, N D b, in the place of
+gradients, which its backward computes, and three numbers a token.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from meshwright.spec.training_flops import head_is_trained
 
 def gradients_kept(s: Sizes) -> int:
     """Bytes of the gradients that the head's forward computes, of its input and of its weight."""
+    if s.spec.preference is not None:
+        return s.width.compute * s.whole + 3 * s.width.exact * s.tokens
     weight = s.rows * s.spec.model.hidden * head_is_trained(s.spec)
     return s.width.compute * s.whole + s.width.exact * weight
 
@@ -71,6 +75,9 @@ def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
     chunk, piece = (min(s.tokens, rows) * s.rows for rows in loss_rows(s.rows, cpu))
     weight, mixed = s.rows * hidden * head_is_trained(s.spec), b != exact
     slope = b * piece if s.spec.model.logit_softcap is not None else 0
+    if s.spec.preference is not None:
+        softmax = (b + exact) * piece + slope
+        return b * s.whole + weight * (b + exact) + softmax, weight * b if mixed else 0, in_norm(s)
     softmax = b * chunk + piece * (2 * exact if mixed else exact) + slope
     added = b * chunk + (weight * (b + (exact if cpu else 0)) if mixed else 0)
     return (

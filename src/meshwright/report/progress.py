@@ -24,12 +24,21 @@ _WINDOW = 50
 _BAR_FROM = 100
 
 
+def _of_answers(row: dict[str, Any], prefix: str) -> str:
+    """Return how many pairs are right, or by how much judged answers that are wanted lead; "" of other
+    runs."""
+    right, margin = (row.get(f"{prefix}rewards_{key}") for key in ("accuracies", "margins"))
+    if right is not None:
+        return f"pairs right {fmt.percent(right)}"
+    return "" if margin is None else f"reward margin {fmt.fixed(margin)}"
+
+
 def figures(row: dict[str, Any], seconds_left: float | None) -> str:
     """Return `loss 5.1234  12,345 tok/s  mfu 34.1%  mem 1.2 GiB  eta 0:42`, unknown values as dashes."""
-    right = row.get("rewards_accuracies")
-    of_pairs = f"pairs right {fmt.percent(right)}  " if right is not None else ""
+    of_answers = _of_answers(row, "")
+    more = f"{of_answers}  " if of_answers else ""
     return (
-        f"loss {fmt.fixed(row.get('loss'))}  {of_pairs}{fmt.count(row.get('tokens_per_second'))} tok/s  "
+        f"loss {fmt.fixed(row.get('loss'))}  {more}{fmt.count(row.get('tokens_per_second'))} tok/s  "
         f"mfu {fmt.percent(row.get('mfu'))}  mem {fmt.size(row.get('memory_bytes'))}  "
         f"eta {fmt.duration(seconds_left)}"
     )
@@ -132,8 +141,7 @@ class Progress:
         average = (
             f"  of the averaged weights {fmt.fixed(row['val_loss_ema'])}" if "val_loss_ema" in row else ""
         )
-        right = row.get("val_rewards_accuracies")
-        what = f"{bits} bits per byte" if right is None else f"pairs right {fmt.percent(right)}"
+        what = _of_answers(row, "val_") or f"{bits} bits per byte"
         self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {what}{average}")
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:

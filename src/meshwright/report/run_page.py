@@ -45,8 +45,9 @@ _FINGERPRINTS = {"parameters_sha256": "Parameters, SHA-256", "samples_sha256": "
 _PAIR_CURVES = {
     "Rewards of answers": {"rewards_chosen": "chosen", "rewards_rejected": "rejected"},
     "Pairs whose chosen answer has the larger reward": {"rewards_accuracies": "share"},
+    "Estimated KL divergence from the reference": {"kl": "nats"},
 }
-"""Charts of a run on pairs of answers, with a curve for each key."""
+"""Charts of a run on pairs of answers, or on judged ones, with a curve for each key."""
 _EXPERT_CURVES = {
     "Load of an expert (1 = even)": {"load_max": "fullest", "load_min": "emptiest"},
     "Router entropy (nats)": {"router_entropy": "entropy"},
@@ -145,7 +146,7 @@ def _curves(run: RecordedRun) -> list[Chart]:
         curves.append(series("validation", evaluations, "val_loss", 1, "dots"))
 
     pairs = rows_with(run, "rewards_chosen")
-    unit = "nats per pair" if pairs else "nats per token"
+    unit = "per answer" if rows_with(run, "kl") else "nats per pair" if pairs else "nats per token"
 
     def single(key: str, title: str, name: str, colour: int, **options: bool) -> Chart:
         return chart(with_gaps(run, rows_with(run, key)), title, {key: name}, colour, **options)
@@ -153,7 +154,11 @@ def _curves(run: RecordedRun) -> list[Chart]:
     return [
         Chart("loss", f"Loss ({unit})", curves, log=True, mark_gaps=True, wide=True),
         *_by_source(evaluations),
-        *(chart(with_gaps(run, pairs), title, names) for title, names in _PAIR_CURVES.items() if pairs),
+        *(
+            chart(with_gaps(run, rows), title, names)
+            for title, names in _PAIR_CURVES.items()
+            if (rows := rows_with(run, next(iter(names))))
+        ),
         single("tokens_per_second", "Throughput (tokens/s)", "tokens/s", 2, from_zero=True),
         single("grad_norm", "Gradient norm", "grad norm", 3, log=True, mark_gaps=True),
         single("lr", "Learning rate", "lr", 4, from_zero=True),

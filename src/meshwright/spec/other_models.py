@@ -94,8 +94,7 @@ def on_ranks_of(spec: RunSpec, model: ModelSpec, trained: PrecisionSpec) -> RunS
 
 
 def refuse_other_models(spec: RunSpec, verb: str) -> None:
-    """Raise `UserError` for a run with further models or another loss, whose time and memory a prediction
-    does not count."""
+    """Raise `UserError` for a run with further models, whose time and memory a prediction does not count."""
     for table, uncounted in spec.uncounted_tables.items():
         raise UserError(
             f"{table}: {verb} does not count {uncounted}; give --{table} none for the run's model alone"

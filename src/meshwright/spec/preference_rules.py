@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from meshwright.spec.differences import as_in_file
 from meshwright.spec.errors import UserError
 from meshwright.spec.sections import Sections
 from meshwright.spec.verification import VerifyOptions
 
 
 def reference_is_the_base(spec: Sections) -> None:
-    """DPO compares the model with its own frozen weights, which adapters leave as they are."""
-    if spec.preference is not None and spec.preference.has_reference and spec.lora is None:
+    """DPO and KTO compare the model with its own frozen weights, which adapters leave as they are."""
+    preference = spec.preference
+    if preference is None or not preference.has_reference or preference.precompute_ref_log_probs:
+        return
+    if spec.lora is None:
         raise UserError(
-            f"preference.loss: {spec.preference.loss!r} compares the model with a frozen reference, and "
-            f"without [lora] nothing of it is frozen; give --lora.rank 16, whose base is the reference, or "
-            f"preference.loss = 'simpo' or 'orpo', which need none"
+            f"preference.loss: {preference.loss!r} compares the model with a frozen reference, and "
+            f"without [lora] nothing of it is frozen; give --lora.rank 16, whose base is the reference, "
+            f"preference.precompute_ref_log_probs = true, or preference.loss = 'simpo' or 'orpo', which need "
+            f"none"
         )
 
 
@@ -21,13 +26,18 @@ def keys_of_losses_have_an_effect(spec: Sections) -> None:
     """Keys of one loss go with it; a default counts as not given."""
     if (preference := spec.preference) is None:
         return
-    takers = {"label_smoothing": ("dpo", "simpo"), "simpo_gamma": ("simpo",)}
+    takers = {
+        "label_smoothing": ("dpo", "simpo"), "simpo_gamma": ("simpo",),
+        "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+        "precompute_ref_log_probs": ("dpo", "kto"),
+    }  # fmt: skip
     for key, losses in takers.items():
         value, default = getattr(preference, key), type(preference).model_fields[key].default
         if preference.loss not in losses and value != default:
             raise UserError(
-                f"preference.{key}: {value:g} has no effect with preference.loss = {preference.loss!r}; "
-                f"leave it out, or give preference.loss = {' or '.join(map(repr, losses))}"
+                f"preference.{key}: {as_in_file(value)} has no effect with "
+                f"preference.loss = {preference.loss!r}; leave it out, or give "
+                f"preference.loss = {' or '.join(map(repr, losses))}"
             )
 
 
@@ -35,10 +45,12 @@ def pairs_are_learned_from(spec: Sections) -> None:
     """Rows are pairs, each answer of which sees its own tokens alone."""
     if spec.preference is None:
         return
-    if spec.data.format not in ("auto", "preference"):
+    judged = ["judged"] * spec.preference.judged
+    if spec.data.format not in ("auto", "preference", *judged):
+        instead = " or 'judged' and rows with prompt, completion and label," * len(judged)
         raise UserError(
             f"data.format: {spec.data.format!r} has no pairs of answers for [preference]; give 'preference' "
-            f"and rows with chosen and rejected, or --preference none"
+            f"and rows with chosen and rejected,{instead} or --preference none"
         )
     if not spec.data.document_mask:
         raise UserError(
@@ -56,10 +68,10 @@ def no_other_loss(spec: Sections) -> None:
     """The loss of pairs is the only one."""
     if spec.preference is None:
         return
-    if spec.distil is not None:
+    for table, source in spec.tables_of_models.items():
         raise UserError(
-            "distil: a teacher's answers change the loss of tokens, and [preference] has one of pairs; give "
-            "--distil none or --preference none"
+            f"{table}: {source} changes the loss of tokens, and [preference] has one of pairs; give "
+            f"--{table} none or --preference none"
         )
     if spec.model.mtp_num_layers:
         raise UserError(
@@ -83,6 +95,11 @@ def pairs_are_compared(asked: VerifyOptions) -> None:
     """`verify` compares losses of pairs in float64, and through a checkpoint or a snapshot."""
     if asked.spec.preference is None:
         return
+    if asked.spec.preference.precompute_ref_log_probs:
+        raise UserError(
+            "preference.precompute_ref_log_probs: verify reads synthetic samples, of which nothing is "
+            "stored; give --preference.precompute_ref_log_probs false, with --lora.rank 16 for a reference"
+        )
     option = "--precision run" if asked.precision == "run" else ""
     if asked.through == "export":
         option = "--through export"

@@ -17,14 +17,14 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.spec.preference import PreferenceSpec
+from meshwright.spec.preference import ForwardAhead, PreferenceSpec
 from meshwright.spec.train import TrainSpec
 
-DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference"]
+DataFormat = Literal["auto", "text", "chat", "prompt", "alpaca", "sharegpt", "preference", "judged"]
 """Kinds of rows of a corpus (`data.format`)."""
 ROW_KEYS = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system",
-    "history", "chosen", "rejected", "tools", "chat_template_kwargs",
+    "history", "chosen", "rejected", "label", "tools", "chat_template_kwargs",
 )  # fmt: skip
 """Keys of rows that are chats, whatever their format."""
 
@@ -56,7 +56,8 @@ class DataSpec(FrozenModel):
     format: DataFormat = Field(
         "auto",
         description="what a row is: 'chat' (messages), 'sharegpt' (conversations), 'alpaca' (instruction, "
-        "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected) or 'text'; 'auto' "
+        "input, output), 'prompt' (prompt, completion), 'preference' (chosen, rejected), 'judged' (prompt, "
+        "completion, label) or 'text'; 'auto' "
         "tells it from the keys of the first row. Of chats the assistant's turns are trained on, and each "
         "stays whole in one sample",
     )
@@ -334,13 +335,19 @@ class Sections(FrozenModel):
     @property
     def uncounted_tables(self) -> dict[str, str]:
         """Table -> what predictions of time and memory do not count of it, in a few words."""
-        of_models = {
+        return {
             table: f"{model}, or the loss that takes its answers"
             for table, model in self.tables_of_models.items()
         }
-        if self.preference is None:
-            return of_models
-        return {**of_models, "preference": "a loss of pairs of answers, or the forward of its reference"}
+
+    @property
+    def forwards_ahead(self) -> tuple[ForwardAhead, ...]:
+        """The forwards without gradients that each step takes of its samples before it."""
+        return () if self.preference is None else self.preference.forwards_ahead
+
+    def in_forward(self, ahead: ForwardAhead) -> Self:
+        """The run whose model a forward ahead of a step computes with."""
+        return self.model_copy(update={"lora": None}) if ahead == "base" else self
 
     def plain(self) -> Self:
         """The run whose ranks step `together`, and learn from data alone."""

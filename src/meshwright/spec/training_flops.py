@@ -35,16 +35,23 @@ def head_is_trained(spec: Sections) -> bool:
     return ("embed.weight" if spec.model.tied else "head.weight") not in frozen_names(spec)
 
 
+def _forward(spec: Sections, causal: bool) -> float:
+    """Model FLOPs of a forward on one token, those of adapters among them."""
+    added = sum(adapter_flops(spec, layer) for layer in range(spec.model.layers))
+    return spec.model.forward_flops(spec.data.seq_len, causal) + added
+
+
 def flops_per_token(spec: Sections, causal: bool = False) -> float:
     """Model FLOPs of training on one token, counted as in `ModelSpec.flops_per_token`.
 
-    Modules before the first one that is trained have no backward, and frozen matrices no gradient.
+    Modules before the first one that is trained have no backward, and frozen matrices no gradient; forwards
+    ahead of a step (`Sections.forwards_ahead`) count.
     """
     model, length = spec.model, spec.data.seq_len
+    ahead = sum(_forward(spec.in_forward(each), causal) for each in spec.forwards_ahead)
     if not frozen_names(spec):
-        return model.flops_per_token(length, causal)
-    total = model.forward_flops(length, causal)
-    total += sum(adapter_flops(spec, layer) for layer in range(model.layers))
+        return ahead + model.flops_per_token(length, causal)
+    total = ahead + _forward(spec, causal)
     for layer in (*range(max(0, first_trained(spec) - 1), model.layers), *model.mtp_layers):
         kind = model.kind_of(layer)
         keys = kind.keys_visible(length) if causal else kind.keys_seen(length)

@@ -5,7 +5,7 @@ without gradients, and `loop` the run around it, which `open_run` opens, from it
 what a checkpoint holds, `saves` when one is written.
 `validation` measures the likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is
 relative to, `memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and
-samples,
+samples, `reference_run` computes a stored reference,
 `island_world` is the world that a run's ranks form, `signals` and `garbage_collection` are what happens
 between steps, and the folder `guard` watches the numbers. For loops of others, `given_batch` reads their
 batches, `accumulation` adds up gradients before a step, and `state_offload` frees a device's memory.

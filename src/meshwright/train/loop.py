@@ -29,6 +29,7 @@ from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard.guard import Guard
 from meshwright.train.island_world import World
 from meshwright.train.metrics import Metrics
+from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.starting_point import StartingPoint, StartingPoints
@@ -68,8 +69,9 @@ class TrainingRun:
         self.store, self.snapshots = store, snapshots
         self.saves = Saves(spec, self.control, store, observers)
         self.guard = Guard(trainer, loader, observers)
+        reference = ReferenceRun(trainer, corpus, out)
         self.starting_points = StartingPoints(
-            spec, mesh, corpus, trainer, store, snapshots, self.guard, weights
+            spec, mesh, corpus, trainer, store, snapshots, self.guard, weights, reference
         )
         self.metrics = Metrics(trainer)
         self.validation = Validation(spec, mesh, trainer, corpus, loader, observers)

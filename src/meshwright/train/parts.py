@@ -12,7 +12,7 @@ from meshwright.optim.clipping import Clipping
 from meshwright.optim.ema import ema_of
 from meshwright.parallel.delayed_scaling import DelayedScaling, delayed_scaling_of
 from meshwright.parallel.parallelize import ParallelDecoder
-from meshwright.parallel.preference import preference_of
+from meshwright.parallel.preference import Preference, preference_of
 from meshwright.parallel.router_balance import RouterBalance
 from meshwright.parallel.stale_gradients import StaleGradients, due_gradients
 from meshwright.parallel.step_part import StepPart
@@ -29,7 +29,14 @@ class Sources:
     """The order in which islands come that exchange by quorum; by default that of a script."""
 
 
-KINDS: tuple[type[StepPart], ...] = (DelayedScaling, Clipping, QuorumOuter, StaleGradients, Distillation)
+KINDS: tuple[type[StepPart], ...] = (
+    DelayedScaling,
+    Clipping,
+    QuorumOuter,
+    StaleGradients,
+    Distillation,
+    Preference,
+)
 """The classes of parts whose state has fields in a checkpoint."""
 COMPONENTS_OF_PARTS = (RouterBalance.component, *(kind.component for kind in KINDS if kind.component))
 """Components of memory, beside the optimiser's, that parts hold."""

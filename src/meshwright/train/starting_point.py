@@ -19,6 +19,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.train import state
 from meshwright.train.digest import SampleRecord
 from meshwright.train.guard.guard import Guard
+from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.step import Trainer
 
 Row = dict[str, Any]
@@ -51,9 +52,11 @@ class StartingPoints:
         snapshots: NoSnapshots,
         guard: Guard,
         weights: Callable[[], Weights | None],
+        reference: ReferenceRun,
     ) -> None:
         self.spec, self.mesh, self.corpus, self.trainer = spec, mesh, corpus, trainer
-        self.store, self.snapshots, self.guard, self._weights = store, snapshots, guard, weights
+        self.store, self.snapshots, self.guard = store, snapshots, guard
+        self._weights, self._reference = weights, reference
 
     def take(self, resume: str | None) -> StartingPoint:
         """The initial weights for None, else a checkpoint: the step `resume`, or for "auto" what is newest.
@@ -97,11 +100,13 @@ class StartingPoints:
                 "model give its folder, as --from FOLDER"
             )
         self.mesh.control.together(lambda: self.trainer.initialise(weights))
+        self._reference.begin()
         self.store.save_frozen(state.frozen_tensors(self.trainer))
         return StartingPoint(SampleRecord(self.mesh))
 
     def _from_disk(self, step: int | None, latest: int | None) -> StartingPoint:
         """The checkpoint of a step, or the last one; those after it are given up."""
+        self._reference.resume()
         frozen = state.frozen_tensors(self.trainer)
         kept = self._load(partial(self.store.load, step, converted=frozen), frozen)
         state.put_frozen(self.trainer, frozen)
@@ -125,6 +130,7 @@ class StartingPoints:
         if step is None or resume != "auto" or step < (latest or 0):
             self.snapshots.clear()
             return None
+        self._reference.resume()
         try:
             form = state.form(self.trainer)
             kept = self._load(partial(self.snapshots.load, step, form=form))

@@ -17,7 +17,7 @@ from meshwright.verify.reference.data import held_out_batch
 from meshwright.verify.reference.decoder import ReferenceDecoder
 from meshwright.verify.reference.groups import is_frozen
 from meshwright.verify.reference.low_precision import ReferenceLinears
-from meshwright.verify.reference.preference import ReferencePreference
+from meshwright.verify.reference.preference import ReferencePreference, twos_of
 from meshwright.verify.reference.steps import mean_loss
 
 AVERAGE = " of the moving average"
@@ -79,4 +79,12 @@ def _loss(spec: RunSpec, batch: Batch, logits: Tensor, weights: Mapping[str, Ten
     """The mean loss of a batch, by these weights, of targets or of pairs."""
     if spec.preference is None:
         return mean_loss(logits, batch.targets)
-    return ReferencePreference(spec, spec.preference, weights)(batch, logits)
+    loss, counted, summed = ReferencePreference(spec, spec.preference, weights), 0, logits.new_zeros(())
+    for first in range(
+        0, len(logits), spec.batch_sequences
+    ):  # KTO's estimate of a divergence is one of a batch
+        rows = slice(first, first + spec.batch_sequences)
+        part = batch.rows(rows.start, rows.stop)
+        count = sum(1 for _ in twos_of(part, logits[rows]))
+        summed, counted = summed + count * loss(part, logits[rows]), counted + count
+    return summed / max(counted, 1)

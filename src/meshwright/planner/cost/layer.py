@@ -426,10 +426,11 @@ class LayerCost:
         capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
         logits, back = (self.kernels.moved(n * rows * (each + capped)) for each in (16.0, 10.0))
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
-        host = self.stack.ends / 2 * self.launch
+        host, forward = self.stack.ends / 2 * self.launch, product(n, rows, model.hidden)
+        again = forward if self.shape.log_probs else 0.0  # whose backward computes the logits once more
         return PassSeconds(
-            Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + sum(loss)),
-            Seconds(matmul=product(n, model.hidden, rows), moved=back, tensor=sent),
+            Seconds(matmul=forward, moved=logits, host=host, tensor=sent + sum(loss)),
+            Seconds(matmul=again + product(n, model.hidden, rows), moved=back, tensor=sent),
             Seconds(matmul=product(rows, model.hidden, n), moved=packed),
         )
 

@@ -175,6 +175,8 @@ class StageCosts:
         agreed = costs.links.collective("all_reduce", NUMBER, step_world(spec))
         self.fixed = costs.stack.numbers.step + costs.stack.agreements * agreed
         """Seconds of a step that belong to no operator."""
+        self._ahead = [self._forwards(spec.in_forward(each), waits / 3) for each in spec.forwards_ahead]
+        """Seconds of a microbatch in each stage of each forward ahead of a step."""
 
     def _stage(self, held: Contents, waits: float) -> StageCost:
         """A stage's cost; a third of what a microbatch waits for on the data axis is in its forward."""
@@ -185,6 +187,22 @@ class StageCosts:
             weight=work.weight.total,
             output=0.0 if self._on_path else message_bytes(self.blocks),
         )
+
+    def _forwards(self, spec: RunSpec, waits: float) -> list[float]:
+        """Seconds of a forward of a microbatch in each stage of a run's model, which `waits` for its
+        units."""
+        blocks, placed = self._costs.blocks(spec), placed_stages(spec)
+        works = {held: weighted_sum(parts(blocks, held)) for held in set(placed.contents)}
+        return [works[held].forward.total + waits + self._hop * (not held.head) for held in placed.contents]
+
+    def ahead(self, spec: RunSpec) -> float:
+        """Seconds of the forwards that a step takes before it: breadth first, so that ranks wait for each
+        other's first microbatch alone."""
+        found = 0.0
+        for seconds in self._ahead:
+            ranks = [sum(seconds[stage] for stage in mine) for mine in self.placed.own]
+            found += sum(seconds) + (spec.microbatches - 1) * max(ranks)
+        return found
 
     def data(self, spec: RunSpec, mine: Sequence[Contents]) -> DataSeconds:
         """Seconds on the data axis and of the optimiser for a rank with these stages."""

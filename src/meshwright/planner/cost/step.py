@@ -116,7 +116,8 @@ class StepModel:
 
     def _seconds(self, spec: RunSpec, span: float, period: float) -> float:
         """The step from the time of its simulated microbatches and the period of each of the others."""
-        return span + (spec.microbatches - simulated(spec)) * period + self.stages.fixed
+        rest = (spec.microbatches - simulated(spec)) * period
+        return self.stages.ahead(spec) + span + rest + self.stages.fixed
 
 
 def _last(done: Sequence[float], finals: Sequence[float]) -> float:
@@ -177,6 +178,7 @@ class StepTime:
             "memory-bound": first.moved,
             "host": first.host,
             "recomputation": work.again.total,
+            "forwards ahead": self.model.stages.ahead(self.spec),
             "tensor axis": first.tensor,
             "context axis": first.context,
             "expert axis": first.expert,

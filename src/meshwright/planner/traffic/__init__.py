@@ -1,5 +1,5 @@
 """Messages of a step, call by call, and the bytes that they add up to.
 
 `messages` lists them, each a `message`, from the sizes of `layer_shape`; `adapters` lists those of adapters
-of low rank, and `exchange` those of ranks that step apart.
+of low rank, `preference` those of a loss of whole answers, and `exchange` those of ranks that step apart.
 """

@@ -41,6 +41,8 @@ class LayerShape:
     """True if numbers of their inputs are dropped."""
     row_key: int = 0
     """Bytes of the key of a row's token, by which adapters of routed experts drop some of what it brings."""
+    log_probs: bool = False
+    """True if the head gives log-probabilities of targets to a loss of whole answers."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -128,10 +130,10 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
     shape = LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile)
-    if (lora := spec.lora) is None:
-        return shape
-    drops = lora.dropout > 0
-    return replace(shape, rank=lora.rank, drops=drops, row_key=ROW_KEY * drops)
+    if (lora := spec.lora) is not None:
+        drops = lora.dropout > 0
+        shape = replace(shape, rank=lora.rank, drops=drops, row_key=ROW_KEY * drops)
+    return replace(shape, log_probs=spec.preference is not None)
 
 
 def routed_tokens(spec: RunSpec) -> int:

@@ -25,7 +25,7 @@ from meshwright.planner.rank_view import (
     share,
     widths,
 )
-from meshwright.planner.traffic import exchange
+from meshwright.planner.traffic import exchange, preference
 from meshwright.planner.traffic.adapters import adapter_messages
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase, Where
@@ -196,7 +196,7 @@ def _balance_messages(shape: LayerShape) -> Iterator[Message]:
 def end_messages(shape: LayerShape, head: bool) -> list[Message]:
     """Messages around the vocabulary-parallel head, or around the embedding.
 
-    Each piece of the head's loss gathers two numbers a token.
+    Each piece of the head's loss gathers two numbers a token, and log-probabilities three of all tokens.
     """
     if shape.layout.tp == 1:
         return []
@@ -205,9 +205,11 @@ def end_messages(shape: LayerShape, head: bool) -> list[Message]:
     summed, gathered = (Phase.INPUT, Phase.FORWARD) if head else (Phase.FORWARD, Phase.INPUT)
     listed = [around(shape.reduction, phase=summed)]
     listed += [around("all_gather", phase=gathered)] * shape.layout.sequence_parallel
-    pieces = loss_pieces(shape.tokens, shape.rows, shape.on_cpu) if head else {}
+    each, pieces = 2, loss_pieces(shape.tokens, shape.rows, shape.on_cpu) if head else {}
+    if shape.log_probs and head:
+        each, pieces = 3, {shape.tokens: 1}
     for tokens, count in pieces.items():
-        numbers = replace(listed[0], operation="all_gather", elements=2 * tokens * shape.layout.tp)
+        numbers = replace(listed[0], operation="all_gather", elements=each * tokens * shape.layout.tp)
         listed.append(replace(numbers, width=shape.exact, phase=Phase.FORWARD, where="loss", count=count))
     return listed
 
@@ -240,15 +242,26 @@ def messages(
     groups of ranks step apart `number` is that of the step, from 1; by default exchanges count in the mean.
     """
     view, shape = place_of(spec, pipeline_rank), layer_shape(spec, on_cpu)
+    states, passes = [*_state_messages(view)], partial(_passes, shape=shape, copies=copies)
+    listed = [
+        *states,
+        *passes(view),
+        *preference.messages(view, shape, states, passes),
+        *_step_messages(view),
+    ]
+    listed += [*_muon_messages(view), *exchange.messages(view, number)]
+    return [m for m in listed if m.count and m.elements and m.group.ranks > 1]
+
+
+def _passes(view: RankView, shape: LayerShape, copies: Sequence[Copies] | None) -> list[Message]:
+    """Messages of the activations of all microbatches, and of their gradients."""
     inside = microbatch_messages(
         view,
         lambda routed, training: layer_messages(replace(shape, training=training), routed),
         partial(end_messages, shape),
     )
-    listed = [*_state_messages(view), *(m for m in inside if m.axis != "expert")]
-    listed += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
-    listed += [*_muon_messages(view), *exchange.messages(view, number)]
-    return [m for m in listed if m.count and m.elements and m.group.ranks > 1]
+    own = [m for m in inside if m.axis != "expert"]
+    return [*own, *_dispatches(view, shape, copies), *_edge_messages(view, shape)]
 
 
 def microbatch_messages(
@@ -398,6 +411,7 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     if spec.train.clip_parameter is not None:
         numbers += sum(len(unit) for unit in run_parameters(spec).values())
     world = step_world(spec)
+    numbers += spec.preference.numbers if spec.preference is not None else 0
     yield call("world", "scalars", numbers, _COUNT, world)
     if spec.precision.compute in DELAYED:
         yield call("world", "amax", 3 * len([*rounded_parameters(spec)]), 4, world)

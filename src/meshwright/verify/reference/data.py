@@ -19,7 +19,7 @@ from meshwright.spec import RunSpec
 from meshwright.verify.reference.batches import batch_sizes
 from meshwright.verify.reference.chats import Sample, chats
 from meshwright.verify.reference.hashes import WORD, hash64, mix64, uniform
-from meshwright.verify.reference.pairs import pairs
+from meshwright.verify.reference.pairs import judged, pairs
 
 _DOCUMENTS, _SHORTEST, _LONGEST = 4096, 16, 1024
 _LENGTH, _CONTENT, _TOKEN = 1, 2, 3  # streams of the corpus
@@ -65,7 +65,7 @@ def held_out_batch(spec: RunSpec, targets: int) -> Batch | None:
 def _samples(spec: RunSpec, numbers: Sequence[int]) -> list[tuple[int, Callable[[], Sample]]]:
     """Return the samples of documents with these numbers, each with the places of it that are read."""
     if spec.preference is not None:
-        return pairs(spec, [number // 2 for number in numbers])
+        return (judged if spec.preference.judged else pairs)(spec, [number // 2 for number in numbers])
     if spec.data.format not in ("auto", "text"):
         return chats(spec, numbers)
     text = _Text(spec, numbers)
