@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[Sequence[dict[str, Any]], dict[str, object], str]] = {
     ),
     "another format": ([ROW], {"data__format": "chat"}, r"data\.format: 'chat' has no pairs of answers"),
     "no mask": ([ROW], {"data__document_mask": "false"}, "lets a rejected answer see the chosen one"),
-    "a teacher": ([ROW], {"distil__teacher": "x"}, "distil: a teacher's answers change the loss of tokens"),
+    "a teacher": ([ROW], {"distil__teacher": "x"}, "distil: a teacher changes the loss of tokens"),
     "further tokens": ([ROW], {"model__mtp_num_layers": 1}, r"does not go with \[preference\]"),
     "islands": (
         [ROW], {"layout__replicate": 2, "outer__every": 2, "train__batch_tokens": 512}, "outer.every: 2 was",
