@@ -14,10 +14,16 @@ from meshwright.report.format import size
 
 
 @verb("dryrun", RUN, FROM, api.dryrun, JSON)
-def dryrun(call: Call) -> None:
+def dryrun(call: Call) -> int:
     """Show what a rank holds and sends in one step."""
     spec = spec_of(call, bf16=call.flags["device"] == "cuda")
-    show.result(call, api.dryrun(spec, **call.flags), _show)
+    result = api.dryrun(spec, **call.flags)
+    show.result(call, result, _show)
+    found = [race for row in result["ranks"] for race in row.get("device_work", {}).get("races", ())]
+    if found:
+        races = show.count(sum(race["count"] for race in found), "race")
+        show.error(f"streams are not in order: {races}, the most of which: {found[0]['race']}")
+    return int(bool(found))
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -41,7 +47,7 @@ def _show(result: Mapping[str, Any]) -> None:
     wire = [{name: sent[name] for name in names} | {"bytes": size(sent["bytes"])} for sent in row["wire"]]
     tables = {"": _components(row), "at the peak": _modules(row), "sent": wire}
     if "device_work" in row:
-        tables |= _device_work(row["device_work"])
+        tables |= {title: table for title, table in _device_work(row["device_work"]).items() if table}
     for title, table in tables.items():
         print(f"\n{title}" if title else "")
         show.table(table)
@@ -78,6 +84,7 @@ def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         "waits of the host": [
             {"in": row["name"], "phase": row["phase"], "count": row["count"]} for row in work["host_waits"]
         ],
+        "races of streams": work["races"] or [{"race": "none", "count": 0}],
     }
 
 

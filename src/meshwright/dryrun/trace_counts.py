@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from meshwright.dryrun.races import races, told
 from meshwright.dryrun.trace import Event
 
 Row = dict[str, Any]
@@ -18,7 +19,7 @@ def device_work(events: Sequence[Event]) -> dict[str, Any]:
     `kernels` has the count, bytes and FLOPs of each operator that launches work, copies among them, and
     `launches` their number; `empty` counts operators on tensors without elements, which launch nothing;
     `copies` are by direction; `messages` by axis, operation, process group and stream; `host_waits` by what
-    the host waits in.
+    the host waits in; `races` are sentences with their counts, none in a step whose streams are in order.
     """
     launched = [each for each in events if each.kind in LAUNCHED]
     calls = [each for each in events if each.kind == "collective"]
@@ -29,6 +30,7 @@ def device_work(events: Sequence[Event]) -> dict[str, Any]:
         "copies": _by((each for each in launched if each.direction), ("direction",), ("bytes",)),
         "messages": _by(calls, ("axis", "name", "group", "ranks", "stream"), ("bytes",)),
         "host_waits": _by(waits(events), ("name", "phase"), ()),
+        "races": told(races(events)),
     }
 
 

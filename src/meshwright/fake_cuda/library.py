@@ -57,8 +57,8 @@ def check() -> None:
     _, version, toolkit = torch_build()
     if toolkit is not None:
         raise UserError(
-            f"--device: is cuda; torch {version} is built for GPUs and finds none here, and one can be faked for "
-            f"its build for CPUs only; install that in an environment of its own, {_GIVE}"
+            f"--device: is cuda; torch {version} is built for GPUs and finds none here, and one can be faked "
+            f"for its build for CPUs only; install that in an environment of its own, {_GIVE}"
         )
     no_gpu = "--device: is cuda; this machine has no GPU, and one is faked"
     if not any(version.startswith(f"{each}.") for each in SEEN):
