@@ -33,7 +33,8 @@ pytestmark = pytest.mark.skipif(
 )
 RECORDED = tomllib.loads((Path(__file__).parent / "cuda_counts.toml").read_text())
 TINY: dict[str, object] = {
-    "model.preset": "tiny", "model.layers": 2, "data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 512,
+    "model.preset": "tiny", "model.layers": 2, "data.corpus": "synthetic", "data.seq_len": 128,
+    "train.batch_tokens": 512,
     "layout.micro_batch": 2, "layout.dp": 2, "layout.zero": 3, "precision.compute": "bf16",
 }  # fmt: skip
 
