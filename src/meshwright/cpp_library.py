@@ -36,6 +36,10 @@ def cache_folder() -> Path:
     return Path("~/.cache/meshwright/kernels").expanduser()
 
 
+class NoLibraryError(Exception):
+    """A library could not be compiled or loaded: the reason, and what would help."""
+
+
 @dataclass(frozen=True)
 class CppLibrary:
     """The sources of a library, with `options` of the compiler, and files and options for the linker."""
@@ -55,17 +59,21 @@ class CppLibrary:
         """
         if is_switched_on(SWITCH):
             return None
+        try:
+            return self.loaded()
+        except NoLibraryError as error:
+            warnings.warn(f"{without}: {error}, or set {SWITCH}=1 to be told no more", stacklevel=3)
+            return None
+
+    def loaded(self, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+        """The compiled library, loaded by `dlopen` with this mode. Raises `NoLibraryError`."""
         folder: Path | None = None
         try:
             folder = cache_folder()
-            return ctypes.CDLL(str(self.build(folder)))
+            return ctypes.CDLL(str(self.build(folder)), mode)
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             reason = _reason(error)
-            remedy = _remedy(error, reason, folder)
-            warnings.warn(
-                f"{without}: {reason}; {remedy}, or set {SWITCH}=1 to be told no more", stacklevel=3
-            )
-            return None
+            raise NoLibraryError(f"{reason}; {_remedy(error, reason, folder)}") from error
 
     def build(self, folder: Path, *options: str) -> Path:
         """Compile with further `options` into `folder`, unless that was done, and return the file.

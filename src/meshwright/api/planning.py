@@ -9,6 +9,8 @@ from typing import Annotated
 from meshwright.api.options import Option, choice, file_name, number, positive, whole
 from meshwright.api.options import tokens as token_count
 from meshwright.api.ranks import Result, run_on_ranks
+from meshwright.fake_cuda import library
+from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster as hardware_of
 from meshwright.hardware.hardware_file import check_writable
@@ -354,20 +356,32 @@ def dryrun(
     rank: Annotated[int, Option("the rank whose step is run", "N", whole(0))] = 0,
     all_stages: Annotated[
         bool, Option("run one rank of each pipeline stage, with a row for each")] = False,
-    device: Annotated[str, Option("cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"))] = "cpu",
+    device: Annotated[str, Option(
+        "cpu, or cuda, which needs no GPU", "NAME", choice("cpu", "cuda"))] = "cpu",
+    capability: Annotated[str | None, Option(
+        "compute capability of a GPU that is not there: 8.0 (A100), 9.0 (H100) or 10.0 (B200); default 9.0",
+        "X.Y", choice("8.0", "9.0", "10.0"))] = None,
     reads: Annotated[
         bool, Option("also count what the rank reads of the weights that the run starts from")] = False,
 ) -> Result:  # fmt: skip
     """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 
     `world` is checked against the layout. `all_stages` runs one rank of each pipeline stage, at the position
-    of `rank` otherwise. `device` is where the step would run: 'cpu', or 'cuda' if there is one. Returns
-    `world_size`, `layout`, `microbatches`, `assumed` (sentences) and `ranks`: for each `rank`, its
-    `pipeline_rank` and `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each
-    component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). With `reads` each
-    has `reads`, too, what it reads of the files of `model.weights`, whose headers have to be here: `bytes` in
+    of `rank` otherwise. `device` is where the step would run: 'cpu', or 'cuda', which is faked in a
+    process of its own where torch is a build for CPUs, as a GPU of `capability`. Returns `world_size`,
+    `layout`, `microbatches`, `assumed` (sentences) and `ranks`: for each `rank`, its `pipeline_rank` and
+    `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each component at any
+    time, `states`, and `wire` (rows of axis, operation, bytes, calls). With a faked GPU there is its
+    name, `gpu`, and each rank has `device_work` (see `dryrun.trace_counts`). With `reads` each has
+    `reads`, too, what it reads of the files of `model.weights`, whose headers have to be here: `bytes` in
     all, and the most that is in memory `at_a_time`. Raises `UserError`.
     """
+    if device == "cuda" and library.is_needed():
+        with FakeCudaProcess() as process:
+            return process.call(
+                dryrun, spec, world=world, rank=rank, all_stages=all_stages, device=device,
+                capability=capability, reads=reads,
+            )  # fmt: skip
     from meshwright.dryrun.report import rehearsals
     from meshwright.weights.initial_weights import open_weights
 
@@ -377,4 +391,12 @@ def dryrun(
         raise UserError(
             "--reads: this run starts from random weights, of which nothing is read; give --from SOURCE"
         )
-    return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device, weights=weights)
+    return rehearsals(
+        spec,
+        world=world,
+        rank=rank,
+        all_stages=all_stages,
+        device=device,
+        capability=capability,
+        weights=weights,
+    )

@@ -14,10 +14,16 @@ from meshwright.report.format import size
 
 
 @verb("dryrun", RUN, FROM, api.dryrun, JSON)
-def dryrun(call: Call) -> None:
+def dryrun(call: Call) -> int:
     """Show what a rank holds and sends in one step."""
     spec = spec_of(call, bf16=call.flags["device"] == "cuda")
-    show.result(call, api.dryrun(spec, **call.flags), _show)
+    result = api.dryrun(spec, **call.flags)
+    show.result(call, result, _show)
+    found = [race for row in result["ranks"] for race in row.get("device_work", {}).get("races", ())]
+    if found:
+        races = show.count(sum(race["count"] for race in found), "race")
+        show.error(f"streams are not in order: {races}, the most of which: {found[0]['race']}")
+    return int(bool(found))
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -25,6 +31,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "world": f"{show.count(result['world_size'], 'rank')}: {result['layout']}",
         "step": f"{show.count(result['microbatches'], 'microbatch')} of "
         f"{show.count(result['micro_batch'], 'sequence')} on each rank",
+        **({"device": f"{result['gpu']}, faked"} if "gpu" in result else {}),
         "assumed": "; ".join(result["assumed"]),
         "set-up": _counts(result["counts"]["setup"]),
         "a step's": _counts(result["counts"]["step"]),
@@ -38,9 +45,47 @@ def _show(result: Mapping[str, Any]) -> None:
     (row,) = result["ranks"]
     names = ("axis", "operation", "calls")
     wire = [{name: sent[name] for name in names} | {"bytes": size(sent["bytes"])} for sent in row["wire"]]
-    for title, table in (("", _components(row)), ("at the peak", _modules(row)), ("sent", wire)):
+    tables = {"": _components(row), "at the peak": _modules(row), "sent": wire}
+    if "device_work" in row:
+        tables |= {title: table for title, table in _device_work(row["device_work"]).items() if table}
+    for title, table in tables.items():
         print(f"\n{title}" if title else "")
         show.table(table)
+
+
+def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of what a step launches, moves and waits for, by title."""
+    kernels = [
+        {
+            "kernel": row["name"],
+            "count": f"{row['count']:,}",
+            "bytes": size(row["bytes"]),
+            "TFLOP": f"{row['flops'] / 1e12:.4g}" if row["flops"] else "",
+        }
+        for row in work["kernels"]
+    ]
+    empty = sum(row["count"] for row in work["empty"])
+    messages = [
+        {
+            "axis": row["axis"],
+            "operation": row["name"],
+            "ranks": row["ranks"],
+            "group": row["group"],
+            "stream": row["stream"],
+            "calls": row["count"],
+            "bytes": size(row["bytes"]),
+        }
+        for row in work["messages"]
+    ]
+    return {
+        f"launched: {work['launches']:,} kernels, and {empty:,} operators on nothing": kernels,
+        "copied": [row | {"bytes": size(row["bytes"])} for row in work["copies"]],
+        "messages by stream": messages,
+        "waits of the host": [
+            {"in": row["name"], "phase": row["phase"], "count": row["count"]} for row in work["host_waits"]
+        ],
+        "races of streams": work["races"] or [{"race": "none", "count": 0}],
+    }
 
 
 def _reads(row: dict[str, Any]) -> str:
@@ -77,6 +122,7 @@ def _stage(row: dict[str, Any]) -> dict[str, Any]:
         "rank": row["rank"],
         "units": _span(row["units"]),
         **{name: size(value) for name, value in sizes.items()},
+        **({"launches": row["device_work"]["launches"]} if "device_work" in row else {}),
     }
 
 

@@ -53,6 +53,18 @@ class CallCheck(Protocol):
         ...
 
 
+class WireObserver(Protocol):
+    """Hears of each call after it has been started, and when it is waited for."""
+
+    def started(self, axis: str, operation: str, sent: float) -> int:
+        """A call has been started that sends `sent` bytes; returns a number for it."""
+        ...
+
+    def waited(self, number: int) -> None:
+        """The call with this number is about to be waited for."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Watched:
     """A collective under way, whose wait shows in the rank's heartbeat and on its wire."""
@@ -62,9 +74,13 @@ class _Watched:
     label: str
     number: int
     calls: Sequence[object]
+    observed: int = 0
+    """Its number to the wire's observer."""
 
     def wait(self) -> None:
         wire = self.wire
+        if wire.observer is not None:
+            wire.observer.waited(self.observed)
         with wire.heartbeat.waits(self.label, self.number):
             wire.awaited = self.calls
             for work in self.works:
@@ -98,6 +114,7 @@ class TrafficCounter:
     """Sees each call before it starts."""
     limit: timedelta | None = None
     """The longest wait for a call, by default that of its group."""
+    observer: WireObserver | None = None
     awaited: Sequence[Any] = ()
     """Results of the check for the call that the rank waits for, or whose wait has failed."""
 
@@ -119,10 +136,15 @@ class TrafficCounter:
     ) -> Pending:
         """Add one call that has just been started; returns the handle to wait on."""
         self.record(axis, operation, sent)
-        return self.watched(axis, operation, works, calls)
+        return self.watched(axis, operation, works, calls, sent)
 
     def watched(
-        self, axis: str, operation: str, works: Sequence[Pending | None], calls: Sequence[object] = ()
+        self,
+        axis: str,
+        operation: str,
+        works: Sequence[Pending | None],
+        calls: Sequence[object] = (),
+        sent: float = 0.0,
     ) -> Pending:
         """The handle to wait on of a call that has just been started, which sends nothing itself.
 
@@ -130,7 +152,8 @@ class TrafficCounter:
         """
         started = [work for work in works if work is not None]
         assert len(started) == len(works), "a rank starts collectives only on groups that it is in"
-        return _Watched(started, self, f"{axis} {operation}", self.heartbeat.start(), calls)
+        observed = 0 if self.observer is None else self.observer.started(axis, operation, sent)
+        return _Watched(started, self, f"{axis} {operation}", self.heartbeat.start(), calls, observed)
 
     def clear(self) -> None:
         """Drop all sums, and stop logging calls."""

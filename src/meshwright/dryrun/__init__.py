@@ -1,4 +1,6 @@
 """Dry runs: the real training step of any rank of any world, without the world and without memory.
 
-`rank_step` is the step of one rank, `memory_tracker` counts its bytes, `report` is what a user asks for.
+`rank_step` is the step of one rank, `memory_tracker` counts its bytes, `report` is what a user asks for. On a
+faked GPU `trace` has the events of a step in order, `trace_counts` counts them, and `races` finds accesses
+that no event orders.
 """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -45,11 +45,14 @@ _WAITS = {
 """Operators in which the host waits for the device, and how often."""
 _peaks_inside: dict[Any, int] = {}
 """(device, body, shapes and other arguments) of an operator -> the most bytes that it takes while it runs."""
-_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "prim::")
+_NO_KERNEL = (
+    "aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "aten::_unsafe_view",
+    "prim::",
+)  # fmt: skip
 
 
 @cache
-def _launches(func: Any) -> bool:
+def launches(func: Any) -> bool:
     """True for an operator that launches work on the device: not for a view, or for room without values."""
     if func.namespace == "c10d" or func.name().startswith(_NO_KERNEL):
         return False
@@ -81,7 +84,7 @@ class TrackedStorage:
     born: int = 0
 
 
-def _waits(func: Any, args: Any, kwargs: Any, device: torch.device) -> int:
+def waits_for_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> int:
     """How often the host waits for the device in an operator."""
     if func is _aten.index.Tensor:
         return int(any(index is not None and index.dtype == torch.bool for index in args[1]))
@@ -103,6 +106,26 @@ class _WithoutValues(FakeTensorMode):
         return False
 
 
+class MemoryObserver(Protocol):
+    """Hears of operators on the device that is faked, and of its storages, by a key while they are there."""
+
+    def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any, module: str) -> None:
+        """An operator has been called, which serves `module`."""
+        ...
+
+    def on_allocate(self, key: int, size: int) -> None:
+        """A storage of `size` bytes is there, or has this size now."""
+        ...
+
+    def on_free(self, key: int, size: int, gone: bool) -> None:
+        """A storage of `size` bytes is freed: it is `gone`, or gets another size."""
+        ...
+
+    def on_elsewhere(self, key: int) -> None:
+        """A storage stands for memory of the host."""
+        ...
+
+
 class FakeMemory(TorchDispatchMode):
     """Fakes one device while it is entered, and counts. `bodies` says what operators compute inside.
 
@@ -111,9 +134,14 @@ class FakeMemory(TorchDispatchMode):
     device by the part of the model that it serves, and `waits` how often the host waits for what it launched.
     """
 
-    def __init__(self, device: torch.device, bodies: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        bodies: Mapping[Any, Callable[..., Any]] | None = None,
+        observer: MemoryObserver | None = None,
+    ) -> None:
         super().__init__()
-        self.device, self.bodies = device, bodies or {}
+        self.device, self.bodies, self.observer = device, bodies or {}, observer
         self.now = self.total = self.peak = 0
         self.kinds: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -139,6 +167,13 @@ class FakeMemory(TorchDispatchMode):
         if not made_here and not any(isinstance(x, FakeTensor) for x in leaves):
             return func(*args, **kwargs)
         self._count_operator(func, args, kwargs)
+        found = self._found(func, types, args, kwargs, leaves)
+        if self.observer is not None:
+            self.observer.on_operator(func, args, kwargs, found, self.module)
+        return found
+
+    def _found(self, func: Any, types: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        """The result of an operator."""
         if func is _aten._local_scalar_dense.default:
             return ASSUMED
         if func is _aten.bincount.default:  # its length is the data's; here all ask for as many as there are
@@ -161,11 +196,11 @@ class FakeMemory(TorchDispatchMode):
         return found
 
     def _count_operator(self, func: Any, args: Any, kwargs: Any) -> None:
-        waits = _waits(func, args, kwargs, self.device)
+        waits = waits_for_device(func, args, kwargs, self.device)
         if waits and self._busy:  # reads in a row wait once
             self.waits += waits
             self._busy = False
-        if func is not _aten._local_scalar_dense.default and (_launches(func) or func.namespace == "c10d"):
+        if func is not _aten._local_scalar_dense.default and (launches(func) or func.namespace == "c10d"):
             self.operators[self.module] += func.namespace != "c10d"
             self._busy = True
 
@@ -193,7 +228,16 @@ class FakeMemory(TorchDispatchMode):
         key = storage._cdata
         if key not in self._held and tensor.device == self.device:
             self._hold(key, storage.nbytes(), self.kind, self.module)
-            weakref.finalize(storage, lambda: self._remove(self._held.pop(key))).atexit = False
+            if self.observer is not None:
+                self.observer.on_allocate(key, storage.nbytes())
+            weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        """Take a storage from the count that nothing holds any more."""
+        held = self._held.pop(key)
+        self._remove(held)
+        if self.observer is not None:
+            self.observer.on_free(key, held.size, gone=True)
 
     def _hold(self, key: int, size: int, kind: str, module: str) -> None:
         held = self._held[key] = TrackedStorage(size, kind, module)
@@ -222,7 +266,14 @@ class FakeMemory(TorchDispatchMode):
 
     def resized(self, tensor: Tensor) -> None:
         """The storage of `tensor` has another size than before."""
-        self.becomes(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        if self.observer is not None:
+            key = storage._cdata
+            if before := self._held[key].size:
+                self.observer.on_free(key, before, gone=False)
+            if size := storage.nbytes():
+                self.observer.on_allocate(key, size)
+        self.becomes(storage)
 
     def becomes(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
         """Count a storage as newly allocated, of another kind or module where one is given."""
@@ -236,7 +287,10 @@ class FakeMemory(TorchDispatchMode):
 
     def elsewhere(self, tensor: Tensor) -> None:
         """Take the storage of `tensor` from the count: the program has it outside the device."""
-        held = self._held[tensor.untyped_storage()._cdata]
+        key = tensor.untyped_storage()._cdata
+        held = self._held[key]
+        if self.observer is not None:
+            self.observer.on_elsewhere(key)
         self.total -= held.size
         self.kinds[held.kind] -= held.size
         held.size = 0

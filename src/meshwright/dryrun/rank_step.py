@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.comm.process_groups import Groups, Row
 from meshwright.data.loader import Batch
 from meshwright.dryrun.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
+from meshwright.dryrun.trace import Trace
+from meshwright.dryrun.trace_counts import waits
+from meshwright.fake_cuda.runtime import RUNTIME
 from meshwright.kernels import attention_cpu
 from meshwright.model.hooks import Dispatch
 from meshwright.model.token_dispatcher import TokenDispatcher
@@ -78,11 +81,11 @@ class Rehearsal:
         return sum(self.most[kind] for kind in STATES)
 
 
-def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
+def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None = None) -> Rehearsal:
     """Run one step (`step_of`) as rank `rank` of the layout's world, on a device that is faked.
 
-    No default process group may be there. A run that compiles its blocks is run without: what a compiler
-    saves is not known before it ran.
+    `trace` gets the events of the step, where this process has the faked GPU. No default process group may be
+    there. A run that compiles its blocks is run without: what a compiler saves is not known before it ran.
     """
     number = step_of(spec, rank)
     train = spec.train.model_copy(
@@ -90,12 +93,16 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     )
     spec = spec.model_copy(update={"train": train})
     device = torch.device(device.type, device.index or 0)
-    memory = FakeMemory(device, attention_cpu.BODIES)
-    with fake_world(spec.layout.world_size, rank):
+    memory = FakeMemory(device, attention_cpu.BODIES, trace)
+    streams = nullcontext() if trace is None else RUNTIME.observed(trace)
+    with fake_world(spec.layout.world_size, rank), streams:
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
         groups, started = FakeGroups(device.type), time.process_time()
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
         assert mesh is not None
+        mesh.wire.observer = trace
+        if trace is not None:
+            groups.heartbeat.on_phase = trace.on_phase
         with memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
@@ -108,14 +115,20 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
             first, second = _batch(spec), _batch(spec)
             trainer.expect(first)
             setup = _counts(mesh, groups, memory, started)
+            if trace is not None:
+                setup["device_waits"] = len([*waits(trace.events)])
             memory.restart()
             memory.operators.clear()
             mesh.wire.clear()
+            if trace is not None:
+                trace.events.clear()
             started = time.process_time()
             trainer.step(first, number, following=second)
             _mark_parts(memory, trainer)
             step = _counts(mesh, groups, memory, started)
     step |= {key: step[key] - setup[key] for key in _SUMS}
+    if trace is not None:
+        step["device_waits"] = len([*waits(trace.events)])
     blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
     step["kernels"] = sum(memory.operators.values())
     step["kernels_a_block"] = round(max(blocks, default=0) / spec.microbatches, 2)

@@ -10,6 +10,10 @@ import torch.distributed as dist
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import rank_grid
 from meshwright.dryrun.rank_step import Rehearsal, rehearse
+from meshwright.dryrun.trace import Trace
+from meshwright.dryrun.trace_counts import device_work
+from meshwright.fake_cuda import library
+from meshwright.fake_cuda.runtime import set_capability
 from meshwright.planner.rank_view import place_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import near_worlds
@@ -24,25 +28,30 @@ def rehearsals(
     rank: int,
     all_stages: bool,
     device: str,
+    capability: str | None = None,
     weights: Weights | None = None,
 ) -> dict[str, Any]:
     """See `api.dryrun`."""
-    _check(spec, world, rank, device)
+    _check(spec, world, rank, device, capability)
+    gpu = _fake_gpu(capability) if library.is_loaded() else None
     size, stages = spec.layout.world_size, spec.layout.pp
     grid = rank_grid(spec.layout).view(stages, -1)
     place = int((grid == rank).nonzero()[0, 1])
     ranks = [int(each) for each in grid[:, place]] if all_stages else [rank]
     rows = []
     for each in ranks:
-        found = rehearse(spec, each, torch.device(device))
+        trace = None if gpu is None else Trace(torch.device("cuda", 0))
+        found = rehearse(spec, each, torch.device(device), trace)
         read = {} if weights is None else {"reads": weights.reading(found.held)._asdict()}
-        rows.append(_row(spec, each, found) | read)
+        work = {} if trace is None else {"device_work": device_work(trace.events)}
+        rows.append(_row(spec, each, found) | work | read)
     return {
         "world_size": size,
         "layout": spec.layout.describe(),
         "microbatches": spec.microbatches,
         "micro_batch": spec.micro_batch,
         "device": device,
+        **({} if gpu is None else {"gpu": gpu}),
         "assumed": _assumed(spec),
         "counts": {
             part: {key: max(row["counts"][part][key] for row in rows) for key in rows[0]["counts"][part]}
@@ -52,7 +61,7 @@ def rehearsals(
     }
 
 
-def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
+def _check(spec: RunSpec, world: int | None, rank: int, device: str, capability: str | None) -> None:
     layout = spec.layout
     size = layout.world_size
     ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -68,11 +77,18 @@ def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
     if device not in DEVICES:
         raise UserError(f"--device: '{device}' is not known; one of {' and '.join(DEVICES)} is")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device: is cuda, but this machine has no CUDA device, whose tensors are to be faked; give cpu"
-        )
+        library.check()
+    if capability is not None and not library.is_loaded():
+        where = "the step runs on this machine's GPU" if device == "cuda" else "the step runs on a CPU"
+        raise UserError(f"--capability: is {capability}, but {where}, which has none to choose; leave it out")
     if dist.is_initialized():
         raise UserError("dryrun: this process is a rank of a world already; call it in one that is not")
+
+
+def _fake_gpu(capability: str | None) -> str:
+    """Fake a GPU of this compute capability and return its name; by default it is an H100."""
+    major, minor = map(int, (capability or "9.0").split("."))
+    return set_capability((major, minor))
 
 
 def _assumed(spec: RunSpec) -> list[str]:

@@ -80,7 +80,8 @@ def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, gro
             rows = _block_of_queries(row, end, lows, highs)
             tiles += _row_of_tiles(rows, lows, highs, low.shape[0], kv_heads, group)
             row = rows.stop
-    return TiledPart(low.to(intervals.device), high.to(intervals.device), tuple(tiles), group)
+    low, high = (each.to(intervals.device, non_blocking=True) for each in (low, high))
+    return TiledPart(low, high, tuple(tiles), group)
 
 
 def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[list[int]]) -> slice:

@@ -194,7 +194,7 @@ def attention_mask(
         visible = visible & (other > at - window)
     visible = visible[None]
     if documents_BT is not None:
-        documents_BT = documents_BT.to(like.device)
+        documents_BT = documents_BT.to(like.device, non_blocking=True)
         visible = visible & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
     mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)

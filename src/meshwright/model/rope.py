@@ -52,7 +52,8 @@ def frequencies(
     if isinstance(scaling, YarnRope):
         return _yarn(base, scaling, spec.theta)
     if isinstance(scaling, LongRope):
-        return base / torch.tensor(scaling.factors(length), dtype=dtype, device=device)
+        factors = torch.tensor(scaling.factors(length), dtype=dtype)
+        return base / factors.to(device, non_blocking=True)
     return base / scaling.factor
 
 

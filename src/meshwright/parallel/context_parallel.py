@@ -70,7 +70,7 @@ def share(tensor_BS: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor_BS
     places = zigzag(tensor_BS.shape[1], axis.size, axis.rank)
-    return tensor_BS.index_select(1, places.to(tensor_BS.device))
+    return tensor_BS.index_select(1, places.to(tensor_BS.device, non_blocking=True))
 
 
 def whole_sequences(part_BT: Tensor, axis: Axis) -> Tensor:
@@ -84,7 +84,8 @@ def whole_sequences(part_BT: Tensor, axis: Axis) -> Tensor:
 
     def gather(part: Tensor) -> Tensor:
         by_rank = gather_rows(part, axis).transpose(0, 1).flatten(1)
-        return torch.empty_like(by_rank).index_copy_(1, places.to(part.device), by_rank)
+        there = places.to(part.device, non_blocking=True)
+        return torch.empty_like(by_rank).index_copy_(1, there, by_rank)
 
     whole: Tensor = with_backward(gather, lambda grad: share(grad, axis), part_BT)
     return whole

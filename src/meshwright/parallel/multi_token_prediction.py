@@ -75,7 +75,9 @@ class MultiTokenPrediction(FurtherLoss):
 
     def with_answers(self, batch: Batch, own: Batch) -> Batch:
         """This rank's tokens of a batch with those after them."""
-        return replace(own, further=self._own(batch).each(lambda x: x.to(self._mesh.device)))
+        return replace(
+            own, further=self._own(batch).each(lambda x: x.to(self._mesh.device, non_blocking=True))
+        )
 
     def begin_step(self, begin: StepBegin) -> None:
         """Weigh the losses of the step's further targets, and begin to add them up."""

@@ -142,7 +142,7 @@ class RouterBalance(StepPart):
         places = torch.cat([zigzag(length, context.size, rank) for rank in range(context.size)])
         by_rank = whole.view(context.size, batch, -1, self.moe.top_k).transpose(0, 1).flatten(1, 2)
         in_order = torch.empty_like(by_rank, dtype=torch.int64)
-        places = places.to(in_order.device)
+        places = places.to(in_order.device, non_blocking=True)
         in_order[:, places] = by_rank.long()
         admitted = within_capacity(in_order, self.moe.experts, capacity).view(batch, length, -1)[:, places]
         own = admitted.view(batch, context.size, -1, self.moe.top_k)[:, context.rank]

@@ -1,0 +1,328 @@
+"""The events of a step on a faked GPU, in the order in which the host issues them.
+
+An event is an operator, a copy, a call of a collective, what the program does with streams, a wait of the
+host, or an allocation. Each says on which stream it is, which bytes of which storages it reads and writes,
+and what it costs the host, so that readers can count (`trace_counts.py`), follow clocks of the host and of
+each stream, or look for accesses that no event orders. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from meshwright.dryrun.memory_tracker import launches, waits_for_device
+from meshwright.fake_cuda.runtime import RUNTIME
+
+_aten = torch.ops.aten
+Kind = Literal[
+    "kernel",  # an operator that computes on the device
+    "copy",  # one that only moves numbers: see `Event.direction`
+    "view",  # one that launches nothing, such as a view
+    "empty",  # one that would launch a kernel, if its tensors had elements
+    "collective",  # a call of a collective, or of messages that are sent and received together
+    "record",  # `number` stands for what is on `stream` now
+    "wait",  # what comes on `stream` starts after `number`, an event or a collective
+    "synchronize",  # the host waits until `number`, or `stream`, or with -1 for both the device has ended
+    "allocate",
+    "free",
+]
+HostCost = Literal["operator", "view", "collective", "stream", "wait", "none"]
+"""The cost of an event to the host: an operator with its launch, one without, a collective, a call of a
+stream or of an event, a wait for the device; or nothing."""
+Direction = Literal["", "host to device", "device to host", "device to device"]
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a storage on the device, from `start` to before `end`; storages are numbered as they come."""
+
+    storage: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a step. `bytes` are those that it reads and writes on the device, or sends."""
+
+    kind: Kind
+    name: str
+    host: HostCost
+    stream: int
+    phase: str
+    module: str
+    reads: tuple[ByteRange, ...] = ()
+    writes: tuple[ByteRange, ...] = ()
+    bytes: float = 0
+    flops: int = 0
+    direction: Direction = ""
+    number: int = -1
+    """The number of an event of `torch.cuda`, or of a collective, which stands for its end; -1 for none."""
+    axis: str = ""
+    """The axis of a collective, as the wire records it."""
+    group: str = ""
+    """The process group of a collective, which has a stream of its own."""
+    ranks: int = 1
+    after: int = -1
+    """The stream whose work a collective starts after."""
+
+
+_MOVES = {_aten.copy_, _aten._to_copy, _aten.clone, _aten.cat, _aten._foreach_copy_}
+"""Operators that only move numbers, or change their format."""
+_OVERWRITES = {_aten.copy_, _aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten._foreach_copy_,
+               _aten._foreach_zero_}  # fmt: skip
+"""Operators in place that do not read what they write."""
+_LOOKS_UP = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select, _aten.take}
+"""Operators that read of their first argument no more than they write."""
+_SCATTERS = {_aten.scatter_, _aten.scatter_add_, _aten.index_add_, _aten.index_put_, _aten._index_put_impl_,
+             _aten.index_copy_}  # fmt: skip
+"""Operators that write of their first argument no more than they read of the others."""
+
+
+@cache
+def _written(func: Any) -> frozenset[int | str]:
+    """The places and names of arguments that an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    written = [
+        (at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return frozenset(each.name if each.kwarg_only else at for at, each in written)
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (list, tuple, dict)):
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return ()
+
+
+def _extent(x: Tensor) -> int:
+    """Elements from the first of `x` to its last, in its storage."""
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        if x.numel()
+        else 0
+    )
+
+
+def _moved(tensors: Sequence[Tensor]) -> int:
+    """Bytes of tensors; elements that a view repeats once."""
+    return sum(min(x.numel(), _extent(x)) * x.element_size() for x in tensors)
+
+
+@dataclass
+class Trace:
+    """Records the events of one device: it hears of operators, of streams and of collectives."""
+
+    device: torch.device
+    events: list[Event] = field(default_factory=list)
+    phase: str = ""
+    module: str = ""
+    _storages: dict[int, int] = field(default_factory=dict)
+    """Storage, by its address in torch, -> number."""
+    _streams: dict[int, int] = field(default_factory=dict)
+    """Number -> the stream that it was allocated on."""
+    _host: set[int] = field(default_factory=set)
+    """Numbers of storages that stand for memory of the host."""
+    _groups: dict[str, int] = field(default_factory=dict)
+    """Process group -> its stream."""
+    _begun: list[tuple[Any, Any]] = field(default_factory=list)
+    """Operators of the collective whose call is being made."""
+    _allocations: int = 0
+
+    def add(self, kind: Kind, name: str, host: HostCost, stream: int | None = None, **facts: Any) -> None:
+        """Record an event, by default on the stream that is used now."""
+        stream = RUNTIME.stream if stream is None else stream
+        self.events.append(Event(kind, name, host, stream, self.phase, self.module, **facts))
+
+    def on_phase(self, name: str, _step: int) -> None:
+        """The rank enters a phase of its step."""
+        self.phase = name
+
+    # Storages ---------------------------------------------------------------------------------------
+
+    def on_allocate(self, key: int, size: int) -> None:
+        """A storage is there, or has another size than before."""
+        if key not in self._storages:
+            self._storages[key] = self._allocations
+            self._allocations += 1
+        number = self._storages[key]
+        self._streams[number] = RUNTIME.stream
+        self.add("allocate", "", "none", writes=(ByteRange(number, 0, size),), bytes=size)
+
+    def on_free(self, key: int, size: int, gone: bool) -> None:
+        """A storage is freed, which is `gone` or may be allocated again."""
+        number = self._storages.pop(key) if gone else self._storages[key]
+        self.add("free", "", "none", self._streams[number], writes=(ByteRange(number, 0, size),), bytes=size)
+
+    def on_elsewhere(self, key: int) -> None:
+        """A storage stands for memory of the host."""
+        self._host.add(self._storages[key])
+
+    def _number(self, x: Tensor) -> int | None:
+        """The number of a tensor's storage on the device; None for one elsewhere."""
+        if not isinstance(x, FakeTensor) or x.fake_device != self.device:
+            return None
+        number = self._storages.get(x.untyped_storage()._cdata)
+        return None if number in self._host else number
+
+    def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x for x in tensors if self._number(x) is not None]
+
+    def _spans(self, tensors: Sequence[Tensor]) -> tuple[ByteRange, ...]:
+        found = []
+        for x in tensors:
+            number = self._number(x)
+            if number is not None and x.numel():
+                start = int(x.storage_offset()) * x.element_size()
+                found.append(ByteRange(number, start, start + _extent(x) * x.element_size()))
+        return tuple(dict.fromkeys(found))
+
+    # Operators --------------------------------------------------------------------------------------
+
+    def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any, module: str) -> None:
+        """The host has called an operator on tensors of the device."""
+        self.module = module
+        if func.namespace == "c10d":
+            self._begun.append((func, args))
+            return
+        if not self._here(_tensors([args, kwargs, result])):
+            return
+        name, packet = func.name(), func.overloadpacket
+        if launches(func):
+            reads, writes = self._accesses(func, args, kwargs, result)
+            direction = self._direction(packet, args, kwargs, result)
+            if any(x.numel() for x in (*reads, *writes)):
+                self.add(
+                    "copy" if direction else "kernel", name, "operator",
+                    reads=self._spans(reads), writes=self._spans(writes), direction=direction,
+                    bytes=self._bytes(packet, reads, writes, direction),
+                    flops=_flops(func, args, kwargs, result),
+                )  # fmt: skip
+            else:
+                self.add("empty", name, "operator")
+        else:
+            self.add("view", name, "view")
+        if self._waits(func, args, kwargs, result):
+            way = self._direction(packet, args, kwargs, result)
+            self.add("synchronize", f"{name}, {way}" if way else name, "wait", RUNTIME.stream)
+
+    def _accesses(self, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that an operator reads, and those that it writes."""
+        written = _written(func)
+        given = [*enumerate(args), *kwargs.items()]
+        inputs = [(place in written, x) for place, value in given for x in _tensors(value)]
+        reads = [x for writes, x in inputs if not writes]
+        writes = [x for writes, x in inputs if writes]
+        overwrites = func.overloadpacket in _OVERWRITES or "out" in func._schema.overload_name
+        if writes:
+            return reads if overwrites else [*writes, *reads], writes
+        return reads, list(_tensors(result if isinstance(result, tuple) else [result]))
+
+    def _direction(self, packet: Any, args: Any, kwargs: Any, result: Any) -> Direction:
+        """The direction of a copy; "" for what computes."""
+        if packet not in _MOVES:
+            return "device to host" if packet is _aten._local_scalar_dense else ""
+        target = _tensors(args[0] if packet in _OVERWRITES else result)
+        source = _tensors(args[1] if packet in _OVERWRITES else args)
+        if not self._here(target):
+            return "device to host"
+        return "device to device" if self._here(source) or not source else "host to device"
+
+    def _bytes(
+        self, packet: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], direction: Direction
+    ) -> int:
+        """Bytes that an operator moves between the device's memory and its processors, or over the bus."""
+        if direction in ("host to device", "device to host"):
+            return _moved(writes) or _moved(reads)
+        if packet in _LOOKS_UP:
+            return 2 * _moved(writes) + _moved(reads[1:])
+        if packet in _SCATTERS:
+            others = _moved([x for x in reads if all(x is not each for each in writes)])
+            return min(3 * others, others + 2 * _moved(writes))
+        return _moved(reads) + _moved(writes)
+
+    def _waits(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """True if the host waits for the device in an operator.
+
+        A copy that may block waits for its stream in both directions: `copy_kernel_cuda` of torch.
+        """
+        packet = func.overloadpacket
+        if packet in (_aten.copy_, _aten._to_copy):
+            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            direction = self._direction(packet, args, kwargs, result)
+            return blocking and direction in ("host to device", "device to host")
+        return waits_for_device(func, args, kwargs, self.device) > 0
+
+    # Streams ----------------------------------------------------------------------------------------
+
+    def on_record(self, event: int, stream: int) -> None:
+        self.add("record", "", "stream", stream, number=event)
+
+    def on_wait(self, stream: int, event: int) -> None:
+        self.add("wait", "", "stream", stream, number=event)
+
+    def on_synchronize(self, event: int | None, stream: int | None) -> None:
+        name = "device" if event is stream is None else "stream" if event is None else "event"
+        number = -1 if event is None else event
+        self.add("synchronize", name, "wait", -1 if stream is None else stream, number=number)
+
+    # Collectives ------------------------------------------------------------------------------------
+
+    def started(self, axis: str, operation: str, sent: float) -> int:
+        """A call of a collective has been made, of the operators since the last; returns its number."""
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        group = None
+        for func, args in self._begun:
+            read, written = _exchanged(func, args)
+            reads += read
+            writes += written
+            boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+        self._begun.clear()
+        number = RUNTIME.new_event()
+        if group is None:  # of no elements: nothing is sent
+            return number
+        if group.group_name not in self._groups:
+            self._groups[group.group_name] = RUNTIME.new_stream()
+        self.add(
+            "collective", operation, "collective", self._groups[group.group_name],
+            reads=self._spans(reads), writes=self._spans(writes), bytes=sent, number=number, axis=axis,
+            group=group.group_name, ranks=group.size(), after=RUNTIME.stream,
+        )  # fmt: skip
+        return number
+
+    def waited(self, number: int) -> None:
+        """Work on the stream that is used now starts after the end of a collective from now on."""
+        self.add("wait", "", "stream", number=number)
+
+
+def _exchanged(func: Any, args: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The tensors that an operator of a collective reads, and those that it writes."""
+    first, second = _tensors(args[0]), _tensors(args[1])
+    match func.name():
+        case "c10d::send":
+            return first, ()
+        case "c10d::recv_" | "c10d::recv_any_source_":
+            return (), first
+    return second or first, first
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations by torch's formulas, two for a multiplication that is added."""
+    if func.overloadpacket is _aten._grouped_mm:  # of which torch has no formula
+        left, right = args[:2]
+        return 2 * left.numel() * right.shape[-1]
+    formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

@@ -1,0 +1,60 @@
+"""Counts of a trace: kernels, copies, messages and waits of the host by what they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from meshwright.dryrun.races import races, told
+from meshwright.dryrun.trace import Event
+
+Row = dict[str, Any]
+LAUNCHED = ("kernel", "copy")
+
+
+def device_work(events: Sequence[Event]) -> dict[str, Any]:
+    """Counts of the kernels, copies, messages and waits of a step, most bytes first.
+
+    `kernels` has the count, bytes and FLOPs of each operator that launches work, copies among them, and
+    `launches` their number; `empty` counts operators on tensors without elements, which launch nothing;
+    `copies` are by direction; `messages` by axis, operation, process group and stream; `host_waits` by what
+    the host waits in; `races` are sentences with their counts, none in a step whose streams are in order.
+    """
+    launched = [each for each in events if each.kind in LAUNCHED]
+    calls = [each for each in events if each.kind == "collective"]
+    return {
+        "launches": len(launched),
+        "kernels": _by(launched, ("name",), ("bytes", "flops")),
+        "empty": _by((each for each in events if each.kind == "empty"), ("name",), ()),
+        "copies": _by((each for each in launched if each.direction), ("direction",), ("bytes",)),
+        "messages": _by(calls, ("axis", "name", "group", "ranks", "stream"), ("bytes",)),
+        "host_waits": _by(waits(events), ("name", "phase"), ()),
+        "races": told(races(events)),
+    }
+
+
+def waits(events: Iterable[Event]) -> Iterator[Event]:
+    """The events at which the host waits for the device: not where nothing was launched since the last."""
+    busy = False
+    for each in events:
+        if each.kind in (*LAUNCHED, "collective"):
+            busy = True
+        elif each.kind == "synchronize" and busy:
+            busy = False
+            yield each
+
+
+def _by(events: Iterable[Event], keys: Sequence[str], sums: Sequence[str]) -> list[Row]:
+    """The number of events and the sums of fields for each combination of `keys`, largest first."""
+    found: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * (1 + len(sums)))
+    for each in events:
+        row = found[tuple(getattr(each, key) for key in keys)]
+        row[0] += 1
+        for place, name in enumerate(sums, 1):
+            row[place] += getattr(each, name)
+    names = ("count", *sums)
+    rows = [
+        dict(zip(keys, key, strict=True)) | dict(zip(names, row, strict=True)) for key, row in found.items()
+    ]
+    return sorted(rows, key=lambda row: [-row[name] for name in (*sums, "count")])

@@ -1,0 +1,375 @@
+"""Dry runs on a faked GPU: every layout runs, kernels are a GPU's, and what a step launches may only fall."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import astuple
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from layout_cases import BASE, CASES
+from layouts import draw
+from meshwright import api
+from meshwright.cli.main import main
+from meshwright.dryrun.rank_step import STATES
+from meshwright.fake_cuda import library
+from meshwright.fake_cuda.library import TorchBuild
+from meshwright.fake_cuda.process import FakeCudaProcess
+from meshwright.planner.memory.states import states
+from meshwright.planner.traffic.messages import traffic
+from meshwright.spec import RunSpec, UserError, load
+from small import spec_of
+
+pytestmark = pytest.mark.skipif(
+    library.torch_build().toolkit is not None, reason="a GPU is faked for torch's build for CPUs only"
+)
+RECORDED = tomllib.loads((Path(__file__).parent / "cuda_counts.toml").read_text())
+TINY: dict[str, object] = {
+    "model.preset": "tiny", "model.layers": 2, "data.corpus": "synthetic", "data.seq_len": 128,
+    "train.batch_tokens": 512,
+    "layout.micro_batch": 2, "layout.dp": 2, "layout.zero": 3, "precision.compute": "bf16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[FakeCudaProcess]:
+    with FakeCudaProcess() as started:
+        yield started
+
+
+def tiny(**flags: object) -> RunSpec:
+    keys = TINY | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in keys.items()])
+
+
+def dryrun_on(process: FakeCudaProcess, spec: RunSpec, **options: Any) -> dict[str, Any]:
+    return process.call(api.dryrun, spec, device="cuda", **options)
+
+
+def work_of(process: FakeCudaProcess, spec: RunSpec, **options: object) -> dict[str, Any]:
+    """The work of the device of rank 0 in a step."""
+    (row,) = dryrun_on(process, spec, **options)["ranks"]
+    work: dict[str, Any] = row["device_work"]
+    return work
+
+
+def kernels(work: dict[str, Any]) -> dict[str, int]:
+    """The numbers of kernels by their names without namespace."""
+    return {row["name"].partition("::")[2]: row["count"] for row in work["kernels"]}
+
+
+# Every layout -------------------------------------------------------------------------------------------
+
+
+def quick(name: str, number: int, some: int) -> list[Any]:
+    """The numbers below `number` as parameters, `some` of which are not marked `full`."""
+    chosen = sorted(range(number), key=lambda each: sha256(f"{name} {each}".encode()).digest())[:some]
+    return [pytest.param(each, marks=() if each in chosen else pytest.mark.full) for each in range(number)]
+
+
+def hold(process: FakeCudaProcess, spec: RunSpec, rank: int) -> None:
+    """Assert that formulas hold on the faked GPU, and that its host waits where it has to."""
+    place = rank * spec.layout.pp // spec.layout.world_size
+    (row,) = dryrun_on(process, spec, rank=rank)["ranks"]
+    planned = dict(zip(STATES, astuple(states(spec, place)), strict=True))
+    assert {kind: row["most"][kind] for kind in STATES} == planned
+    sent = {(each["axis"], each["operation"]): each["bytes"] for each in row["wire"]}
+    assert sent == pytest.approx(traffic(spec, place), rel=1e-12)
+    assert sum(each["count"] for each in row["device_work"]["messages"]) >= sum(
+        each["calls"] for each in row["wire"]
+    )
+    assert row["device_work"]["races"] == []
+    waits = {each["name"]: each["count"] for each in row["device_work"]["host_waits"]}
+    assert waits.pop("event") == 1  # for the numbers of the step
+    dispatches = waits.pop("aten::_to_copy, device to host", 0)
+    assert not waits and (dispatches == 0 or spec.model.moe is not None)
+
+
+@pytest.mark.parametrize("seed", quick("drawn", 64, 6))
+def test_every_drawn_layout_runs(process: FakeCudaProcess, seed: int) -> None:
+    hold(process, *draw(seed))
+
+
+@pytest.mark.parametrize("number", quick("case", len(CASES), 2))
+def test_every_layout_of_a_dense_model_runs(process: FakeCudaProcess, number: int) -> None:
+    spec = spec_of(
+        BASE, **CASES[number], data__corpus="synthetic", precision__compute=("bf16", "fp32")[number % 2]
+    )
+    hold(process, spec, spec.layout.world_size - 1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"train__offload": "host", "train__optimiser": "muon"},
+        {"train__offload": "disk"},
+        {"train__optimiser": "adamw8bit", "train__clip_parameter": 1.0},
+        {"train__zclip": 2.5, "train__ema": 0.99},
+        {"model__mtp_num_layers": 1, "model__attention_sinks": "true"},
+        {"model__attention_softcap": 50.0, "model__logit_softcap": 30.0, "train__frozen": "embed.*"},
+        {"precision__qat": "int4"},
+        {"precision__compute": "nvfp4"},
+    ],
+    ids=lambda flags: ", ".join(f"{key}={value}" for key, value in flags.items()),
+)
+def test_every_part_of_a_step_runs(process: FakeCudaProcess, flags: dict[str, object]) -> None:
+    spec = tiny(**flags)
+    work = work_of(process, spec, capability="10.0")
+    blocking = [row["name"] for row in work["host_waits"] if row["name"] != "event"]
+    assert work["launches"] > 200 and not blocking and not work["races"]
+
+
+def test_a_step_that_begins_an_exchange_of_islands_runs(process: FakeCudaProcess) -> None:
+    islands = {"layout__replicate": 2, "train__batch_tokens": 1024, "outer__every": 4, "outer__fragments": 2}
+    messages = work_of(process, tiny(**islands))["messages"]
+    assert "replicate" in {row["axis"] for row in messages}
+
+
+# Kernels of a GPU ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "flags", "expected"),
+    [
+        ("8.0", {}, "_scaled_dot_product_flash_attention"),
+        ("9.0", {}, "_scaled_dot_product_cudnn_attention"),
+        ("10.0", {}, "_scaled_dot_product_cudnn_attention"),
+        ("9.0", {"model__head_dim": 192}, "_scaled_dot_product_cudnn_attention"),
+        ("10.0", {"model__head_dim": 192}, "_scaled_dot_product_flash_attention"),
+        (
+            "9.0",
+            {"precision__compute": "fp32", "model__kv_heads": 4},
+            "_scaled_dot_product_efficient_attention",
+        ),
+        ("9.0", {"precision__compute": "fp64"}, "_safe_softmax"),
+    ],
+)
+def test_attention_is_that_of_the_capability(
+    process: FakeCudaProcess, capability: str, flags: dict[str, object], expected: str
+) -> None:
+    """torch 2.13 takes cuDNN's first on 9.0 and 10.0, with heads of at most 256 and 128 channels."""
+    spec = tiny(data__document_mask="false", model__heads=4, **flags)
+    found = kernels(work_of(process, spec, capability=capability))
+    layers = spec.model.layers * spec.microbatches
+    attention = {name: count for name, count in found.items() if "attention" in name or "softmax" in name}
+    assert attention[expected] == layers, attention
+    if expected.startswith("_scaled"):
+        assert attention[f"{expected}_backward"] == layers
+    assert {name for name in attention if "dot_product" in name} <= {expected, f"{expected}_backward"}
+
+
+def test_operators_are_whole_as_a_gpu_has_kernels_for_them(process: FakeCudaProcess) -> None:
+    spec = tiny()
+    layers, norms = spec.model.layers * spec.microbatches, (2 * spec.model.layers + 1) * spec.microbatches
+    found = kernels(work_of(process, spec))
+    assert found["_fused_rms_norm"] == found["_fused_rms_norm_backward"] == norms
+    assert found["silu_backward"] == found["varlen_attention"] == layers
+    assert "sigmoid" not in found and "rsqrt" not in found
+    fp8 = kernels(work_of(process, tiny(precision__compute="fp8", model__ffn=512)))
+    assert fp8["_scaled_mm"] == 3 * 7 * layers
+    experts = tiny(model__preset="moe-tiny", layout__ep=2)
+    assert kernels(work_of(process, experts))["_grouped_mm"] > 0
+
+
+def test_the_operators_that_stand_in_are_all_that_torch_lacks() -> None:
+    """By torch's own list: those with a kernel for CUDA that decompose in a build without it."""
+    import torchgen
+
+    file = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    lacking = set()
+    for function in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
+        name = function["func"].partition("(")[0]
+        keys = {key.strip() for keys in function.get("dispatch", {}) for key in keys.split(",")}
+        structured = "structured_delegate" in function  # its kernels are those of the variant with `out`
+        if "CompositeImplicitAutograd" in keys and ("CUDA" in keys or structured):
+            lacking.add(name)
+    source = Path(library.__file__).with_name("device.cpp").read_text()
+    named = source.partition("for (const char* name : {")[2].partition("}")[0]
+    assert lacking == {each.strip(' "') for each in named.split(",")}
+
+
+def test_flops_are_those_of_the_operators_on_a_cpu(process: FakeCudaProcess) -> None:
+    """Products of a dense model and of experts in one kernel: two for each weight and token, three times."""
+    spec = tiny(
+        model__preset="moe-tiny", model__layers=2, layout__dp=1, layout__zero=0, recompute__policy="none"
+    )
+    moe = spec.model.moe
+    assert moe is not None
+    work = work_of(process, spec)
+    found = {row["name"].partition("::")[2]: row["flops"] for row in work["kernels"]}
+    tokens = spec.data.seq_len * spec.micro_batch * spec.microbatches
+    layers = spec.model.layers - moe.dense_first
+    weights = 3 * spec.model.hidden * moe.ffn * moe.top_k
+    assert found["_grouped_mm"] >= 6 * tokens * weights * layers  # padding rows come on top
+    assert found["_grouped_mm"] < 1.5 * 6 * tokens * weights * layers
+
+
+# What is recorded ---------------------------------------------------------------------------------------
+
+_PROGRAM = """
+from meshwright.fake_cuda import library
+library.load()
+import torch
+from meshwright.fake_cuda.runtime import RUNTIME, install
+install()
+from meshwright.dryrun.memory_tracker import FakeMemory
+from meshwright.dryrun.trace import Trace
+from meshwright.dryrun.trace_counts import device_work
+cuda = torch.device("cuda", 0)
+trace = Trace(cuda)
+with RUNTIME.observed(trace), FakeMemory(cuda, observer=trace):
+    x = torch.zeros(4, 6, device=cuda)
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        x[1:3].add_(1)
+        done.record()
+    done.wait()
+    y = x[:2].clone()
+    host = y.to("cpu", non_blocking=True)
+    done.synchronize(), done.synchronize()
+    x.copy_(torch.ones(4, 6))
+    y.cpu()
+    x[:0].zero_()
+    del x
+"""
+
+
+def test_events_say_stream_bytes_order_and_waits() -> None:
+    told = """
+for e in trace.events:
+    reads, writes = ([tuple(span) for span in spans] for spans in (e.reads, e.writes))
+    print(e.kind, e.name, e.stream, reads, writes, e.bytes, e.number)
+print(device_work(trace.events)["host_waits"])
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{_PROGRAM}{told}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    *lines, waits = ran.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("view")] == [
+        "allocate  0 [] [(0, 0, 96)] 96 -1",
+        "kernel aten::zeros 0 [] [(0, 0, 96)] 96 -1",
+        "kernel aten::add_.Tensor 1 [(0, 24, 72)] [(0, 24, 72)] 96 -1",
+        "record  1 [] [] 0 1",
+        "wait  0 [] [] 0 1",
+        "allocate  0 [] [(1, 0, 48)] 48 -1",
+        "copy aten::clone 0 [(0, 0, 48)] [(1, 0, 48)] 96 -1",
+        "copy aten::_to_copy 0 [(1, 0, 48)] [] 48 -1",
+        "synchronize event -1 [] [] 0 1",
+        "synchronize event -1 [] [] 0 1",
+        "copy aten::copy_ 0 [] [(0, 0, 96)] 96 -1",
+        "synchronize aten::copy_, host to device 0 [] [] 0 -1",
+        "copy aten::_to_copy 0 [(1, 0, 48)] [] 48 -1",
+        "synchronize aten::_to_copy, device to host 0 [] [] 0 -1",
+        "empty aten::zero_ 0 [] [] 0 -1",
+        "free  0 [] [(0, 0, 96)] 96 -1",
+    ]
+    assert waits.count("'count': 1") == 3  # nothing was launched between the first two
+
+
+def test_messages_go_over_a_stream_of_their_group(process: FakeCudaProcess) -> None:
+    spec = tiny(layout__tp=2, layout__pp=2, model__layers=2)
+    messages = work_of(process, spec)["messages"]
+    by_axis = {row["axis"]: (row["group"], row["stream"]) for row in messages}
+    assert set(by_axis) == {"shard", "tensor", "pipeline", "world"}
+    assert len(set(by_axis.values())) == 4 and all(stream > 0 for _, stream in by_axis.values())
+    assert {row["axis"]: row["ranks"] for row in messages} == {
+        "shard": 2, "tensor": 2, "pipeline": 2, "world": 8,
+    }  # fmt: skip
+
+
+# Budgets ------------------------------------------------------------------------------------------------
+
+LARGE: dict[str, object] = {
+    "model.layers": 4, "data.corpus": "synthetic", "data.seq_len": 4096, "train.batch_tokens": 65536,
+    "layout.micro_batch": 1, "precision.compute": "bf16",
+}  # fmt: skip
+BUDGETS: dict[str, dict[str, object]] = {
+    "llama3-8b, dp 8, ZeRO-3": {"model.preset": "llama3-8b", "layout.dp": 8, "layout.zero": 3},
+    "llama3-8b, tp 8": {"model.preset": "llama3-8b", "layout.tp": 8, "train.batch_tokens": 8192},
+    "llama3-70b, tp 8, pp 4": {
+        "model.preset": "llama3-70b", "layout.tp": 8, "layout.pp": 4, "train.batch_tokens": 16384,
+    },
+    "mixtral-8x7b, ep 8": {
+        "model.preset": "mixtral-8x7b", "layout.dp": 8, "layout.ep": 8, "layout.zero": 3,
+        "recompute.policy": "full",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_what_a_step_launches_only_falls(process: FakeCudaProcess, name: str) -> None:
+    spec = load(None, [(key, str(value)) for key, value in (LARGE | BUDGETS[name]).items()])
+    (row,) = dryrun_on(process, spec)["ranks"]
+    work, step = row["device_work"], row["counts"]["step"]
+    copied = {each["direction"]: each for each in work["copies"]}
+    found = {
+        "operators_a_block": step["kernels_a_block"],
+        "launches": work["launches"],
+        "host_waits": sum(each["count"] for each in work["host_waits"]),
+        "collectives": step["collectives"],
+        "copied_bytes": copied["device to device"]["bytes"],
+        "copies": copied["device to device"]["count"],
+        "host_copies": sum(copied[each]["count"] for each in ("host to device", "device to host")),
+        "empty_zero": sum(each["count"] for each in work["empty"] if each["name"] == "aten::zero_"),
+    }
+    recorded = RECORDED.get(name, {})
+    grown = {key: value for key, value in found.items() if value > recorded.get(key, -1)}
+    assert not grown, f"more than cuda_counts.toml has for '{name}': {grown}"
+    assert found == recorded, f"less than cuda_counts.toml has for '{name}': write the new numbers there"
+
+
+# As a user asks -----------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_kernels_copies_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [word for key, value in TINY.items() for word in (f"--{key}", str(value))]
+    main(["dryrun", *keys, "--device", "cuda", "--capability", "8.0"])
+    shown = capsys.readouterr().out
+    for part in ("A100-SXM4-80GB, faked", "aten::mm", "launched: ", "host to device", "waits of the host"):
+        assert part in shown
+
+
+def test_errors_come_back_from_the_process(process: FakeCudaProcess) -> None:
+    with pytest.raises(UserError, match=r"--rank: is 7, but the world has 2 ranks"):
+        dryrun_on(process, tiny(), rank=7)
+    assert dryrun_on(process, tiny(model__layers=1))["gpu"] == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("2.12.1+cpu None", r"one is faked for torch 2\.13 only, while 2\.12\.1\+cpu is installed"),
+        ("2.13.0+cu130 13.0", r"torch 2\.13\.0\+cu130 is built for GPUs and finds none here"),
+    ],
+)
+def test_another_torch_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, build: str, message: str
+) -> None:
+    version, toolkit = build.split()
+    other = TorchBuild(Path(), version, None if toolkit == "None" else toolkit)
+    monkeypatch.setattr(library, "torch_build", lambda: other)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=message):
+        api.dryrun(tiny(), device="cuda")
+
+
+def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"cannot be compiled: .*no-such-compiler.*; install g\+\+"):
+        api.dryrun(tiny(), device="cuda")
+    monkeypatch.setenv("MESHWRIGHT_CPP_DISABLE", "1")
+    with pytest.raises(UserError, match=r"MESHWRIGHT_CPP_DISABLE switches off; unset it"):
+        api.dryrun(tiny(), device="cuda")
+    with pytest.raises(UserError, match=r"--capability: is 9\.0, but the step runs on a CPU"):
+        api.dryrun(tiny(), capability="9.0")
