@@ -162,3 +162,8 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
         name: f"{tensor.dtype} {tuple(tensor.shape)} {sha256(tensor.numpy().tobytes()).hexdigest()}"
         for name, tensor in tensors.items()
     }
+
+
+def recorded(out: Path, spec: RunSpec) -> None:
+    """Write the record of a run, as far as readers of its checkpoints need it."""
+    (out / "run.json").write_text(json.dumps({"spec": spec.to_json()}))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_run_lora import recorded
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
@@ -19,7 +18,7 @@ from meshwright.spec.parameter_groups import adapters_beside
 from meshwright.weights.load import load_run
 from meshwright.weights.saved_weights import SavedWeights
 from ranks import Ranks
-from training_runs import HALF, STEPS, spec_of, start
+from training_runs import HALF, STEPS, recorded, spec_of, start
 
 DORA: dict[str, object] = {"lora__rank": 4, "lora__alpha": 16.0, "lora__dora": "true"}
 EXACT = DORA | {"precision__compute": "fp64"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 from meshwright import api
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.planner.memory.states import checkpoint_bytes
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import UserError
 from meshwright.spec.lora import is_adapter
 from meshwright.weights.load import load_run
 from meshwright.weights.saved_weights import SavedWeights
 from ranks import Ranks
-from training_runs import HALF, STEPS, spec_of, start
+from training_runs import HALF, STEPS, recorded, spec_of, start
 
 LORA = {"lora__rank": 4, "lora__alpha": 16.0}
 LAYOUTS: list[dict[str, object]] = [
@@ -93,10 +92,6 @@ def test_checkpoints_hold_adapters_alone(ranks: Ranks, corpus: Path, tmp_path: P
     manifest = Manifest.parse((steps[-1] / "manifest.json").read_text())
     changed = [name for name in manifest.tensors if name.startswith("optim")]
     assert changed and all(is_adapter(name) for name in changed)
-
-
-def recorded(out: Path, spec: RunSpec) -> None:
-    (out / "run.json").write_text(json.dumps({"spec": spec.to_json()}))
 
 
 def test_readers_merge_the_adapters(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:

@@ -7,12 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_verify_lora import CASES as OF_LORA
-from test_verify_lora import MODEL, in_own_precision
-from test_verify_preference import DENSE, PAIRS, assert_equal
-from test_verify_qlora import MODEL as QUANTISED
 from torch import Tensor
 
+from adapter_cases import DENSE, LORA_CASES, MODEL, PAIRS, QUANTISED, assert_equal, in_own_precision
 from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
@@ -31,10 +28,10 @@ CASES: list[dict[str, object]] = [
     {"layout__tp": 2, "recompute__policy": "full", "lora__dropout": 0.3, "model__out_bias": "true"},
     {"layout__tp": 2, "layout__pp": 2, "layout__schedule": "zb-h1", "recompute__policy": "full"},
     {"layout__tp": 2, "precision__compute": "bf16", "precision__master": "bf16"},
-    *OF_LORA,
+    *LORA_CASES,
 ]  # fmt: skip
-OWN = len(CASES) - len(OF_LORA)
-DROPPED = 4 + next(index for index, case in enumerate(OF_LORA) if "lora__dropout" in case)
+OWN = len(CASES) - len(LORA_CASES)
+DROPPED = 4 + next(index for index, case in enumerate(LORA_CASES) if "lora__dropout" in case)
 QUICK = [*CASES[: OWN + 1], *(CASES[OWN + index] for index in (4, 13, 24)), CASES[DROPPED + 7]]
 
 

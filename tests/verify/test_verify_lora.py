@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from adapter_cases import EXPERTS, LORA_CASES, MODEL, in_own_precision
 from covering import marked, name
 from equality import equal_to_one_device
 from expert_cases import BASE, ROUTERS
@@ -16,73 +17,13 @@ from meshwright.parallel import adapter_dropout
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.verify import verify as subject
-from meshwright.verify.precision import verify_in_own_precision
 from ranks import Ranks
 from small import spec_of
 
-MODEL = {
-    "model.heads": 8, "model.head_dim": 4, "model.vocab_size": 61, "model.layers": 4, "data.seq_len": 32,
-    "train.steps": 3, "train.warmup_steps": 1, "train.batch_tokens": 8 * 32, "layout.micro_batch": 1,
-    "lora.rank": 3, "lora.alpha": 40.0,
-}  # fmt: skip
-EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "layout__ep": 2}
-SHARED = {"model__moe__shared_ffn": 24, "model__moe__dense_first": 1}
-MLA = {
-    "model__mla__kv_rank": 8,
-    "model__mla__rope_dim": 2,
-    "model__mla__v_dim": 4,
-    "model__kv_heads": 8,
-    "model__head_dim": 6,
-}
-DROPPING: list[dict[str, object]] = [
-    {"layout__dp": 2, "layout__zero": 3, "recompute__policy": "full"},
-    {"layout__tp": 2, "layout__micro_batch": 4, "recompute__policy": "selective"},
-    {"layout__tp": 4, "layout__sequence_parallel": "false", "model__kv_heads": 2},
-    {"layout__cp": 2, "layout__tp": 2, "recompute__policy": "full"},
-    {"layout__pp": 2, "layout__schedule": "zb-h1", "train__batch_tokens": 16 * 32},
-    {"layout__pp": 2, "layout__schedule": "1f1b", "recompute__policy": "full", "layout__dp": 2},
-    {"layout__dp": 2, "layout__tp": 2, **EXPERTS, **SHARED},
-    {"layout__tp": 2, **MLA, "model__mla__q_rank": 12},
-]
-CASES: list[dict[str, object]] = [
-    {},
-    *({"layout__dp": 4, "layout__zero": zero} for zero in (0, 1, 2)),
-    {"layout__dp": 2, "layout__zero": 3, "model__qkv_bias": "true", "lora__rslora": "true"},
-    {"layout__dp": 2, "layout__replicate": 2, "layout__zero": 3, "recompute__policy": "full"},
-    {"layout__tp": 2},
-    {"layout__tp": 2, "layout__sequence_parallel": "false"},
-    {"layout__tp": 4, "model__kv_heads": 2},
-    {"layout__tp": 4, "model__kv_heads": 2, "layout__sequence_parallel": "false", "model__mlp_bias": "true"},
-    {"layout__tp": 2, "recompute__policy": "full"},
-    {"layout__tp": 2, "recompute__policy": "selective", "layout__dp": 2, "layout__zero": 3},
-    {"layout__tp": 2, "recompute__policy": "selective", "recompute__save": "attention"},
-    {"layout__cp": 2},
-    {"layout__cp": 2, "layout__dp": 2, "layout__zero": 3, "lora__targets": "*.attn.q.weight,*.attn.v.weight"},
-    {"layout__tp": 2, "layout__cp": 2, "lora__targets": "*.mlp.down.weight"},
-    {"layout__tp": 2, "layout__cp": 2, "lora__targets": "*.attn.o.weight"},
-    {"layout__tp": 2, "layout__dp": 2, "layout__zero": 1, "lora__targets": "blocks.1.*"},
-    {"layout__tp": 2, "lora__targets": "*.mlp.gate.weight", "recompute__policy": "full"},
-    {"layout__pp": 2, "layout__schedule": "zb-h1"},
-    {"layout__pp": 2, "layout__schedule": "1f1b", "lora__targets": "blocks.3.*", "layout__tp": 2},
-    {"layout__pp": 2, "layout__dp": 2, "layout__tp": 2, "layout__zero": 3, "layout__schedule": "zb-h1"},
-    {"layout__pp": 2, "layout__schedule": "zb-v", "model__tied": "true"},
-    {"layout__dp": 2, "layout__zero": 3, **EXPERTS},
-    {"layout__dp": 2, "layout__tp": 2, "layout__zero": 1, **EXPERTS, **SHARED},
-    {"layout__dp": 2, "layout__tp": 2, **EXPERTS, **SHARED, "layout__sequence_parallel": "false"},
-    *({"lora__dropout": 0.3} | layout for layout in DROPPING),
-    {"layout__tp": 2, "layout__pp": 2, **MLA, "layout__schedule": "zb-h1", "model__mla__q_rank": 12},
-    {"layout__tp": 2, "layout__dp": 2, **MLA, "layout__sequence_parallel": "false", "layout__zero": 2},
-    {"layout__tp": 2, "model__parallel_block": "true", "model__norm_placement": "pre"},
-    {"layout__dp": 2, "layout__zero": 1, "train__ema": 0.9, "train__clip_parameter": 0.01},
-    {"layout__dp": 2, "layout__tp": 2, "layout__zero": 1, "train__optimiser": "muon"},
-    {"layout__dp": 2, "layout__tp": 2, "layout__zero": 1, "train__optimiser": "adamw8bit", "lora__rank": 4},
-    {"layout__dp": 2, "layout__replicate": 2, "outer__every": 1},
-    {"layout__dp": 2, "layout__replicate": 2, "layout__zero": 1, "outer__staleness": 1},
-]  # fmt: skip
-QUICK = [CASES[index] for index in (0, 4, 6, 7, 13, 19, 21, 24)]
+QUICK = [LORA_CASES[index] for index in (0, 4, 6, 7, 13, 19, 21, 24)]
 
 
-@pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
+@pytest.mark.parametrize("case", marked(LORA_CASES, QUICK), ids=name)
 def test_adapters_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     equal_to_one_device(ranks, spec_of(MODEL, **case), 1e-9)
 
@@ -131,10 +72,6 @@ def test_adapters_of_experts_equal_one_device(ranks: Ranks, case: dict[str, obje
     samples = 4 * int(str(case.get("dp", 1))) * int(str(case.get("replicate", 1)))
     flags = {"train__batch_tokens": 16 * samples} | router | flags
     equal_to_one_device(ranks, spec_of(BASE | OF_EXPERTS, **flags), 1e-9)
-
-
-def in_own_precision(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
-    return verify_in_own_precision(spec, mesh, 2)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

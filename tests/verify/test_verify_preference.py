@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapter_cases import DENSE, PAIRS, assert_equal
 from covering import marked, name
-from equality import STEPS
 from expert_cases import BASE, ROUTERS
 from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import open_corpus
@@ -28,10 +28,6 @@ from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of
 
-DENSE = {key: value for key, value in BASE.items() if not key.startswith("model.moe")}
-PAIRS: dict[str, object] = {
-    "preference.loss": "dpo", "data.seq_len": 32, "train.batch_tokens": 8 * 32, "data.val_fraction": 0.1,
-}  # fmt: skip
 LORA: dict[str, object] = {"lora__rank": 3, "lora__alpha": 40.0}
 SIMPO: dict[str, object] = {"preference__loss": "simpo", "preference__beta": 2.0}
 ORPO: dict[str, object] = {"preference__loss": "orpo", "preference__beta": 0.7}
@@ -70,18 +66,6 @@ CASES: list[dict[str, object]] = [
 def flags(case: dict[str, object]) -> dict[str, object]:
     """Flags of a case, whose names without a section are of the layout."""
     return {key if "__" in key else f"layout__{key}": value for key, value in case.items()}
-
-
-def compared(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
-    return verify(spec, mesh, STEPS)
-
-
-def assert_equal(ranks: Ranks, spec: RunSpec) -> None:
-    found = ranks.run(spec.layout, compared, spec, rules="nccl")[0]
-    assert found["equal"], found["first"]["sentence"]
-    assert found["worst_relative"] <= 1e-9, found["worst_name"]
-    kinds = {row["kind"] for row in found["rows"]}
-    assert {"step 2 parameter", "step 2 loss", f"step {STEPS} validation loss"} <= kinds
 
 
 @pytest.mark.parametrize(

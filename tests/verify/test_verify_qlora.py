@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapter_cases import QUANTISED, in_own_precision
 from covering import marked, name
 from equality import equal_to_one_device
 from meshwright.comm.mesh import Mesh
@@ -16,16 +17,9 @@ from meshwright.parallel.quantised_weights import QuantisedWeights
 from meshwright.spec import RunSpec, load
 from meshwright.verify import verify as subject
 from meshwright.verify.narrow import narrow
-from meshwright.verify.precision import verify_in_own_precision
 from ranks import Ranks
 from small import spec_of
 
-MODEL = {
-    "model.hidden": 64, "model.ffn": 128, "model.heads": 8, "model.head_dim": 16, "model.kv_heads": 2,
-    "model.vocab_size": 61, "model.layers": 4, "data.seq_len": 32, "train.steps": 3, "train.warmup_steps": 1,
-    "train.batch_tokens": 8 * 32, "layout.micro_batch": 1, "lora.rank": 3, "lora.alpha": 40.0,
-    "lora.quantise": "nf4",
-}  # fmt: skip
 MLA = {
     "model__mla__kv_rank": 64,
     "model__mla__rope_dim": 2,
@@ -60,16 +54,12 @@ QUICK = [CASES[index] for index in (1, 2, 4, 6, 9, 12, 14, 16, 18)]
 
 @pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
 def test_a_quantised_base_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
-    equal_to_one_device(ranks, spec_of(MODEL, **case), 1e-9)
-
-
-def in_own_precision(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
-    return verify_in_own_precision(spec, mesh, 2)
+    equal_to_one_device(ranks, spec_of(QUANTISED, **case), 1e-9)
 
 
 @pytest.mark.parametrize("layout", [{"layout__dp": 2, "layout__zero": 3}, {"layout__tp": 2}], ids=name)
 def test_a_quantised_base_is_equal_in_its_own_precision(ranks: Ranks, layout: dict[str, object]) -> None:
-    spec = spec_of(MODEL, precision__compute="bf16", **layout)
+    spec = spec_of(QUANTISED, precision__compute="bf16", **layout)
     found, _ = ranks.run(spec.layout, in_own_precision, spec)
     assert found is not None and found["equal"], found["first"]
 
@@ -91,7 +81,7 @@ def with_late_codes(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("layout", [{"layout__dp": 2}, {"layout__tp": 2}], ids=name)
 def test_a_scale_of_another_block_is_noticed(ranks: Ranks, layout: dict[str, object]) -> None:
-    spec = spec_of(MODEL, **layout)
+    spec = spec_of(QUANTISED, **layout)
     found, _ = ranks.run(spec.layout, with_late_codes, spec)
     assert found is not None and not found["equal"]
 
