@@ -32,6 +32,14 @@ def test_words_flags_and_keys_in_any_order() -> None:
     assert call.flags == {"nproc": "2", "quiet": False, "verify": False} | unset
 
 
+def test_a_short_name_is_its_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for words in (["spec", "check"], ["check"]):
+        assert main([*words, "--model.preset", "tiny"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "OK" in said[0]
+
+
 def test_values_may_start_with_a_dash() -> None:
     assert parse(verb("train"), ["--train.lr", "-1"]).overrides == [("train.lr", "-1")]
     assert parse(verb("train"), ["--train.lr=-1"]).overrides == [("train.lr", "-1")]

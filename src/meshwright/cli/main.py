@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from meshwright import __version__
 from meshwright.cli import output, overview
 from meshwright.cli.ending import NO_READER
-from meshwright.cli.overview import HELP, MODULES, SUMMARIES
+from meshwright.cli.overview import HELP, MODULES, SHORT, SUMMARIES
 from meshwright.rank.child import leave, set_up_output
 from meshwright.rank.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
@@ -78,6 +78,7 @@ def main(words: Sequence[str]) -> int:
     if words[0] == "--version":
         print(f"meshwright {full_version()}")
         return 0
+    words = [*SHORT.get(words[0], words[:1]), *words[1:]]
     group = [name for name in SUMMARIES if name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in HELP):
         print(overview.group(words[0]))

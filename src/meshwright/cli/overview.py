@@ -39,11 +39,13 @@ SUMMARIES = {
     "checkpoint verify": "check every hash of a checkpoint",
     "spec show": "print a run's whole spec as TOML",
     "spec schema": "print the JSON schema of a run file, for editors",
-    "spec check": "validate a run file, and print what would run",
+    "spec check": "validate a run file, and print what would run; check for short",
     "spec presets": "list the named models",
     "completion": "print the script that completes commands in bash, zsh or fish",
 }
 """Each verb in a few words, in the order of the list."""
+SHORT = {"check": ("spec", "check")}
+"""Verbs by a shorter name."""
 
 MODULES = {
     "tokenize": "runs", "data show": "runs", "data verify": "runs", "explain": "plan", "profile": "hardware",
