@@ -86,7 +86,7 @@ def one_rank(source: str, rank: int, mapped: bool, flags: list[str]) -> dict[str
     with fake_world(spec.layout.world_size, rank):
         mesh = build_mesh(spec.layout, torch.device("cpu"), spec.model.kv_heads, FakeGroups("cpu"))
         assert mesh is not None
-        trainer, weights = Trainer(spec, mesh), open_weights(spec.model)
+        trainer, weights = Trainer(spec, mesh), open_weights(spec)
         assert weights is not None
         held = [chunk for name, tensor in trainer.held.items() for chunk in local_chunks(name, tensor)]
         found["share"] = sum(math.prod(each.local_shape) * each.local.element_size() for each in held)

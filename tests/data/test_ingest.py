@@ -253,5 +253,5 @@ def test_a_pipe_is_no_corpus(tmp_path: Path) -> None:
 def test_a_row_nested_too_deep_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("[" * 200_000)
-    with pytest.raises(UserError, match=r"data\.corpus: .*rows\.jsonl line 1 is not UTF-8"):
+    with pytest.raises(UserError, match=r"data\.corpus: .*rows\.jsonl line 1 is not JSON"):
         read(path)

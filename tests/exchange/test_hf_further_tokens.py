@@ -21,7 +21,7 @@ from meshwright.exchange.parameter_source import HeldParameters
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.multi_token_prediction import further_tokens
-from meshwright.spec import ModelSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.weights.initial_weights import open_weights
 
 FAMILIES = {"DeepseekV3": DEEPSEEK, "Glm4Moe": GLM4_MOE | {"use_qk_norm": True, "n_shared_experts": 2}}
@@ -187,12 +187,13 @@ def test_without_weights_the_layer_is_asked_for(published: tuple[Path, Any], tmp
 def test_a_run_may_leave_the_layer_out(published: tuple[Path, Any]) -> None:
     folder = str(published[0])
     without = ModelSpec(hf=folder, mtp_num_layers=0, vocab_size=128)
-    weights = open_weights(without)
+    weights = open_weights(RunSpec(model=without))
     assert weights is not None
     assert "blocks.3.eh_proj.weight" not in read_all(weights, without)
     with pytest.raises(UserError, match=r"model\.mtp_num_layers: 1 contradicts"):
         save_theirs(published[0].parent / "theirs", "DeepseekV3", DEEPSEEK)
-        open_weights(ModelSpec(hf=str(published[0].parent / "theirs"), mtp_num_layers=1))
+        theirs = ModelSpec(hf=str(published[0].parent / "theirs"), mtp_num_layers=1)
+        open_weights(RunSpec(model=theirs))
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])

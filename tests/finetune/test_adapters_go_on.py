@@ -192,6 +192,20 @@ def test_a_run_goes_on_from_the_adapters_of_another(
         assert any(each.any() for name, each in one.items() if "lora_B" in name)
 
 
+def test_adapters_of_another_base_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    corpus = written(chats(1, 8), tmp_path / "chats.jsonl")
+    model_in(tmp_path / "model")
+    model_in(tmp_path / "other")
+    adapter_in(tmp_path / "adapter", tmp_path / "model", target_modules=["q_proj"], use_dora=True)
+    for base, told in (("other", True), ("model", False)):
+        words = words_of(tmp_path / base, corpus, tmp_path / f"run-{base}")
+        adapter = ["--from", str(tmp_path / base), "--adapter", str(tmp_path / "adapter")]
+        assert main(["train", *adapter, *words]) == 0
+        out = " ".join(capfd.readouterr().out.split())
+        assert "rank 3 with magnitudes (DoRA), for *.attn.q.weight" in out
+        assert (f"adapters: trained on {tmp_path / 'model'}, as their folder says" in out) == told
+
+
 def test_a_resume_reads_other_adapters_no_more(tmp_path: Path) -> None:
     base, corpus = tmp_path / "model", written(chats(1, 8), tmp_path / "chats.jsonl")
     model_in(base)

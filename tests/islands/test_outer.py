@@ -205,7 +205,7 @@ def held(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, float]:
     from meshwright.train.open_run import open_run
 
     run = open_run(spec, mesh, out, Observers([]))
-    run._resume("auto")
+    run._go_on_from(run.starting_points.resume("auto"))
     trainer = run.trainer
     run.loader.close()
     run.store.close()

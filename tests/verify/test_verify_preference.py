@@ -134,7 +134,7 @@ def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole / max(1, pairs)
 
     monkeypatch.setattr(Preference, "_loss", own_mean)
-    monkeypatch.setattr(Preference, "own_count", lambda self, batch: len(batch.tokens) * self._counts)
+    monkeypatch.setattr(Preference, "own_count", lambda self, batch: len(batch.tokens) * self.counts)
 
 
 def unmasked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from meshwright.api.generation import (
     open_decoder,
     run_tokenizer,
 )
+from meshwright.api.models import existing
 from meshwright.api.prompt_files import Row, read_rows
 from meshwright.api.prompt_remarks import warn_of_prompts
 from meshwright.data.chat_formats import Conversation, Message, conversation_of
@@ -117,7 +118,7 @@ class _Template:
     """The chat template of a model's folder, with its tokenizer and how chats are answered."""
 
     def __init__(self, run: Path, how: Generation) -> None:
-        self.run = run
+        self.run = existing(run, "the folder of a run or of an HF model")
         if how["special_tokens"] == "text":
             raise UserError(
                 "--special-tokens: with 'text' the tokens that the chat template writes would be read as "

@@ -15,7 +15,7 @@ from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.hf.safetensors_header import check_whole_files
 from meshwright.spec.hf.special_tokens import TOKENIZER
 from meshwright.spec.load import load
-from meshwright.spec.lora_source import initial_adapters
+from meshwright.spec.lora_source import adapter_source, base_of, initial_adapters
 from meshwright.spec.weights import (
     FIRST_STEP,
     WeightSource,
@@ -136,7 +136,23 @@ def _trained_told(spec: RunSpec, source: WeightSource) -> str:
 def _adapters_told(spec: RunSpec) -> Iterator[str]:
     """Yield a line that says from which adapters a run goes on, if it does."""
     if (lora := spec.lora) is not None and lora.weights != RANDOM:
-        yield f"adapters: those of {lora.weights}, rank {lora.rank}, for {', '.join(lora.targets)}"
+        kind = " with magnitudes (DoRA)" if lora.dora else ""
+        yield f"adapters: those of {lora.weights}, rank {lora.rank}{kind}, for {', '.join(lora.targets)}"
+        if (other := _other_base(spec.model.weights, lora.weights)) is not None:
+            yield (
+                f"adapters: trained on {other}, as their folder says, and this run's weights are those of "
+                f"{spec.model.weights}; unless both are one model, give --from {other}"
+            )
+
+
+def _other_base(weights: str, adapters: str) -> str | None:
+    """Return the model that adapters name as their base, if it is not the one that a run has; else None.
+
+    Models of one name in two places count as one: folders are moved, and copied from the hub.
+    """
+    source = adapter_source(adapters)
+    named = None if source is None else base_of(source)
+    return named if named is not None and Path(named).name != Path(weights).name else None
 
 
 def _described(model: ModelSpec, source: WeightSource) -> tuple[str, ModelSpec]:

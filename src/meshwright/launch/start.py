@@ -106,7 +106,11 @@ class _Started:
 
 def stopped_by(number: int) -> Outcome:
     """Return the outcome of a run that a signal has ended, and that has saved nothing for it."""
-    sentence = f"stopped by {signal.Signals(number).name}, and nothing was saved for it"
+    name = signal.Signals(number).name
+    sentence = (
+        f"stopped by {name}, and nothing was saved for it; start it again, with --resume auto if it has a "
+        f"checkpoint"
+    )
     return Outcome(128 + number, sentence, stopped=True)
 
 

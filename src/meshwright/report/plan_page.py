@@ -31,6 +31,7 @@ TIME_COLOURS = {
     "memory-bound": "c2",
     "recomputation": "c5",
     "host": "c5 pale",
+    "forwards ahead": "c0 cross",
     "tensor axis": "c1",
     "context axis": "c6",
     "expert axis": "c3",

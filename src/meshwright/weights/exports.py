@@ -77,6 +77,13 @@ def export_adapter(run: Path, folder: Path | str, average: bool, step: int | Non
         write_adapter(folder, spec.model, lora, saved, base, dtype)
 
     of_whole_checkpoint(run, step, average, write)
+    if lora.base_format is not None:
+        warnings.warn(
+            f"export: the adapters were trained beside weights in {lora.base_format}; on weights that are "
+            f"not rounded so PEFT computes another model than the run; export without --adapter has the "
+            f"run's own",
+            stacklevel=2,
+        )
 
 
 def export_gguf_file(
