@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright import api
 from meshwright.comm.mesh import Mesh
 from meshwright.model.blockwise_quantisation import rounded_to_blocks
 from meshwright.spec import RunSpec, load
@@ -76,6 +77,10 @@ def test_readers_merge_onto_the_values_of_codes(ranks: Ranks, corpus: Path, tmp_
         wanted = tensors[name].float() + 4 * b @ a
         assert torch.allclose(read[name], wanted, rtol=0, atol=1e-6)
         assert torch.equal(saved.read(name).float(), read[name])
+    with pytest.warns(
+        UserWarning, match=r"trained beside weights in nf4; on weights that are not rounded so"
+    ):
+        api.export(tmp_path, tmp_path / "adapter", adapter=True)
 
 
 def test_another_format_is_refused_at_a_resume(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
