@@ -152,6 +152,13 @@ def test_a_collective_of_all_ranks_starts_when_the_last_has_called_it() -> None:
     assert spans(early, GROUP) == spans(late, GROUP) == [(31, 32)]
 
 
+def test_collectives_of_other_stages_are_not_waited_for() -> None:
+    mail = Mail({"world": 2})
+    late, early = (clocks_of([kernel(s), collective(1, 1), wait(1)], mail=mail) for s in (30, 1))
+    follow([late, early])
+    assert (spans(early, GROUP), spans(late, GROUP)) == ([(2, 3)], [(31, 32)])
+
+
 def test_messages_that_nobody_sends_are_told() -> None:
     received = collective(4, 1, name="receive", lane=(0, 1, 0))
     with pytest.raises(AssertionError, match="none of them sends"):

@@ -28,7 +28,7 @@ WAITS = (HOST, MESSAGES, OTHER_STREAMS, OTHER_RANKS)
 another stream has not come; other ranks of the pipeline have not ended their step."""
 
 
-class Span(NamedTuple):
+class BusySpan(NamedTuple):
     """From `start` to `end`, in seconds of the step, a clock was at an event."""
 
     start: float
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     event: Event
 
 
-class Idle(NamedTuple):
+class IdleSpan(NamedTuple):
     """From `start` to `end` a stream waited: the reason is one of `WAITS`, the event what it waited for."""
 
     start: float
@@ -51,20 +51,20 @@ class Stream:
 
     front: float = 0.0
     """When all that is on it has ended."""
-    spans: list[Span] = field(default_factory=list)
-    idle: list[Idle] = field(default_factory=list)
+    spans: list[BusySpan] = field(default_factory=list)
+    idle: list[IdleSpan] = field(default_factory=list)
     last: Event | None = None
 
     def pause(self, until: float, reason: str, event: Event | None = None) -> None:
         """Idle until a time, if that is later than its front."""
         if until > self.front:
-            self.idle.append(Idle(self.front, until, reason, event))
+            self.idle.append(IdleSpan(self.front, until, reason, event))
             self.front = until
 
     def run(self, event: Event, start: float, seconds: float) -> float:
         """Run an event from `start` on; returns its end."""
         self.front = start + seconds
-        self.spans.append(Span(start, self.front, event))
+        self.spans.append(BusySpan(start, self.front, event))
         self.last = event
         return self.front
 
@@ -74,7 +74,7 @@ class _BlockedError(Exception):
 
 
 class Mail:
-    """What ranks of a pipeline wait for from each other.
+    """The messages and calls that ranks of a pipeline wait for from each other.
 
     Messages of a lane arrive in the order in which they are sent. A collective of an axis in `members`, which
     says how many of the ranks are in it, starts when all of these have called it.
@@ -100,11 +100,14 @@ class Mail:
         self._called[axis, number].append(start)
 
     def meet(self, axis: str, number: int) -> float:
-        """When the last rank may start that collective. Raises `_BlockedError` if not all have called it."""
+        """When the last rank may start that collective; 0 for an axis that is not in `members`.
+
+        Raises `_BlockedError` if not all have called it.
+        """
         starts = self._called[axis, number]
-        if len(starts) < self._members.get(axis, 1):
+        if len(starts) < self._members.get(axis, 0):
             raise _BlockedError
-        return max(starts)
+        return max(starts) if axis in self._members else 0.0
 
 
 class StepClocks:

@@ -1,4 +1,4 @@
-"""What the products and the attention of a trace compute: shapes, formats and floating-point operations."""
+"""The products and the attention of a trace: shapes, formats and floating-point operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """The work of a matrix product or of attention; FLOPs are two for a multiplication that is added."""
 
     format: str
@@ -46,7 +46,7 @@ def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
-def work_of(func: Any, args: Any, kwargs: Any, flops: int) -> Work | None:
+def work_of(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork | None:
     """The work of an operator with so many FLOPs; None for one without products."""
     if not flops:
         return None
@@ -56,7 +56,7 @@ def work_of(func: Any, args: Any, kwargs: Any, flops: int) -> Work | None:
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     shape = _SHAPES.get(name.partition("::")[2].partition(".")[0], _last_two)
     left, right = shape(tensors)
-    return Work(FORMATS.get(left.dtype, "bf16"), flops, _product(left, right))
+    return KernelWork(FORMATS.get(left.dtype, "bf16"), flops, _product(left, right))
 
 
 def _first_two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def _product(left: Tensor, right: Tensor) -> Product:
     return Product(max(1, rows // experts), n, k, experts)
 
 
-def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> Work:
+def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
     """The work of attention; documents that are laid end to end are equally long."""
     names = [each.name for each in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -102,7 +102,7 @@ def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> Work:
         executed *= window / length
     elif given.get("is_causal", given.get("causal", False)):
         executed /= 2
-    return Work(
+    return KernelWork(
         FORMATS.get(query.dtype, "bf16"), executed, kernel="cudnn" if "cudnn" in name else "flash2",
         length=length, backward="backward" in name,
     )  # fmt: skip

@@ -81,6 +81,8 @@ class RankTimeline:
 
     rank: int
     pipeline_rank: int
+    stages: int
+    """Ranks of the pipeline."""
     clocks: StepClocks
     step_seconds: float
 
@@ -123,7 +125,7 @@ class RankTimeline:
         }  # fmt: skip
 
     def name_of(self, stream: int) -> str:
-        """What a stream is for: "compute", "stream 3", or the axis and number of a process group."""
+        """A stream's purpose: "compute", "stream 3", or the axis and number of a process group."""
         if stream in self.clocks.collectives:
             event = self.clocks.streams[stream].spans[0].event
             return f"{event.axis}, group {event.group}"
@@ -152,7 +154,8 @@ class RankTimeline:
         exposed = {row["axis"]: 0.0 for row in _exposed(self.clocks)}
         for row in _exposed(self.clocks):
             exposed[row["axis"]] += row["seconds"]
-        pipeline = exposed.pop("pipeline", 0.0)
+        stages = ("pipeline", "world", "ends") if self.stages > 1 else ()  # waits for ranks of other stages
+        pipeline = sum(exposed.pop(axis, 0.0) for axis in stages)
         ours = {
             "products": times["products"],
             "attention": times["attention"],
@@ -259,7 +262,7 @@ def timelines(
     follow(ranks)
     step = max(each.seconds for each in ranks)
     made = [
-        RankTimeline(rank, place, clocks, step)
+        RankTimeline(rank, place, len(ranks), clocks, step)
         for (rank, place, _), clocks in zip(traces, ranks, strict=True)
     ]
     return made, estimate(spec, cluster)

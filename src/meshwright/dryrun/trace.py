@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from meshwright.dryrun.kernel_shapes import Work, counted_flops, work_of
+from meshwright.dryrun.kernel_shapes import KernelWork, counted_flops, work_of
 from meshwright.dryrun.memory_tracker import launches, waits_for_device
 from meshwright.fake_cuda.runtime import RUNTIME
 
@@ -67,8 +67,8 @@ class Event:
     direction: Direction = ""
     number: int = -1
     """The number of an event of `torch.cuda`, or of a collective, which stands for its end; -1 for none."""
-    work: Work | None = None
-    """What a product or attention computes."""
+    work: KernelWork | None = None
+    """The work of a product or of attention."""
     axis: str = ""
     """The axis of a collective, as the wire records it."""
     group: str = ""
