@@ -12,12 +12,12 @@ from browser import Browser, needs_chromium
 from meshwright import api
 from meshwright.chaos.verdict import ORACLES, by_kind
 from meshwright.report.chaos_page import write_chaos_page
-from meshwright.report.timeline import write_timeline
+from meshwright.report.timeline import ClockSpan, write_clocks, write_timeline
 from meshwright.schedule import StageCost, StageLink, make, simulate
 from meshwright.spec import RunSpec
 from recorded_runs import record_run
 
-PAGES = ("report", "comparison", "timeline", "plan", "chaos")
+PAGES = ("report", "comparison", "timeline", "clocks", "plan", "chaos")
 pytestmark = needs_chromium
 
 # Texts whose contrast with what is behind them is below WCAG 2's 4.5, and parts that are cut off or run out.
@@ -64,6 +64,31 @@ def chaos_report() -> dict[str, Any]:
     }  # fmt: skip
 
 
+CLOCKS = [
+    ("host", [ClockSpan(0.0, 0.4, "calls of the host", "forward in blocks.0")]),
+    ("compute", [ClockSpan(0.1, 0.5, "products", "mm (forward in blocks.0)"),
+                 ClockSpan(0.8, 1.0, "copies", "copy_ (forward in blocks.0)")]),
+    ("shard, group 1", [ClockSpan(0.2, 0.8, "messages", "shard all_gather (forward in blocks.0)")]),
+]  # fmt: skip
+
+
+def clocks_result() -> dict[str, Any]:
+    rates = {"step_seconds": 1.0, "tokens_per_second_per_gpu": 512.0, "mfu": 0.4, "causal_mfu": 0.3}
+    times = {"products": 0.4, "copies": 0.2, "host": 0.1, "messages": 0.3}
+    term = {"term": "products", "seconds": 0.4, "planner_seconds": 0.5, "ratio": 0.8, "apart": True}
+    wait = {"what": "shard all_gather", "place": "forward in blocks.0", "at": 0.5, "seconds": 0.3}
+    timed = rates | {
+        "device": "H100 SXM 80 GB", "host_bound_seconds": 0.1, "longest_waits": [wait],
+        "compute_stream": [
+            {"kind": kind, "waiting": kind in ("host", "messages"), "count": 1, "seconds": seconds}
+            for kind, seconds in times.items()
+        ],
+        "planner": rates | {"ratio": 1.0, "terms": [term]},
+    }  # fmt: skip
+    ranks = [{"rank": 0, "timeline": timed}]
+    return {"world_size": 8, "layout": "dp=8, zero=3", "assumed": ["routing is even"], "ranks": ranks}
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
@@ -83,6 +108,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "report": Path(api.report([first])["page"]),
         "comparison": Path(api.report([first, second])["page"]),
         "timeline": write_timeline(timed, folder / "timeline.html"),
+        "clocks": write_clocks(folder / "clocks.html", clocks_result(), CLOCKS),
         "plan": folder / "plan.html",
         "chaos": folder / "chaos.html",
     }
@@ -143,6 +169,21 @@ def test_charts_and_bars_are_told_by_keyboard(pages: dict[str, Path], browser: B
     browser.press("ArrowRight")
     (point,) = browser.run(words)
     assert point and browser.run("document.querySelectorAll('.points.here').length") == 1
+
+
+def test_events_of_clocks_are_told_by_keyboard(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["clocks"])
+    told = "document.getElementById('tip').textContent"
+    for key, words in (
+        ("n", "host, 0 s + 400 ms"),
+        ("j", "compute, 100 ms + 400 ms"),
+        ("n", "800 ms + 200 ms"),
+    ):
+        browser.press(key)
+        assert words in browser.run(told)
+    assert "copy_ (forward in blocks.0)copies" in browser.run(told)
+    legend = browser.run("document.getElementById('legend').textContent")
+    assert legend == "productscopiesmessagescalls of the hostidle"
 
 
 def test_actions_of_the_timeline_are_told_by_keyboard(pages: dict[str, Path], browser: Browser) -> None:

@@ -77,9 +77,7 @@ def test_readers_merge_onto_the_values_of_codes(ranks: Ranks, corpus: Path, tmp_
         wanted = tensors[name].float() + 4 * b @ a
         assert torch.allclose(read[name], wanted, rtol=0, atol=1e-6)
         assert torch.equal(saved.read(name).float(), read[name])
-    with pytest.warns(
-        UserWarning, match=r"trained beside weights in nf4; on weights that are not"
-    ):
+    with pytest.warns(UserWarning, match=r"trained beside weights in nf4; on weights that are not"):
         api.export(tmp_path, tmp_path / "adapter", adapter=True)
 
 

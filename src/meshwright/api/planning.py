@@ -363,6 +363,12 @@ def dryrun(
         "X.Y", choice("8.0", "9.0", "10.0"))] = None,
     reads: Annotated[
         bool, Option("also count what the rank reads of the weights that the run starts from")] = False,
+    cluster: Annotated[str | Cluster | None, Option(
+        "with --device cuda: also time the step with the planner's rates of this cluster, by name or a "
+        "hardware file; default with --timeline by --capability", "NAME", str)] = None,
+    timeline: Annotated[Path | None, Option(
+        "with --device cuda: timeline of the host's and the streams' clocks to write, a page that opens "
+        "offline", "FILE.html", file_name(".html"))] = None,
 ) -> Result:  # fmt: skip
     """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 
@@ -374,15 +380,21 @@ def dryrun(
     time, `states`, and `wire` (rows of axis, operation, bytes, calls). With a faked GPU there is its
     name, `gpu`, and each rank has `device_work` (see `dryrun.trace_counts`). With `reads` each has
     `reads`, too, what it reads of the files of `model.weights`, whose headers have to be here: `bytes` in
-    all, and the most that is in memory `at_a_time`. Raises `UserError`.
+    all, and the most that is in memory `at_a_time`. With `cluster` or `timeline`, the page to write, each has
+    `timeline` (see `dryrun.timeline`): seconds of the step on the cluster, of what computes and what is
+    waited for, beside the planner's. Raises `UserError`.
     """
+    if timeline is not None or cluster is not None:
+        cluster = _cluster_of_clocks(spec, device, capability, cluster)
+        check_writable(timeline, "--timeline")
     if device == "cuda" and library.is_needed():
         with FakeCudaProcess() as process:
             return process.call(
                 dryrun, spec, world=world, rank=rank, all_stages=all_stages, device=device,
-                capability=capability, reads=reads,
+                capability=capability, reads=reads, cluster=cluster, timeline=timeline,
             )  # fmt: skip
     from meshwright.dryrun.report import rehearsals
+    from meshwright.report.timeline import ClockSpan, write_clocks
     from meshwright.weights.initial_weights import open_weights
 
     refuse_other_models(spec, "dryrun")
@@ -391,7 +403,7 @@ def dryrun(
         raise UserError(
             "--reads: this run starts from random weights, of which nothing is read; give --from SOURCE"
         )
-    return rehearsals(
+    result, clocks = rehearsals(
         spec,
         world=world,
         rank=rank,
@@ -399,4 +411,32 @@ def dryrun(
         device=device,
         capability=capability,
         weights=weights,
+        cluster=cluster,
     )
+    if timeline is not None:
+        rows = [row for each in clocks for row in each.rows(f"rank {each.rank}, " if all_stages else "")]
+        write_clocks(Path(timeline), result, [(name, [ClockSpan(*s) for s in spans]) for name, spans in rows])
+    return result
+
+
+_OF_CAPABILITY = {"8.0": "a100", "9.0": "h100", "10.0": "b200"}
+"""Compute capability -> the cluster of the catalogue whose devices are timed by default."""
+
+
+def _cluster_of_clocks(
+    spec: RunSpec, device: str, capability: str | None, cluster: str | Cluster | None
+) -> Cluster:
+    """Return the cluster that clocks are of, with a device for each rank. Raises `UserError`."""
+    if device != "cuda":
+        raise UserError(
+            "--timeline: the clocks are those of a GPU, but the step runs on a CPU; give --device cuda, or "
+            "leave out --timeline and --cluster"
+        )
+    ranks, named = spec.layout.world_size, cluster or _OF_CAPABILITY[capability or "9.0"]
+    found = hardware_of(named, ranks) if isinstance(named, str) else named.resized(ranks)
+    if found.device.kind == "cpu":
+        raise UserError(
+            f"--cluster: {found.name} is one of processors, and the clocks are those of a GPU; give one of "
+            "GPUs, such as h100"
+        )
+    return found

@@ -7,6 +7,7 @@ Verbs on runs: `init` writes their file, `train`, `runs` (corpora, and arguments
 `distil`, `verify`, `spec`.
 Verbs on trained models: `models` (generate, export, import, checkpoint), `evaluate`, `quantise`, and
 `weights` (average, merge). Pages of runs: `report`.
-Verbs that predict: `plan` (plan, explain), `simulate`, `dryrun`, `goodput`, `validate`, and `hardware`
+Verbs that predict: `plan` (plan, explain), `simulate`, `dryrun` (with the
+tables of `dryrun_timeline`), `goodput`, `validate`, and `hardware`
 (profile, clusters).
 """

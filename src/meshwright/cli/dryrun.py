@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright import api
 from meshwright.cli import output as show
+from meshwright.cli.dryrun_timeline import timeline_line, timeline_tables
 from meshwright.cli.parser import JSON, Call, verb
 from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.report.format import size
@@ -27,6 +28,7 @@ def dryrun(call: Call) -> int:
 
 
 def _show(result: Mapping[str, Any]) -> None:
+    timed = "timeline" in result["ranks"][0]
     facts = {
         "world": f"{show.count(result['world_size'], 'rank')}: {result['layout']}",
         "step": f"{show.count(result['microbatches'], 'microbatch')} of "
@@ -35,22 +37,33 @@ def _show(result: Mapping[str, Any]) -> None:
         "assumed": "; ".join(result["assumed"]),
         "set-up": _counts(result["counts"]["setup"]),
         "a step's": _counts(result["counts"]["step"]),
+        **({"timed": timeline_line(result["ranks"][0]["timeline"])} if timed else {}),
         **({"to start": _reads(result["ranks"][0])} if "reads" in result["ranks"][0] else {}),
     }
     show.pairs(facts)
     if len(result["ranks"]) > 1:
         print()
         show.table([_stage(row) for row in result["ranks"]])
+        for row in result["ranks"]:
+            if "timeline" in row:
+                _print_tables(timeline_tables(row["timeline"], f"rank {row['rank']}: "))
         return
     (row,) = result["ranks"]
     names = ("axis", "operation", "calls")
     wire = [{name: sent[name] for name in names} | {"bytes": size(sent["bytes"])} for sent in row["wire"]]
     tables = {"": _components(row), "at the peak": _modules(row), "sent": wire}
     if "device_work" in row:
-        tables |= {title: table for title, table in _device_work(row["device_work"]).items() if table}
+        tables |= _device_work(row["device_work"])
+    if "timeline" in row:
+        tables |= timeline_tables(row["timeline"])
+    _print_tables(tables)
+
+
+def _print_tables(tables: Mapping[str, list[dict[str, Any]]]) -> None:
     for title, table in tables.items():
-        print(f"\n{title}" if title else "")
-        show.table(table)
+        if table:
+            print(f"\n{title}" if title else "")
+            show.table(table)
 
 
 def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import rank_grid
 from meshwright.dryrun.rank_step import Rehearsal, rehearse
+from meshwright.dryrun.timeline import TIMED_ASSUMPTIONS, RankTimeline, capability_of, timelines
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import device_work
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.runtime import set_capability
+from meshwright.hardware.cluster import Cluster
 from meshwright.planner.rank_view import place_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import near_worlds
@@ -30,35 +32,51 @@ def rehearsals(
     device: str,
     capability: str | None = None,
     weights: Weights | None = None,
-) -> dict[str, Any]:
-    """See `api.dryrun`."""
+    cluster: Cluster | None = None,
+) -> tuple[dict[str, Any], list[RankTimeline]]:
+    """See `api.dryrun`; with `cluster`, the clocks of the ranks that are told, too."""
     _check(spec, world, rank, device, capability)
+    _check_cluster(cluster)
+    if cluster is not None and capability is None:
+        capability = "{}.{}".format(*capability_of(cluster))
     gpu = _fake_gpu(capability) if library.is_loaded() else None
     size, stages = spec.layout.world_size, spec.layout.pp
     grid = rank_grid(spec.layout).view(stages, -1)
     place = int((grid == rank).nonzero()[0, 1])
-    ranks = [int(each) for each in grid[:, place]] if all_stages else [rank]
-    rows = []
-    for each in ranks:
+    stage_ranks = [int(each) for each in grid[:, place]]
+    shown = stage_ranks if all_stages else [rank]
+    rows, traces = [], []
+    for each in shown if cluster is None else stage_ranks:  # ranks of a pipeline wait for each other
         trace = None if gpu is None else Trace(torch.device("cuda", 0))
         found = rehearse(spec, each, torch.device(device), trace)
         read = {} if weights is None else {"reads": weights.reading(found.held)._asdict()}
         work = {} if trace is None else {"device_work": device_work(trace.events)}
-        rows.append(_row(spec, each, found) | work | read)
-    return {
+        if each in shown:
+            rows.append(_row(spec, each, found) | work | read)
+        if trace is not None and cluster is not None:
+            traces.append((each, stage_ranks.index(each), trace.events))
+    assumed, followed = _assumed(spec), list[RankTimeline]()
+    if cluster is not None:
+        made, plan = timelines(spec, cluster, traces)
+        followed = [each for each in made if each.rank in shown]
+        for row, timed in zip(rows, followed, strict=True):
+            row["timeline"] = timed.to_json(plan)
+        assumed += TIMED_ASSUMPTIONS
+    result = {
         "world_size": size,
         "layout": spec.layout.describe(),
         "microbatches": spec.microbatches,
         "micro_batch": spec.micro_batch,
         "device": device,
         **({} if gpu is None else {"gpu": gpu}),
-        "assumed": _assumed(spec),
+        "assumed": assumed,
         "counts": {
             part: {key: max(row["counts"][part][key] for row in rows) for key in rows[0]["counts"][part]}
             for part in ("setup", "step")
         },
         "ranks": rows,
     }
+    return result, followed
 
 
 def _check(spec: RunSpec, world: int | None, rank: int, device: str, capability: str | None) -> None:
@@ -83,6 +101,14 @@ def _check(spec: RunSpec, world: int | None, rank: int, device: str, capability:
         raise UserError(f"--capability: is {capability}, but {where}, which has none to choose; leave it out")
     if dist.is_initialized():
         raise UserError("dryrun: this process is a rank of a world already; call it in one that is not")
+
+
+def _check_cluster(cluster: Cluster | None) -> None:
+    if cluster is not None and not library.is_loaded():
+        raise UserError(
+            "--cluster: clocks follow a GPU that is faked, which takes --device cuda and torch's build for "
+            "CPUs; give them, or leave out --cluster and --timeline"
+        )
 
 
 def _fake_gpu(capability: str | None) -> str:

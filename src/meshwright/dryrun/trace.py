@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
 
+from meshwright.dryrun.kernel_shapes import KernelWork, counted_flops, work_of
 from meshwright.dryrun.memory_tracker import launches, waits_for_device
 from meshwright.fake_cuda.runtime import RUNTIME
 
@@ -67,13 +67,19 @@ class Event:
     direction: Direction = ""
     number: int = -1
     """The number of an event of `torch.cuda`, or of a collective, which stands for its end; -1 for none."""
+    work: KernelWork | None = None
+    """The work of a product or of attention."""
     axis: str = ""
     """The axis of a collective, as the wire records it."""
     group: str = ""
     """The process group of a collective, which has a stream of its own."""
     ranks: int = 1
+    stride: int = 1
+    """The distance between the ranks of a collective's group in the world."""
     after: int = -1
     """The stream whose work a collective starts after."""
+    lane: tuple[int, int, int] | None = None
+    """The sender, the receiver and the tag of a message between two ranks, which arrive in order."""
 
 
 _MOVES = {_aten.copy_, _aten._to_copy, _aten.clone, _aten.cat, _aten._foreach_copy_}
@@ -203,11 +209,12 @@ class Trace:
             reads, writes = self._accesses(func, args, kwargs, result)
             direction = self._direction(packet, args, kwargs, result)
             if any(x.numel() for x in (*reads, *writes)):
+                flops = counted_flops(func, args, kwargs, result)
                 self.add(
                     "copy" if direction else "kernel", name, "operator",
                     reads=self._spans(reads), writes=self._spans(writes), direction=direction,
                     bytes=self._bytes(packet, reads, writes, direction),
-                    flops=_flops(func, args, kwargs, result),
+                    flops=flops, work=work_of(func, args, kwargs, flops),
                 )  # fmt: skip
             else:
                 self.add("empty", name, "operator")
@@ -283,13 +290,14 @@ class Trace:
         """A call of a collective has been made, of the operators since the last; returns its number."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        group = None
+        group, lane = None, None
         for func, args in self._begun:
             read, written = _exchanged(func, args)
             reads += read
             writes += written
             boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed)
+            lane = _lane(func, args, group)
         self._begun.clear()
         number = RUNTIME.new_event()
         if group is None:  # of no elements: nothing is sent
@@ -299,13 +307,28 @@ class Trace:
         self.add(
             "collective", operation, "collective", self._groups[group.group_name],
             reads=self._spans(reads), writes=self._spans(writes), bytes=sent, number=number, axis=axis,
-            group=group.group_name, ranks=group.size(), after=RUNTIME.stream,
+            group=group.group_name, ranks=group.size(), stride=_stride(group), after=RUNTIME.stream,
+            lane=lane if operation in ("send", "receive") else None,
         )  # fmt: skip
         return number
 
     def waited(self, number: int) -> None:
         """Work on the stream that is used now starts after the end of a collective from now on."""
         self.add("wait", "", "stream", number=number)
+
+
+def _stride(group: dist.ProcessGroup) -> int:
+    """The distance between a group's ranks in the world."""
+    ranks = dist.get_process_group_ranks(group)
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def _lane(func: Any, args: Any, group: dist.ProcessGroup) -> tuple[int, int, int] | None:
+    """The sender, the receiver and the tag of a message; None for a collective."""
+    if func.name() not in ("c10d::send", "c10d::recv_"):
+        return None
+    peer, own, tag = dist.get_global_rank(group, args[2]), dist.get_rank(), args[3]
+    return (own, peer, tag) if func.name() == "c10d::send" else (peer, own, tag)
 
 
 def _exchanged(func: Any, args: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -317,12 +340,3 @@ def _exchanged(func: Any, args: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]
         case "c10d::recv_" | "c10d::recv_any_source_":
             return (), first
     return second or first, first
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations by torch's formulas, two for a multiplication that is added."""
-    if func.overloadpacket is _aten._grouped_mm:  # of which torch has no formula
-        left, right = args[:2]
-        return 2 * left.numel() * right.shape[-1]
-    formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

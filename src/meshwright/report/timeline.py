@@ -1,6 +1,8 @@
-"""Timelines of simulated pipeline steps: an HTML page, and a trace for Perfetto or chrome://tracing.
+"""Timelines of simulated steps: HTML pages, and a trace for Perfetto or chrome://tracing.
 
-The page opens offline. It draws on a canvas, so that 64 ranks and 512 microbatches move smoothly: actions
+A step of a pipeline has a row for each rank; that of a dry run on a faked GPU one for each clock.
+
+The pages open offline. They draw on a canvas, so that 64 ranks and 512 microbatches move smoothly: actions
 that share a pixel are drawn in the mean of their colours.
 """
 
@@ -10,9 +12,10 @@ import base64
 import json
 import sys
 from array import array
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.report.page import render
 from meshwright.runs.record import write_atomically
@@ -21,6 +24,60 @@ from meshwright.schedule import Kind, Simulation
 # Times in the page are whole ticks; a step has this many, so a tick of a one-second step is 0.23 ns.
 TICKS = 2**32 - 1
 _WORDS = {Kind.F: "forward", Kind.I: "input backward", Kind.W: "weight backward", Kind.B: "backward"}
+_KIND_COLOURS = ("k-forward", "k-input", "k-weight", "k-backward")
+CLOCK_COLOURS = {
+    "products": "c0", "attention": "c4", "loss": "c5", "elementwise": "c2", "copies": "c3",
+    "copies over the bus": "c3", "optimiser": "c6", "messages": "c1", "calls of the host": "c7",
+}  # fmt: skip
+"""Kinds of work in a timeline of clocks, with the colour of each."""
+
+
+class ClockSpan(NamedTuple):
+    """From `start` to `end`, in seconds, a clock is at work of a kind of `CLOCK_COLOURS`."""
+
+    start: float
+    end: float
+    kind: str
+    name: str
+
+
+def write_clocks(
+    path: Path, result: Mapping[str, Any], rows: Sequence[tuple[str, Sequence[ClockSpan]]]
+) -> Path:
+    """Write the page of a step's clocks, a row for each of `rows` (name, spans), and return its path.
+
+    `result` is the dry run's with the figures of `timeline`. Raises `UserError` if the file is not writable.
+    """
+    timed = next(row["timeline"] for row in result["ranks"])
+    rank, world = result["ranks"][0]["rank"], result["world_size"]
+    title = f"rank {rank} of {world:,} on {timed['device']}: {result['layout']}"
+    data = clocks_data(timed["step_seconds"], rows)
+    write_atomically(path, render("clocks.html", title=title, ranks=result["ranks"], timed=timed, data=data,
+                                  assumed=result["assumed"], colours=CLOCK_COLOURS))  # fmt: skip
+    return path
+
+
+def clocks_data(step: float, rows: Sequence[tuple[str, Sequence[ClockSpan]]]) -> dict[str, Any]:
+    """Return the data of `timeline.js` for rows of clocks: a span's microbatch is the place of its name."""
+    kinds, ticks = list(CLOCK_COLOURS), TICKS / step
+    spans = [span for _, listed in rows for span in listed]
+    names = {name: place for place, name in enumerate(dict.fromkeys(span.name for span in spans))}
+    busy = [sum(span.end - span.start for span in listed) for _, listed in rows]
+    return {
+        "makespan": step,
+        "virtual": 1,
+        "kinds": [[kind, kind] for kind in kinds],
+        "colours": list(CLOCK_COLOURS.values()),
+        "rows": [name for name, _ in rows],
+        "names": list(names),
+        "counts": [len(listed) for _, listed in rows],
+        "bubbles": [max(0.0, 1 - each / step) for each in busy],
+        "final": [[0.0, 0.0]] * len(rows),
+        "codes": _packed("I", [kinds.index(span.kind) for span in spans]),
+        "microbatches": _packed("I", [names[span.name] for span in spans]),
+        "start": _packed("I", [min(TICKS, round(span.start * ticks)) for span in spans]),
+        "end": _packed("I", [min(TICKS, round(span.end * ticks)) for span in spans]),
+    }
 
 
 def write_timeline(simulated: Simulation, path: Path) -> Path:
@@ -86,6 +143,7 @@ def timeline_data(simulated: Simulation) -> dict[str, Any]:
         "makespan": simulated.makespan,
         "virtual": schedule.virtual,
         "kinds": [[kind.name, _WORDS[kind]] for kind in Kind],
+        "colours": _KIND_COLOURS,
         "counts": [len(listed) for listed in schedule.actions],
         "stages": stages,
         "bubbles": simulated.bubbles,

@@ -1,5 +1,6 @@
 "use strict";
-// The timeline of a simulated step: rows of actions on a canvas, zoomed and panned in time.
+// The timeline of a simulated step: rows of actions on a canvas, zoomed and panned in time. A row is a rank with
+// actions on microbatches; or, where `names` are given, a clock with events of these names.
 (() => {
   const $ = (id) => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
@@ -11,7 +12,8 @@
   for (const count of data.counts) first.push(first[first.length - 1] + count);
   const finals = data.final.map((times) => times.map((t) => (t / data.makespan) * TICKS));
 
-  const LEFT = 56, RIGHT = 64, PAD = 2;
+  const names = data.names || null, rowName = (rank) => (data.rows ? data.rows[rank] : "rank " + rank);
+  const LEFT = data.rows ? 12 + 6.2 * Math.max(...data.rows.map((name) => name.length)) : 56, RIGHT = 64, PAD = 2;
   const within = document.querySelector("[data-within]") !== null;
   const rowHeight = Math.max(16, Math.min(within ? 36 : 52, Math.floor(560 / ranks)));
   const rows = $("rows"), frame = $("frame"), axis = $("axis"), tip = $("tip");
@@ -29,7 +31,7 @@
   const readColours = () => {
     const style = getComputedStyle(document.documentElement);
     const of = (name) => numbers(style.getPropertyValue("--" + name).trim());
-    const ink = of("ink"), kinds = ["k-forward", "k-input", "k-weight", "k-backward"].map(of);
+    const ink = of("ink"), kinds = data.colours.map(of);
     colours = { ink: css(ink), soft: css(of("soft")), grid: css(of("grid")), card: css(of("card")), final: css(of("k-final")) };
     colours.idle = of("grid");
     colours.rgb = [];
@@ -125,7 +127,7 @@
       context.fillStyle = colours.css[codes[i]];
       context.fillRect(left, y, Math.max(0.5, right - left - gap), height);
       if (codes[i] >= KINDS && right - left > 7) hatch(context, left, y, right - gap, height);
-      if (height > 10) label(context, String(microbatches[i]), left, right - gap, y, height, i);
+      if (!names && height > 10) label(context, String(microbatches[i]), left, right - gap, y, height, i);
       if (microbatches[i] === hovered || i === selected) {
         context.strokeStyle = colours.ink;
         context.lineWidth = i === selected ? 3 : 2;
@@ -158,7 +160,7 @@
     context.textAlign = "right";
     for (let rank = 0; rank < ranks; rank++) {
       const y = (rank + 0.5) * rowHeight + 0.5;
-      context.fillText("rank " + rank, LEFT - 8, y);
+      context.fillText(rowName(rank), LEFT - 8, y);
       context.fillText((100 * data.bubbles[rank]).toFixed(1) + "%", width - 8, y);
     }
   };
@@ -231,7 +233,7 @@
         // Of more than two chunks the first and the last: the others are between.
         if (!used.has(KINDS * chunk + kind) || (chunk > 0 && chunk < data.virtual - 1)) continue;
         const which = data.virtual > 1 ? ", chunk " + chunk : "";
-        items.push([colours.css[KINDS * chunk + kind], words + " (" + letter + ")" + which, chunk > 0]);
+        items.push([colours.css[KINDS * chunk + kind], names ? words : words + " (" + letter + ")" + which, chunk > 0]);
       }
     });
     if (finals.some(([a, b]) => b > a)) items.push([colours.final, "final step", false]);
@@ -249,16 +251,18 @@
   const told = (rank, ticks) => {
     const i = firstAfter(rank, ticks);
     const [begin, stop] = finals[rank];
-    if (ticks >= begin && ticks < stop) return ["final step", "rank " + rank + ", " + time(stop - begin), -1];
+    if (ticks >= begin && ticks < stop) return ["final step", rowName(rank) + ", " + time(stop - begin), -1];
     if (i < first[rank + 1] && start[i] <= ticks) {
-      const kind = data.kinds[codes[i] % KINDS], stage = data.stages[rank][Math.floor(codes[i] / KINDS)];
+      const kind = data.kinds[codes[i] % KINDS], when = time(start[i]) + " + " + time(end[i] - start[i]);
+      if (names) return [names[microbatches[i]], kind[1] + ", " + rowName(rank) + ", " + when, microbatches[i]];
+      const stage = data.stages[rank][Math.floor(codes[i] / KINDS)];
       const name = kind[0] + stage + "." + microbatches[i] + "  " + kind[1];
       const place = "rank " + rank + ", stage " + stage + ", microbatch " + microbatches[i];
-      return [name, place + ", " + time(start[i]) + " + " + time(end[i] - start[i]), microbatches[i]];
+      return [name, place + ", " + when, microbatches[i]];
     }
     const after = i < first[rank + 1] ? start[i] : TICKS;
     const before = i > first[rank] ? (i < first[rank + 1] ? end[i - 1] : stop) : 0;
-    return ["idle", "rank " + rank + ", " + time(after - before), -1];
+    return ["idle", rowName(rank) + ", " + time(after - before), -1];
   };
   const point = (event) => {
     const box = rows.getBoundingClientRect(), px = event.clientX - box.left;
@@ -361,11 +365,14 @@
   rows.addEventListener("blur", unchoose);
   // Each action as a row of a table, in seconds.
   const listed = () => {
-    const lines = ["rank,kind,stage,microbatch,start_s,end_s"], seconds = (ticks) => ((ticks / TICKS) * data.makespan).toPrecision(9);
+    const lines = [names ? "clock,kind,name,start_s,end_s" : "rank,kind,stage,microbatch,start_s,end_s"];
+    const quoted = (text) => '"' + text.replaceAll('"', '""') + '"', seconds = (ticks) => ((ticks / TICKS) * data.makespan).toPrecision(9);
     for (let rank = 0; rank < ranks; rank++) {
       for (let i = first[rank]; i < first[rank + 1]; i++) {
-        const stage = data.stages[rank][Math.floor(codes[i] / KINDS)];
-        lines.push([rank, data.kinds[codes[i] % KINDS][0], stage, microbatches[i], seconds(start[i]), seconds(end[i])].join(","));
+        const kind = data.kinds[codes[i] % KINDS][0], when = [seconds(start[i]), seconds(end[i])];
+        const what = names ? [quoted(rowName(rank)), kind, quoted(names[microbatches[i]])]
+          : [rank, kind, data.stages[rank][Math.floor(codes[i] / KINDS)], microbatches[i]];
+        lines.push([...what, ...when].join(","));
       }
     }
     return lines.join("\n") + "\n";

@@ -1,0 +1,108 @@
+"""The products and the attention of a trace: shapes, formats and floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from meshwright.planner.cost.breakdown import Product
+
+_aten = torch.ops.aten
+FORMATS = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+}  # fmt: skip
+"""Formats of operands, by the names that devices have peaks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWork:
+    """The work of a matrix product or of attention; FLOPs are two for a multiplication that is added."""
+
+    format: str
+    flops: float
+    """Those that are executed: of causal attention the half that its mask leaves."""
+    product: Product | None = None
+    """The shape of a matrix product; None for attention."""
+    kernel: str = ""
+    """The kernels of attention, by the names that software stacks have for them."""
+    length: float = 0.0
+    """Tokens of a sequence, or of a document where several are told apart."""
+    backward: bool = False
+
+
+def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations by torch's formulas, attention's without regard to its mask."""
+    if func.overloadpacket is _aten._grouped_mm:  # of which torch has no formula
+        left, right = args[:2]
+        return 2 * left.numel() * right.shape[-1]
+    formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def work_of(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork | None:
+    """The work of an operator with so many FLOPs; None for one without products."""
+    if not flops:
+        return None
+    name = func.name()
+    if "attention" in name:
+        return _attention(func, args, kwargs, flops)
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    shape = _SHAPES.get(name.partition("::")[2].partition(".")[0], _last_two)
+    left, right = shape(tensors)
+    return KernelWork(FORMATS.get(left.dtype, "bf16"), flops, _product(left, right))
+
+
+def _first_two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return tensors[0], tensors[1]
+
+
+def _last_two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The operands of a product that may be added to a tensor before them."""
+    return tensors[-2], tensors[-1]
+
+
+_SHAPES: dict[str, Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]] = {
+    "_grouped_mm": _first_two,
+    "_scaled_mm": _first_two,
+}
+"""Operators of products with further tensors behind their operands."""
+
+
+def _product(left: Tensor, right: Tensor) -> Product:
+    """The shape of a product, of a batch of them, or of one for each expert, with equally many rows each."""
+    k, n = int(left.shape[-1]), int(right.shape[-1])
+    rows = int(left.numel()) // max(1, k)
+    if left.dim() == right.dim():
+        batch = int(left.shape[:-2].numel())
+        return Product(rows // max(1, batch), n, k, batch)
+    experts = int(right.shape[0])
+    return Product(max(1, rows // experts), n, k, experts)
+
+
+def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
+    """The work of attention; documents that are laid end to end are equally long."""
+    names = [each.name for each in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, key = (given.get(name, given.get(name[0])) for name in ("query", "key"))
+    name, executed, length = func.name(), float(flops), float(key.shape[-2])
+    window = given.get("window")
+    if (
+        ends := given.get("key_ends")
+    ) is not None:  # torch counts each document as long as the longest may be
+        length = key.shape[0] / max(1, ends.shape[0] - 1)
+        executed *= length / given["most_keys"]
+    if window is not None and window < length:
+        executed *= window / length
+    elif given.get("is_causal", given.get("causal", False)):
+        executed /= 2
+    return KernelWork(
+        FORMATS.get(query.dtype, "bf16"), executed, kernel="cudnn" if "cudnn" in name else "flash2",
+        length=length, backward="backward" in name,
+    )  # fmt: skip
