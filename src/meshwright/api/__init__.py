@@ -16,7 +16,7 @@ Checks: `verify_runs` compares one layout with one device, `sweeps` many.
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
-Predictions: `planning`. Pages of runs: `reports`.
+Predictions: `planning` and `dry_runs`. Pages of runs: `reports`.
 Loops of others: `engine` (`meshwright.Engine`), whose run is of `engine_spec`, with `engine_arguments`,
 `engine_callbacks` and `engine_checkpoints`; `verl_engine` is verl's interface to it.
 Run files for what somebody has: `run_files`. What a run reads: `training_samples`.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.api.chaos_runs import chaos
     from meshwright.api.distillation import distil
+    from meshwright.api.dry_runs import dryrun
     from meshwright.api.evaluation import evaluate
     from meshwright.api.generation import generate
     from meshwright.api.models import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         load_run,
         tokenize,
     )
-    from meshwright.api.planning import dryrun, explain, goodput, plan, presets, profile, simulate, validate
+    from meshwright.api.planning import explain, goodput, plan, presets, profile, simulate, validate
     from meshwright.api.pretrained_runs import run_from
     from meshwright.api.quantisation import compare_quantisation, quantise
     from meshwright.api.reports import report
@@ -63,13 +64,14 @@ __all__ = [
 _MODULES = {
     "chaos_runs": ("chaos",),
     "distillation": ("distil",),
+    "dry_runs": ("dryrun",),
     "evaluation": ("evaluate",),
     "generation": ("generate",),
     "models": (
         "checkpoint_list", "checkpoint_verify", "data_verify", "export", "import_hf", "load_hf", "load_run",
         "tokenize",
     ),
-    "planning": ("dryrun", "explain", "goodput", "plan", "presets", "profile", "simulate", "validate"),
+    "planning": ("explain", "goodput", "plan", "presets", "profile", "simulate", "validate"),
     "pretrained_runs": ("run_from",),
     "quantisation": ("compare_quantisation", "quantise"),
     "reports": ("report",),

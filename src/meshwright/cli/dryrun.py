@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +12,9 @@ from meshwright.cli.dryrun_timeline import timeline_line, timeline_tables
 from meshwright.cli.parser import JSON, Call, verb
 from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.report.format import size
+
+MOST_KERNELS = 12
+"""Kernels that have a row of their own."""
 
 
 @verb("dryrun", RUN, FROM, api.dryrun, JSON)
@@ -68,15 +71,6 @@ def _print_tables(tables: Mapping[str, list[dict[str, Any]]]) -> None:
 
 def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the tables of what a step launches, moves and waits for, by title."""
-    kernels = [
-        {
-            "kernel": row["name"],
-            "count": f"{row['count']:,}",
-            "bytes": size(row["bytes"]),
-            "TFLOP": f"{row['flops'] / 1e12:.4g}" if row["flops"] else "",
-        }
-        for row in work["kernels"]
-    ]
     empty = sum(row["count"] for row in work["empty"])
     messages = [
         {
@@ -91,7 +85,9 @@ def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         for row in work["messages"]
     ]
     return {
-        f"launched: {work['launches']:,} kernels, and {empty:,} operators on nothing": kernels,
+        f"launched: {work['launches']:,} kernels, and {empty:,} operators on nothing": _kernels(
+            work["kernels"]
+        ),
         "copied": [row | {"bytes": size(row["bytes"])} for row in work["copies"]],
         "messages by stream": messages,
         "waits of the host": [
@@ -99,6 +95,24 @@ def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         ],
         "races of streams": work["races"] or [{"race": "none", "count": 0}],
     }
+
+
+def _kernels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the kernels that move the most bytes or compute, and the others in one row; --json has all."""
+    ordered = sorted(rows, key=lambda row: (row["flops"], row["bytes"]), reverse=True)
+    shown, others = ordered[:MOST_KERNELS], ordered[MOST_KERNELS:]
+    if others:
+        sums = {key: sum(row[key] for row in others) for key in ("count", "bytes", "flops")}
+        shown.append({"name": f"{len(others)} others (--json)", **sums})
+    return [
+        {
+            "kernel": row["name"],
+            "count": f"{row['count']:,}",
+            "bytes": size(row["bytes"]),
+            "TFLOP": f"{row['flops'] / 1e12:.4g}" if row["flops"] else "",
+        }
+        for row in shown
+    ]
 
 
 def _reads(row: dict[str, Any]) -> str:
