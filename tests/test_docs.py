@@ -95,6 +95,15 @@ def test_every_command_parses_and_asks_for_a_run_that_can_be(document: Path) -> 
             resolve(tree_of(call), written, call.flags.get("nproc"))
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_row_is_in_a_table_with_a_head(document: Path) -> None:
+    """A row behind an empty line is no row: it is shown with its bars."""
+    lines = ["", *prose(document).splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.match(r"\|[ :|-]+\|$", after), line
+
+
 def test_the_readme_names_the_page_of_every_verb_and_the_page_shows_it() -> None:
     rows = [line for line in prose(READMES[0]).splitlines() if line.startswith("| [`")]
     pages = {
