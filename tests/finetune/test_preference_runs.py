@@ -140,6 +140,46 @@ def test_an_empty_answer_is_counted(folder: Path, tmp_path: Path, recwarn: pytes
     assert any("left out 1 pair with an answer without a token" in str(each.message) for each in recwarn)
 
 
+def test_pairs_of_equal_answers_are_left_out(
+    folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    same = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, GOOD]}
+    empty = {"prompt": "one two", "chosen": "", "rejected": ""}
+    mixed = written([same, ROW, empty, same], tmp_path / "rows.jsonl")
+    for flags in ({}, {"preference__loss": "kto", "lora__rank": 3}):
+        corpus = open_corpus(spec_for(folder, mixed, **flags))
+        assert corpus.train.documents == (4 if "lora__rank" in flags else 2)
+    assert pairs_of(open_corpus(spec_for(folder, mixed))) == [("three<|im_end|>\n", "four<|im_end|>\n")]
+    told = [str(each.message) for each in recwarn if "left out" in str(each.message)]
+    assert told == [f"data.corpus: {mixed}: left out 3 pairs with equal answers; it has 1 pair left"]
+    with pytest.raises(
+        UserError, match=r"holds no chat to train on \(2 left out: 2 pairs with equal answers"
+    ):
+        open_corpus(spec_for(folder, written([same, empty], tmp_path / "none.jsonl")))
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_labels_that_are_all_the_same_are_told_once(
+    label: bool, folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    flags = {"preference__loss": "kto", "lora__rank": 3}
+    rows = [JUDGED | {"label": label}] * 3
+    corpus = written(rows, tmp_path / "rows.jsonl")
+    spec = spec_for(folder, corpus, **flags)
+    open_corpus(spec)
+    open_corpus(spec, "lazy")  # as other ranks of a host do
+    (told,) = [str(each.message) for each in recwarn if "label" in str(each.message)]
+    assert f"all 3 answers of {corpus} to train on have the label {str(label).lower()}" in told
+    assert "nothing is learned from answers that are " + ("not wanted" if label else "wanted") in told
+    assert f"add rows with the label {str(not label).lower()}" in told
+    assert ("data.format prompt" in told) == label
+    recwarn.clear()
+    both = written([*rows, JUDGED | {"label": not label}], tmp_path / "both.jsonl")
+    open_corpus(spec_for(folder, both, **flags))
+    open_corpus(spec_for(folder, written([ROW], tmp_path / "pairs.jsonl"), **flags))
+    assert not [each for each in recwarn if "label" in str(each.message)]
+
+
 def test_tokenized_pairs_are_a_corpus(folder: Path, tmp_path: Path) -> None:
     rows = written(pair_rows(7, 9), tmp_path / "rows.jsonl")
     counts = api.tokenize(str(rows), str(folder), tmp_path / "out", vocab_size=320)
@@ -234,7 +274,7 @@ def test_a_run_learns_reports_and_resumes_to_the_bit(folder: Path, tmp_path: Pat
         assert row["rewards_margins"] == pytest.approx(margin, abs=1e-5)
     held_out = [row for row in rows_of(tmp_path / "whole") if "val_loss" in row]
     assert [row["step"] for row in held_out] == [6, 12, 18, 20]
-    assert held_out[-1]["val_bits_per_byte"] is None
+    assert "val_bits_per_byte" not in held_out[-1] and result["val_bits_per_byte"] is None
     assert all(f"val_{key}" in held_out[-1] for key in METRICS)
     page = Path(api.report([tmp_path / "whole"])["page"]).read_text()
     assert "Rewards of answers" in page and "nats per pair" in page
@@ -247,6 +287,30 @@ def test_a_run_learns_reports_and_resumes_to_the_bit(folder: Path, tmp_path: Pat
     other = spec_for(folder, corpus, **SMALL, train__steps=22, preference__beta=0.2)
     with pytest.raises(UserError, match=r"preference\.beta was 0\.1 and is 0\.2"):
         api.train(other, out=tmp_path / "half", resume="auto", quiet=True)
+
+
+@pytest.mark.parametrize("labels", [(True, False), (True,), (False,)], ids=["both", "wanted", "unwanted"])
+def test_a_validation_of_judged_answers_has_their_rewards(
+    labels: tuple[bool, ...], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": labels[number % len(labels)]}
+        for number, row in enumerate(with_prompts(pair_rows(8, 24)))
+    ]
+    flags = {**SMALL, "preference__loss": "kto", "train__steps": 2, "data__val_fraction": 0.3}
+    spec = spec_for(folder, written(rows, tmp_path / "rows.jsonl"), **flags)
+    api.train(spec, out=tmp_path / "run")
+    (row,) = [row for row in rows_of(tmp_path / "run") if "val_loss" in row]
+    assert "val_bits_per_byte" not in row
+    chosen, rejected = row.get("val_rewards_chosen"), row.get("val_rewards_rejected")
+    assert (chosen is not None, rejected is not None) == (True in labels, False in labels)
+    said = "reward of wanted answers" if rejected is None else "reward of unwanted answers"
+    shown = chosen if rejected is None else rejected
+    if chosen is not None and rejected is not None:
+        assert row["val_rewards_margins"] == pytest.approx(chosen - rejected)
+        said, shown = "reward margin", row["val_rewards_margins"]
+    line = f"validation at step 2/2  loss {row['val_loss']:.4f}  {said} {shown:.4f}"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_a_checkpoint_keeps_the_reference() -> None:

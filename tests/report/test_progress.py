@@ -102,7 +102,25 @@ def test_events_and_evaluations_are_lines_whenever_they_come() -> None:
     progress.on_eval({"step": 1, "val_loss": 4.5, "val_bits_per_byte": None})
     text = stream.getvalue()
     assert text.count("skipped_step  step 1  reason gradient is [not] finite\n") == 3
-    assert "validation at step 1/9  loss 4.5000  - bits per byte\n" in text
+    assert "validation at step 1/9  loss 4.5000\n" in text
+
+
+def test_a_validation_has_the_figure_of_its_loss() -> None:
+    progress, _, stream = watch()
+    progress.on_start({"step": 0, "last_step": 9})
+    rewards = {"val_rewards_chosen": 0.5, "val_rewards_rejected": 0.25, "val_rewards_margins": 0.25}
+    for found in (
+        {"val_bits_per_byte": 1.5},
+        rewards | {"val_rewards_accuracies": 1 / 3},
+        rewards,
+        {"val_rewards_chosen": 0.5},
+        {"val_rewards_rejected": 0.25},
+    ):
+        progress.on_eval({"step": 1, "val_loss": 4.5, "val_loss_ema": 4.25, **found})
+    begin, end = "validation at step 1/9  loss 4.5000  ", "  of the averaged weights 4.2500"
+    said = ["1.5000 bits per byte", "pairs right 33.3%", "reward margin 0.2500"]
+    said += ["reward of wanted answers 0.5000", "reward of unwanted answers 0.2500"]
+    assert stream.getvalue().splitlines()[1:] == [f"{begin}{each}{end}" for each in said]
 
 
 def test_a_run_that_stops_early_counts_against_the_whole_but_waits_for_its_stop() -> None:

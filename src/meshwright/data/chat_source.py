@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from meshwright.data.chat_formats import (
     format_of,
 )
 from meshwright.data.chat_template import ChatTemplate, special_tokens
-from meshwright.data.chat_tokens import ChatEncoder
+from meshwright.data.chat_tokens import ChatEncoder, ChatTokens
 from meshwright.data.hub_source import HUB
 from meshwright.data.manifest import UNWANTED, WANTED, Targets, shards_of
 from meshwright.data.near_formats import renamed
@@ -45,6 +45,8 @@ NOTHING_TRAINED = "chats without a token to train on"
 """Name by which chats are counted in which the assistant says nothing, or nothing but the first token."""
 NOTHING_TO_COMPARE = "pairs with an answer without a token to train on"
 """Name by which pairs of answers are counted of which one is empty."""
+EQUAL_ANSWERS = "pairs with equal answers"
+"""Name by which pairs are counted whose answers have the same tokens, so that neither can be preferred."""
 
 
 class EncodedChat(NamedTuple):
@@ -98,7 +100,9 @@ class ChatSource(TextSource):
         found = [] if self._template is None else [self._template, self._template.of([])]
         said = json.dumps([[each.source, sorted(each.variables.items())] for each in found])
         columns = {"columns": dict(self._columns)} if self._columns else {}
-        return {"format": self.format, "template": hashlib.sha256(said.encode()).hexdigest(), **columns}
+        left_out = {"left_out": "equal answers"} if self.pairs else {}  # earlier versions kept them
+        digest = hashlib.sha256(said.encode()).hexdigest()
+        return {"format": self.format, "template": digest, **columns, **left_out}
 
     def rows(self) -> Rows:
         """Yield the rows, whose keys have the names of their format."""
@@ -118,7 +122,8 @@ class ChatSource(TextSource):
         )
 
     def chats(self, tokenizer: Tokenizer) -> Iterator[EncodedChat]:
-        """Yield each chat, but for those with no token to train on, which are counted. Raises `UserError`.
+        """Yield each chat, but for those with no token to train on, and pairs of equal answers, which are
+        counted. Raises `UserError`.
 
         Of a pair the chosen answer comes first. The two have one hash, so they are held out together.
         """
@@ -128,8 +133,8 @@ class ChatSource(TextSource):
             found = encoder.encode_pair(conversation) if self.pairs else (encoder.encode(conversation),)
             for _, trained in found:
                 trained[:1] = False  # nothing is in front of the first token to predict it from
-            if not all(trained.any() for _, trained in found):
-                self.skipped[NOTHING_TO_COMPARE if self.pairs else NOTHING_TRAINED] += 1
+            if reason := _reason_to_leave_out(found):
+                self.skipped[reason] += 1
                 continue
             hashed = _content_hash(conversation)
             for ids, trained in found:
@@ -176,6 +181,16 @@ class ChatSource(TextSource):
                 encoder.encode_pair(conversation)
             else:
                 encoder.encode(conversation)
+
+
+def _reason_to_leave_out(answers: Sequence[ChatTokens]) -> str | None:
+    """Return the name by which a chat, or a pair of answers, is counted that teaches nothing; None of
+    others."""
+    if len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids):
+        return EQUAL_ANSWERS
+    if all(trained.any() for _, trained in answers):
+        return None
+    return NOTHING_TO_COMPARE if len(answers) == 2 else NOTHING_TRAINED
 
 
 def _marks(trained: NDArray[np.bool_], label: bool | None) -> Marks:

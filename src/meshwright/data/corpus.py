@@ -13,7 +13,7 @@ from typing import cast
 
 from meshwright.data.chat_source import ChatSource, with_chats
 from meshwright.data.document_index import TokenSource
-from meshwright.data.judged import JudgedDocuments, JudgedSource
+from meshwright.data.judged import JudgedDocuments, JudgedSource, warn_of_one_label
 from meshwright.data.manifest import VERSION, digest_of, shards_of
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import SplitSide, Windows
@@ -144,6 +144,7 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
             )
     if check != "lazy" and corpus.has_text:
         _warn_of_cuts(corpus, spec.data.seq_len)
+        warn_of_one_label(corpus.train.sides, corpus.names)
     return corpus
 
 

@@ -13,6 +13,8 @@ and 4k + 3 one that is not.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -100,6 +102,12 @@ class JudgedDocuments(WholeDocuments):
         """Plural of what its documents are of."""
         return "examples"
 
+    @property
+    def labels(self) -> tuple[int, int]:
+        """The number of answers that are wanted, and of those that are not."""
+        unwanted = int(self._samples.unwanted[::2].sum())
+        return self.documents // 2 - unwanted, unwanted
+
     def _places_of(self, document: I64, within: I64) -> I64:
         head = self._samples.head[document]
         first, rest = self._samples.start[document], self._samples.rest[document]
@@ -107,3 +115,20 @@ class JudgedDocuments(WholeDocuments):
 
     def _numbers_of(self, document: I64, number: I64) -> I64:
         return 4 * (number // 2) + 2 * self._samples.unwanted[document] + number % 2
+
+
+def warn_of_one_label(sides: Sequence[object], names: Sequence[str]) -> None:
+    """Warn of judged answers to train on, of corpora with these names, that all have one label."""
+    labels = [side.labels for side in sides if isinstance(side, JudgedDocuments)]
+    wanted, unwanted = (sum(each) for each in zip(*labels, strict=True)) if labels else (0, 0)
+    if bool(wanted) == bool(unwanted):
+        return
+    label, others = ("true", "not wanted") if wanted else ("false", "wanted")
+    other = "false" if wanted else "true"
+    remedy = "" if not wanted else ", or learn from these alone with --data.format prompt --preference none"
+    warnings.warn(
+        f"data.corpus: all {wanted + unwanted:,} answers of {', '.join(names)} to train on have the label "
+        f"{label}, so nothing is learned from answers that are {others}; add rows with the label {other}, or "
+        f"pairs of chosen and rejected answers{remedy}",
+        stacklevel=4,
+    )

@@ -25,12 +25,14 @@ _BAR_FROM = 100
 
 
 def _of_answers(row: dict[str, Any], prefix: str) -> str:
-    """Return how many pairs are right, or by how much judged answers that are wanted lead; "" of other
-    runs."""
-    right, margin = (row.get(f"{prefix}rewards_{key}") for key in ("accuracies", "margins"))
-    if right is not None:
+    """Return how many pairs are right, or by how much judged answers that are wanted lead, or where all have
+    one label their reward; "" of other runs."""
+    if (right := row.get(f"{prefix}rewards_accuracies")) is not None:
         return f"pairs right {fmt.percent(right)}"
-    return "" if margin is None else f"reward margin {fmt.fixed(margin)}"
+    names = {"margins": "reward margin", "chosen": "reward of wanted answers"}
+    names["rejected"] = "reward of unwanted answers"
+    found = ((name, row.get(f"{prefix}rewards_{key}")) for key, name in names.items())
+    return next((f"{name} {fmt.fixed(value)}" for name, value in found if value is not None), "")
 
 
 def figures(row: dict[str, Any], seconds_left: float | None) -> str:
@@ -137,12 +139,14 @@ class Progress:
                 self._bar.update(self._task, completed=step, steps=self._of(step), figures=text, refresh=True)
 
     def on_eval(self, row: dict[str, Any]) -> None:
-        loss, bits = fmt.fixed(row.get("val_loss")), fmt.fixed(row.get("val_bits_per_byte"))
-        average = (
-            f"  of the averaged weights {fmt.fixed(row['val_loss_ema'])}" if "val_loss_ema" in row else ""
-        )
-        what = _of_answers(row, "val_") or f"{bits} bits per byte"
-        self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {what}{average}")
+        parts = [f"validation at {self._of(int(row['step']))}", f"loss {fmt.fixed(row.get('val_loss'))}"]
+        if of_answers := _of_answers(row, "val_"):
+            parts.append(of_answers)
+        elif (bits := row.get("val_bits_per_byte")) is not None:
+            parts.append(f"{fmt.fixed(bits)} bits per byte")
+        if "val_loss_ema" in row:
+            parts.append(f"of the averaged weights {fmt.fixed(row['val_loss_ema'])}")
+        self._line("  ".join(parts))
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind != "warning":  # shown by Python's warnings, also if progress is off

@@ -26,9 +26,9 @@ class Observer(Protocol):
         """A training row: "step" (1-based) with loss, grad_norm, lr, tokens_per_second, mfu, ..."""
 
     def on_eval(self, row: dict[str, Any]) -> None:
-        """A validation row: "step" with val_loss and val_bits_per_byte, with `train.ema` val_loss_ema.
+        """A validation row: "step" with val_loss, of text val_bits_per_byte, with `train.ema` val_loss_ema.
 
-        With a mixture, val_sources has the loss and bits_per_byte of each source.
+        With a mixture, val_sources has the loss and, of text, bits_per_byte of each source.
         """
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:

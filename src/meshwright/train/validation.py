@@ -9,7 +9,7 @@ from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Loader
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
-from meshwright.train.held_out import likelihoods, total
+from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.step import Trainer
 
 Row = dict[str, Any]
@@ -54,11 +54,12 @@ class Validation:
         if name:
             return {f"val_loss_{name}": whole.loss}
         sources = {
-            source: {"loss": part.loss, "bits_per_byte": part.bits_per_byte}
+            source: {"loss": part.loss, **_bits_per_byte(part)}
             for source, part in zip(self._corpus.names, parts, strict=True)
             if part.tokens
         }
-        row: Row = {"val_loss": whole.loss, "val_bits_per_byte": whole.bits_per_byte, **of_parts}
+        bits = {f"val_{key}": value for key, value in _bits_per_byte(whole).items()}
+        row: Row = {"val_loss": whole.loss, **bits, **of_parts}
         return row | ({"val_sources": sources} if len(parts) > 1 else {})
 
     def result(self) -> Row:
@@ -67,3 +68,8 @@ class Validation:
         row |= {"val_sources": self._last["val_sources"]} if "val_sources" in self._last else {}
         others = [f"val_loss_{name}" for name, _ in self._trainer.models() if name]
         return row | {key: self._last.get(key) for key in others}
+
+
+def _bits_per_byte(part: Likelihood) -> dict[str, float]:
+    """Return `bits_per_byte`, and nothing of what spells no text, such as answers that are compared."""
+    return {} if part.bits_per_byte is None else {"bits_per_byte": part.bits_per_byte}
