@@ -36,8 +36,8 @@ class AdapterDropout:
             return
         device, context = self._mesh.device, self._mesh.context
         length = microbatch.tokens.shape[1] * context.size
-        places = share(torch.arange(length).unsqueeze(0), context).squeeze(0).to(device)
-        slots = microbatch.slots.to(device)
+        places = share(torch.arange(length).unsqueeze(0), context).squeeze(0)
+        slots, places = (each.to(device, non_blocking=True) for each in (microbatch.slots, places))
         self.keys.current = token_keys(self._spec.train.seed, self.update, slots, places)
 
     def before_recompute(self, blocks: Iterable[nn.Module]) -> None:

@@ -108,7 +108,7 @@ class Preference(StepPart):
         ahead = {each: self._log_probs(each, own, rows, count) for each in self.how.forwards_ahead}
         if self.how.precompute_ref_log_probs:
             assert self.stored is not None
-            ahead["base"] = self.stored.of(side, batch.ids, count).to(self._mesh.device)
+            ahead["base"] = self.stored.of(side, batch.ids, count).to(self._mesh.device, non_blocking=True)
         kl = self._kl(rows, ahead, count)
         if not self._pipeline.has_end:
             return own
@@ -129,9 +129,8 @@ class Preference(StepPart):
         place = {"documents": batch.documents, "trained": (batch.targets != IGNORE).long()}
         rows = {name: F.pad(each[:, :-1], (1, 0)) for name, each in place.items()}
         rows["documents"][:, :1] = batch.documents[:, :1]
-        return {
-            name: each.to(self._mesh.device) for name, each in {"input_ids": batch.tokens, **rows}.items()
-        }
+        rows["input_ids"] = batch.tokens
+        return {name: each.to(self._mesh.device, non_blocking=True) for name, each in rows.items()}
 
     def _log_probs(self, which: ForwardAhead, own: Batch, rows: Mapping[str, Tensor], count: int) -> Tensor:
         """Log-probabilities (n, D) of the documents of samples by a model; none on other stages than the
