@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from faked_gpu import TINY, tiny
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.dryrun.clocks import HOST, MESSAGES, OTHER_RANKS, OTHER_STREAMS, Mail, StepClocks, follow
@@ -24,7 +25,7 @@ from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.plan import estimate
 from meshwright.report.timeline import CLOCK_COLOURS
-from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec import RunSpec, UserError
 
 faked = pytest.mark.skipif(
     library.torch_build().toolkit is not None, reason="a GPU is faked for torch's build for CPUs only"
@@ -192,23 +193,6 @@ def test_a_kernel_without_products_takes_its_bytes_time() -> None:
 
 
 # Steps --------------------------------------------------------------------------------------------------
-
-TINY: dict[str, object] = {
-    "model.preset": "tiny", "model.layers": 2, "data.corpus": "synthetic", "data.seq_len": 128,
-    "train.batch_tokens": 512, "layout.micro_batch": 1, "layout.dp": 2, "layout.zero": 3,
-    "precision.compute": "bf16",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[FakeCudaProcess]:
-    with FakeCudaProcess() as started:
-        yield started
-
-
-def tiny(**flags: object) -> RunSpec:
-    keys = TINY | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in keys.items()])
 
 
 def timed(process: FakeCudaProcess, spec: RunSpec, **options: Any) -> list[dict[str, Any]]:

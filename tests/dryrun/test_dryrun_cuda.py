@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from faked_gpu import TINY, tiny
 from layout_cases import BASE, CASES
 from layouts import draw
 from meshwright import api
@@ -32,22 +32,6 @@ pytestmark = pytest.mark.skipif(
     library.torch_build().toolkit is not None, reason="a GPU is faked for torch's build for CPUs only"
 )
 RECORDED = tomllib.loads((Path(__file__).parent / "cuda_counts.toml").read_text())
-TINY: dict[str, object] = {
-    "model.preset": "tiny", "model.layers": 2, "data.corpus": "synthetic", "data.seq_len": 128,
-    "train.batch_tokens": 512,
-    "layout.micro_batch": 2, "layout.dp": 2, "layout.zero": 3, "precision.compute": "bf16",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[FakeCudaProcess]:
-    with FakeCudaProcess() as started:
-        yield started
-
-
-def tiny(**flags: object) -> RunSpec:
-    keys = TINY | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in keys.items()])
 
 
 def dryrun_on(process: FakeCudaProcess, spec: RunSpec, **options: Any) -> dict[str, Any]:

@@ -12,8 +12,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +24,19 @@ from meshwright.checkpoint.weights import Wanted, held_rectangles
 from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.comm.process_groups import Groups, Row
 from meshwright.data.loader import Batch
+from meshwright.dryrun.even_routing import route_evenly
 from meshwright.dryrun.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import waits
 from meshwright.fake_cuda.runtime import RUNTIME
 from meshwright.kernels import attention_cpu
-from meshwright.model.hooks import Dispatch
-from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.optim.offload import MomentMemory
 from meshwright.parallel.activation_offload import HostMemory
-from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.planner.rank_view import place_of
 from meshwright.planner.traffic.exchange import fullest_step
-from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
 from meshwright.train.parts import COMPONENTS_OF_PARTS
@@ -87,22 +83,16 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
     `trace` gets the events of the step, where this process has the faked GPU. No default process group may be
     there. A run that compiles its blocks is run without: what a compiler saves is not known before it ran.
     """
-    number = step_of(spec, rank)
-    train = spec.train.model_copy(
-        update={"compile": False, "tokens": None, "epochs": None, "steps": 2 * number}
-    )
-    spec = spec.model_copy(update={"train": train})
+    number, recording = step_of(spec, rank), _Recording(trace)
+    spec = _run_of(spec, number)
     device = torch.device(device.type, device.index or 0)
     memory = FakeMemory(device, attention_cpu.BODIES, trace)
-    streams = nullcontext() if trace is None else RUNTIME.observed(trace)
-    with fake_world(spec.layout.world_size, rank), streams:
+    with fake_world(spec.layout.world_size, rank), recording.streams():
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
         groups, started = FakeGroups(device.type), time.process_time()
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
         assert mesh is not None
-        mesh.wire.observer = trace
-        if trace is not None:
-            groups.heartbeat.on_phase = trace.on_phase
+        recording.hear(mesh, groups)
         with memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
@@ -114,25 +104,62 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
             _tell(memory, trainer)
             first, second = _batch(spec), _batch(spec)
             trainer.expect(first)
-            setup = _counts(mesh, groups, memory, started)
-            if trace is not None:
-                setup["device_waits"] = len([*waits(trace.events)])
-            memory.restart()
-            memory.operators.clear()
-            mesh.wire.clear()
-            if trace is not None:
-                trace.events.clear()
+            setup = recording.with_waits(_counts(mesh, groups, memory, started))
+            for each in (memory.restart, memory.operators.clear, mesh.wire.clear, recording.forget):
+                each()
             started = time.process_time()
             trainer.step(first, number, following=second)
             _mark_parts(memory, trainer)
             step = _counts(mesh, groups, memory, started)
-    step |= {key: step[key] - setup[key] for key in _SUMS}
-    if trace is not None:
-        step["device_waits"] = len([*waits(trace.events)])
+    step = recording.with_waits(step | {key: step[key] - setup[key] for key in _SUMS})
+    counts = {"setup": setup, "step": step | _kernels(memory, spec.microbatches)}
+    return _rehearsal(memory, mesh, counts, host.most, held)
+
+
+def _run_of(spec: RunSpec, number: int) -> RunSpec:
+    """The run whose step `number` is run, without a compiler."""
+    alone = {"compile": False, "tokens": None, "epochs": None, "steps": 2 * number}
+    return spec.model_copy(update={"train": spec.train.model_copy(update=alone)})
+
+
+class _Recording:
+    """The record of a step in a trace, where there is one: what it hears of, and the waits that are in it."""
+
+    def __init__(self, trace: Trace | None) -> None:
+        self._trace = trace
+
+    def streams(self) -> AbstractContextManager[None]:
+        """A context in which the trace hears of streams and events."""
+        return nullcontext() if self._trace is None else RUNTIME.observed(self._trace)
+
+    def hear(self, mesh: Mesh, groups: FakeGroups) -> None:
+        """Let the trace hear of collectives and of phases."""
+        mesh.wire.observer = self._trace
+        if self._trace is not None:
+            groups.heartbeat.on_phase = self._trace.on_phase
+
+    def forget(self) -> None:
+        """Begin anew."""
+        if self._trace is not None:
+            self._trace.events.clear()
+
+    def with_waits(self, counts: dict[str, float]) -> dict[str, float]:
+        """Counts with the waits of the host that are in the trace, which has all of them."""
+        if self._trace is None:
+            return counts
+        return counts | {"device_waits": len([*waits(self._trace.events)])}
+
+
+def _kernels(memory: FakeMemory, microbatches: int) -> dict[str, float]:
+    """Operators that a step launches, and those of the block with most, a microbatch."""
     blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
-    step["kernels"] = sum(memory.operators.values())
-    step["kernels_a_block"] = round(max(blocks, default=0) / spec.microbatches, 2)
-    counts = {"setup": setup, "step": step}
+    most = round(max(blocks, default=0) / microbatches, 2)
+    return {"kernels": sum(memory.operators.values()), "kernels_a_block": most}
+
+
+def _rehearsal(
+    memory: FakeMemory, mesh: Mesh, counts: dict[str, dict[str, float]], offloaded: int, held: Wanted
+) -> Rehearsal:
     by_module: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for storage in memory.at_peak():
         by_module[storage.module][storage.kind] += storage.size
@@ -144,7 +171,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
         dict(mesh.wire.bytes),
         dict(mesh.wire.calls),
         counts,
-        host.most,
+        offloaded,
         held,
     )
 
@@ -323,14 +350,7 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
     for group in trainer.states.modules:
         for module in group:
             _follow(memory, module, names[module])
-    moe = spec.model.moe
-    if moe is not None:
-        share = admitted(spec, moe)
-        for _, mixture in decoder.each_mixture():
-            dispatch: Dispatch = partial(_EvenDispatcher, share)
-            if isinstance(mixture.hooks.dispatch, partial):
-                dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
-            mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
+    route_evenly(decoder, spec)
 
 
 def _mark_parts(memory: FakeMemory, trainer: Trainer) -> None:
@@ -353,40 +373,6 @@ def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
 
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave)
-
-
-# Even routing -------------------------------------------------------------------------------------------
-
-
-class _EvenDispatcher(TokenDispatcher):
-    """Routes equally many copies to every expert; the fraction `share` of all copies is admitted."""
-
-    def __init__(self, share: float, *routing: Any) -> None:
-        self._share = share
-        super().__init__(*routing)
-
-    def _even(self, experts: int) -> list[int]:
-        copies = round(self.tokens * self.top_k * self._share)
-        return [copies // experts + (expert < copies % experts) for expert in range(experts)]
-
-    def _to_host(self, counts_SE: Tensor) -> Tensor:
-        super()._to_host(counts_SE)  # for the count of waits
-        return torch.tensor(self._listed(counts_SE.shape[1]))
-
-    def _listed(self, here: int) -> list[list[int]]:
-        """Copies for each of the `here` experts of this rank, from or to each rank."""
-        return [self._even(here)]
-
-
-class _EvenAllToAllDispatcher(_EvenDispatcher, AllToAllDispatcher):
-    """Routes equally many copies of every rank to every expert."""
-
-    def _listed(self, here: int) -> list[list[int]]:
-        ranks = self._axis.size
-        counts = self._even(here * ranks // self._slices)
-        owners = [rank // self._slices for rank in range(ranks)]
-        leaving = [counts[owner * here : (owner + 1) * here] for owner in owners]
-        return [*leaving, *[leaving[self._axis.rank]] * ranks]
 
 
 # The count ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ for what, follows from the trace.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -210,14 +210,14 @@ def _term(name: str, clock: float, planner: float, step: float) -> dict[str, Any
     return {"term": name, "seconds": clock, "planner_seconds": planner, "ratio": ratio, "apart": apart}
 
 
-def _times(clocks: StepClocks, number: int) -> tuple[Counter[str], Counter[str]]:
+def _times(clocks: StepClocks, number: int) -> tuple[defaultdict[str, float], Counter[str]]:
     """Seconds and number of what a stream computes, and of what it waits for."""
-    stream, seconds, counts = clocks.streams[number], Counter[str](), Counter[str]()
+    stream, seconds, counts = clocks.streams[number], defaultdict[str, float](float), Counter[str]()
     for start, end, event in stream.spans:
-        seconds[kind_of(event)] += end - start  # type: ignore[assignment]
+        seconds[kind_of(event)] += end - start
         counts[kind_of(event)] += 1
     for idle in stream.idle:
-        seconds[idle.reason] += idle.end - idle.start  # type: ignore[assignment]
+        seconds[idle.reason] += idle.end - idle.start
         counts[idle.reason] += 1
     return seconds, counts
 
