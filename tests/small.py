@@ -38,6 +38,17 @@ def first_batches(spec: RunSpec, mesh: Mesh, steps: int) -> list[Batch]:
     return batches
 
 
+def after_a_step(spec: RunSpec, mesh: Mesh) -> Trainer:
+    """A trainer that has taken its first step, which alone is on the wire."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    (batch,) = first_batches(spec, mesh, 1)
+    trainer.expect(batch)
+    mesh.wire.clear()
+    trainer.step(batch, 1)
+    return trainer
+
+
 def scale_gradients(states: DataParallel, factor: float) -> None:
     """Multiply every gradient of a rank, between `finish_step` and the update."""
     for unit in states.units:

@@ -27,7 +27,7 @@ from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import state
 from meshwright.train.step import Trainer
 from ranks import Ranks
-from small import first_batches, spec_of
+from small import after_a_step, first_batches, spec_of
 
 CPU = torch.device("cpu")
 BASE = {
@@ -242,12 +242,7 @@ def test_a_rank_may_have_one_expert() -> None:
 
 
 def one_step(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
-    trainer = Trainer(spec, mesh)
-    trainer.initialise()
-    (batch,) = first_batches(spec, mesh, 1)
-    trainer.expect(batch)
-    mesh.wire.clear()
-    trainer.step(batch, 1)
+    trainer = after_a_step(spec, mesh)
     sent = dict(mesh.wire.bytes)
     return {"wire": sent, "held": trainer.states.memory(), "moments": trainer.optimiser.memory()["optimiser"]}
 

@@ -21,9 +21,8 @@ from meshwright.planner.memory.states import states
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.training_flops import flops_per_token
-from meshwright.train.step import Trainer
 from ranks import Ranks
-from small import first_batches, spec_of
+from small import after_a_step, spec_of
 
 BASE: dict[str, object] = {
     "model.layers": 2, "model.hidden": 64, "model.ffn": 192, "model.heads": 8, "model.kv_heads": 4,
@@ -59,12 +58,7 @@ def test_formulas_hold_of_pairs(how: dict[str, object], layout: dict[str, object
 
 def one_step(mesh: Mesh, spec: RunSpec) -> dict[Any, float]:
     """Bytes that a rank sends in a step."""
-    trainer = Trainer(spec, mesh)
-    trainer.initialise()
-    (batch,) = first_batches(spec, mesh, 1)
-    trainer.expect(batch)
-    mesh.wire.clear()
-    trainer.step(batch, 1)
+    after_a_step(spec, mesh)
     return dict(mesh.wire.bytes)
 
 
