@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
+import peft
 import torch
 import transformers
 import trl
@@ -151,6 +152,19 @@ class Loss:
         loss = ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
         self.found.append(float(loss))
         return loss
+
+
+def adapter_in(folder: Path, base: Path, **config: Any) -> peft.PeftModel:
+    """Write an adapter of PEFT whose B is not zero, in float64, into a folder."""
+    torch.manual_seed(1)
+    made = peft.get_peft_model(
+        opened(base), peft.LoraConfig(**{"r": 3, "lora_alpha": 12, "task_type": "CAUSAL_LM"} | config)
+    )
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    made.double().save_pretrained(folder)
+    return made
 
 
 def trained_by_trl(

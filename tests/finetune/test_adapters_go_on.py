@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from chat_models import chats, model_in, opened, trained_by_trl, written
+from chat_models import adapter_in, chats, model_in, opened, trained_by_trl, written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,19 +27,6 @@ from ranks import Ranks
 from training_runs import run_it, start
 
 SEQ_LEN, STEPS = 96, 4
-
-
-def adapter_in(folder: Path, base: Path, **config: Any) -> peft.PeftModel:
-    """Write an adapter of PEFT whose B is not zero, in float64, into a folder."""
-    torch.manual_seed(1)
-    made = peft.get_peft_model(
-        opened(base), peft.LoraConfig(**{"r": 3, "lora_alpha": 12, "task_type": "CAUSAL_LM"} | config)
-    )
-    for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    made.double().save_pretrained(folder)
-    return made
 
 
 def spec_of(base: Path, corpus: Path, **flags: object) -> RunSpec:

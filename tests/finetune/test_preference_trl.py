@@ -12,7 +12,7 @@ import peft
 import pytest
 import transformers
 import trl
-from chat_models import float64_throughout, model_in, opened, pair_rows, with_prompts, written
+from chat_models import adapter_in, float64_throughout, model_in, opened, pair_rows, with_prompts, written
 from safetensors.torch import load_file
 from torch import Tensor
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -35,6 +35,7 @@ from hf_models import read_whole
 from meshwright import api
 from meshwright.data.corpus import open_corpus
 from meshwright.data.packing import IGNORE
+from meshwright.spec import UserError
 from meshwright.spec.preference import METRICS
 
 ROWS: dict[str, list[Row]] = {
@@ -133,6 +134,39 @@ def test_all_weights_with_a_stored_reference_equal_trls(loss: str, tmp_path: Pat
         losses, weights = trl_whole(kind, config, folder, rows, tmp_path / "trl", **more)
     assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
     assert most_apart(api.load_run(tmp_path / "ours").tensors(), weights) < 1e-9
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_adapters_that_go_on_are_part_of_the_reference(loss: str, tmp_path: Path) -> None:
+    """As TRL has it: the reference is the model that training begins with, adapters of before included."""
+    folder, adapter, rows = tmp_path / "model", tmp_path / "adapter", ROWS["texts"]
+    model_in(folder)
+    adapter_in(adapter, folder, target_modules="all-linear")
+    corpus = written(rows, tmp_path / "pairs.jsonl")
+    flags = {"preference__loss": loss, "preference__beta": 0.3, "lora__weights": adapter}
+    with pytest.raises(UserError, match=r"preference\.reference: 'base' is the model without .*adapter, and"):
+        ours_spec(folder, corpus, len(rows), **flags)
+    flags["preference__precompute_ref_log_probs"] = "true"
+    kind, config, samples = trl.DPOTrainer, trl.DPOConfig, len(rows)
+    more: dict[str, Any] = {"beta": 0.3, "max_length": SEQ_LEN // 2}
+    if loss == "kto":
+        kind, config, samples = trl.KTOTrainer, trl.KTOConfig, 2 * len(rows)
+        more["train_sampling_strategy"] = "sequential"
+    spec, losses = ours_spec(folder, corpus, samples, **flags), list[float]()
+    found = our_run(spec, tmp_path / "ours")
+    trainer = recorded(kind, losses)(
+        model=peft.PeftModel.from_pretrained(opened(folder), adapter, is_trainable=True).double(),
+        args=config(**common(tmp_path / "trl", samples, **more)),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    with float64_throughout(), patch.object(trl.trainer.utils, "_ChunkedLogProbFunction", PlainHead):
+        trainer.train()
+    assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-9)
+    api.export(tmp_path / "ours", tmp_path / "tuned", adapter=True)
+    ours = load_file(tmp_path / "tuned" / "adapter_model.safetensors")
+    theirs = {name.replace(".default.", "."): each for name, each in trainer.model.named_parameters()}
+    assert most_apart(ours, {name: each.detach() for name, each in theirs.items()}) < 1e-9
 
 
 def test_orpo_equals_trls(tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ class Preference(StepPart):
         return replace(own, soft_targets=loss)
 
     def reference_sums(self, batch: Batch) -> Tensor:
-        """Log-probabilities (n, D) of the documents of a batch by the reference: the model as it is, without
+        """Log-probabilities (n, D) of the documents of a batch by the reference: the model as it is, with its
         adapters. All ranks call this; none on other stages than the last."""
         own, count = own_tokens(batch, self._mesh), self._documents(batch.documents)
-        return self._log_probs("base", own, self._rows(batch), count)
+        return self._log_probs("model", own, self._rows(batch), count)
 
     def _rows(self, batch: Batch) -> dict[str, Tensor]:
         """Tensors by sample on the device: tokens, their documents, and which of them are trained on."""

@@ -47,7 +47,7 @@ _NO_EFFECT = (
 _ADAPTER_KEYS = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora", "finetuning_type",
 )  # fmt: skip
-_PLAIN = "adapters are plain LoRA; give false"
+_PLAIN = "adapters begin with a B of zeros, and have one rate; give false"
 _QUANTISED_KEYS = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
 _BITS = "give 4 or 8 bits of bitsandbytes, and nf4, with finetuning_type: lora"
 

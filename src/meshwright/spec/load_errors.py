@@ -16,7 +16,7 @@ Where = Callable[[str], str]
 """Dotted key -> the flag or file that gave it, as messages name it."""
 _OF_PEFT = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
-    "use_rslora": "rslora", "from": "weights", "adapter": "weights",
+    "use_rslora": "rslora", "use_dora": "dora", "from": "weights", "adapter": "weights",
 }  # fmt: skip
 """Keys of PEFT's LoraConfig, and words that people try -> keys of `[lora]`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.spec.architecture import RANDOM
 from meshwright.spec.differences import as_in_file
 from meshwright.spec.errors import UserError
 from meshwright.spec.sections import Sections
@@ -19,6 +20,13 @@ def reference_is_the_base(spec: Sections) -> None:
             f"without [lora] nothing of it is frozen; give --lora.rank 16, whose base is the reference, "
             f"preference.precompute_ref_log_probs = true, or preference.loss = 'simpo' or 'orpo', which need "
             f"none"
+        )
+    if spec.lora.weights != RANDOM:
+        raise UserError(
+            f"preference.reference: 'base' is the model without the adapters of {spec.lora.weights}, and the "
+            f"run begins with them; give --preference.precompute_ref_log_probs true, whose reference is the "
+            f"model that the run begins with, or --from {spec.lora.weights} instead of --adapter, which "
+            f"merges them and begins new ones"
         )
 
 
