@@ -68,6 +68,45 @@ def test_a_cut_is_marked(words: list[str], capsys: pytest.CaptureFixture[str]) -
     assert f"of 48 tokens are trained on; cut here, {max(lost)} tokens lost)" in told
 
 
+def answers(kind: str, folder: Path) -> Path:
+    """Rows of pairs, or of answers with a label; one answer is long."""
+    rows: list[dict[str, object]] = []
+    for number in range(4):
+        good, bad = f" {number}{' and more' * (9 if number == 2 else 1)}", f" not {number}"
+        if kind == "judged":
+            answer, label = (bad, False) if number % 2 else (good, True)
+            rows.append({"prompt": f"Say {number}:", "completion": answer, "label": label})
+        else:
+            rows.append({"prompt": f"Say {number}:", "chosen": good, "rejected": bad})
+    return written(rows, folder / f"{kind}.jsonl")
+
+
+ROLES = {"pairs": ["chosen", "rejected"], "judged": ["wanted", "of another prompt", "unwanted"]}
+
+
+@pytest.mark.parametrize("kind", ROLES)
+def test_answers_say_what_they_are(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Also which lose their ends, with as many tokens as are lost."""
+    loss = ["--preference.loss", "kto" if kind == "judged" else "dpo", "--lora.rank", "2"]
+    given = [str(answers(kind, tmp_path)) if word.endswith(".jsonl") else word for word in words] + loss
+    found = {}
+    for length in ("512", "40"):
+        cut = [length if word == "512" else word for word in given] + ["--data.pack", "false", "--n", "9"]
+        assert main([*cut, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+        found[length] = [each for sample in shown["samples"] for each in sample["documents"]]
+        assert len(found[length]) == 8 and {each["role"] for each in found[length]} == set(ROLES[kind])
+    told = {"".join(part["text"] for part in each["parts"]): each for each in found["512"]}
+    for each in found["40"]:
+        (whole,) = (text for text in told if text.startswith("".join(part["text"] for part in each["parts"])))
+        assert each["tokens"] + each["lost"] == told[whole]["tokens"]
+    assert any(each["lost"] for each in found["40"]) and not any(each["lost"] for each in found["512"])
+    assert main([*given, "--n", "1"]) == 0
+    assert f"({ROLES[kind][0]}: " in capsys.readouterr().out
+
+
 def test_all_of_a_text_but_its_begin_is_trained_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

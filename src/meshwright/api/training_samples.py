@@ -18,8 +18,9 @@ Result = dict[str, Any]
 def data_show(spec: RunSpec, n: int = 3) -> Result:
     """Return the first n samples that a run trains on, by document, in parts that are trained on or not.
 
-    `lost` are the tokens at the end of a chat that is too long for a sample, which are not read. Text is
-    tokenized first where it is not yet. Raises `UserError`.
+    `role` says which answer a document is, of pairs and of judged answers; `lost` are the tokens at the end
+    of a chat that is too long for a sample, which are not read. Text is tokenized first where it is not yet.
+    Raises `UserError`.
     """
     import numpy as np
 
@@ -54,16 +55,18 @@ def _sample(corpus: Corpus, source: int, index: int) -> Result:
     trained = np.concatenate([[False], targets[:-1] != IGNORE])
     trained &= np.diff(documents, prepend=-1) == 0  # the first token of a document follows none of its own
     found = []
-    count = int(documents[used - 1]) + 1
-    lost = side.lost(index) if isinstance(side, WholeDocuments) else [0] * count
-    for number in range(count):
+    numbers = np.unique(documents[:used]).tolist()  # those of judged answers leave some out
+    roles, lost = [""] * len(numbers), [0] * len(numbers)
+    if isinstance(side, WholeDocuments):
+        roles, lost = [side.role(number) for number in numbers], side.lost(index)
+    for number, role, less in zip(numbers, roles, lost, strict=True):
         own = np.flatnonzero(documents[:used] == number)
         parts = [
             {"text": text, "trained": learned}
             for text, learned in text_parts(corpus.tokenizer, tokens[own].tolist(), trained[own].tolist())
         ]
-        counts = {"tokens": len(own), "trained": int(trained[own].sum()), "lost": lost[number]}
-        found.append({**counts, "parts": parts})
+        counts = {"tokens": len(own), "trained": int(trained[own].sum()), "lost": less}
+        found.append({**counts, "role": role, "parts": parts})
     return {"documents": found, "padding": len(tokens) - used}
 
 

@@ -150,7 +150,8 @@ def _show_samples(result: Mapping[str, Any]) -> None:
         for each in found:
             show.marked((part["text"], part["trained"]) for part in each["parts"])
             cut = f"; cut here, {show.count(each['lost'], 'token')} lost" if each["lost"] else ""
-            print(f"({each['trained']:,} of {each['tokens']:,} tokens are trained on{cut})\n")
+            role = f"{each['role']}: " if each["role"] else ""
+            print(f"({role}{each['trained']:,} of {each['tokens']:,} tokens are trained on{cut})\n")
     samples = show.count(result["of_samples"], "sample")
     documents = show.count(result["of_documents"], "document")
     show.line(f"in all {samples} of {result['seq_len']:,} tokens, with {documents}")

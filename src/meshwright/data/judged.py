@@ -108,6 +108,19 @@ class JudgedDocuments(WholeDocuments):
         unwanted = int(self._samples.unwanted[::2].sum())
         return self.documents // 2 - unwanted, unwanted
 
+    def lost(self, index: int) -> list[int]:
+        """Return how many tokens each document of a sample has behind the end that is read."""
+        here = slice(*self._samples.first[index : index + 2])
+        rest, head, length = (x[here] for x in (self._samples.rest, self._samples.head, self._samples.length))
+        starts = self._source.rows(0, self._source.documents).starts
+        ends = starts[np.searchsorted(starts, rest, side="right")]
+        lost: list[int] = (head + ends - rest - length).tolist()
+        return lost
+
+    def role(self, number: int) -> str:
+        """Return which answer the document of this number in its sample is."""
+        return ("wanted", "of another prompt", "unwanted", "of another prompt")[number % 4]
+
     def _places_of(self, document: I64, within: I64) -> I64:
         head = self._samples.head[document]
         first, rest = self._samples.start[document], self._samples.rest[document]

@@ -203,6 +203,10 @@ class WholeDocuments:
         lost: list[int] = (np.diff(starts)[number_D] - self._samples.length[begin:end]).tolist()
         return lost
 
+    def role(self, number: int) -> str:
+        """Return which answer the document of this number in its sample is; "" for none of several."""
+        return ("chosen", "rejected")[number % 2] if self.pairs else ""
+
     def _places_of(self, document: I64, within: I64) -> I64:
         """Return the places in the stream of tokens of documents, `within` tokens behind their first ones."""
         return self._samples.start[document] + within
