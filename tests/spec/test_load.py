@@ -196,6 +196,13 @@ def test_a_flag_cannot_smuggle_in_a_second_key() -> None:
     assert "train.steps" in sentence({}, ("train.steps", "5\nlr = 3"))
 
 
+def test_a_corpus_in_the_place_of_a_run_file_is_told(tmp_path: Path) -> None:
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text('{"messages": []}\n')
+    with pytest.raises(UserError, match=r"jsonl: cannot be read .*given as --data\.corpus .*jsonl"):
+        load(rows)
+
+
 def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[train\n")
     (tmp_path / "latin.toml").write_bytes(b"[train]\nx = '\xff'\n")

@@ -225,7 +225,8 @@ def read_tree(path: Path) -> dict[str, Any]:
             return parse_toml(read_text(path, MAX_TOML))
         record = parse_json(read_text(path, MAX_JSON))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+        other = "" if path.suffix in (".toml", ".json") else f"; a corpus is given as --data.corpus {path}"
+        raise UserError(f"{path}: cannot be read ({error}){other}") from None
     if not isinstance(record, dict) or not isinstance(record.get("spec"), dict):
         raise UserError(f"{path}: is not a run record, as it has no table 'spec'; give the run.json of a run")
     tree = dict(record["spec"])
