@@ -132,7 +132,9 @@ def own_heartbeat() -> Heartbeat:
     if place is None or supervision is None:
         return Heartbeat()
     memory = mmap.mmap(supervision.heartbeats, place.local_world_size * BYTES)
-    return Heartbeat(memoryview(memory)[place.local_rank * BYTES :])
+    heartbeat = Heartbeat(memoryview(memory)[place.local_rank * BYTES :])
+    heartbeat.publish_collectives()
+    return heartbeat
 
 
 def code_version() -> str:
