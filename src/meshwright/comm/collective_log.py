@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 GROUPS = 32
 """Groups of a rank that are published: those that were last used."""
-_FIELDS = struct.Struct("@qqqqqq24s24s")
-"""Identity, ranks, started, reached, finished, bytes; axis and operation."""
+_FIELDS = struct.Struct("@qqqqqqq24s24s")
+"""Identity, ranks, peer, started, reached, finished, bytes; axis and operation."""
 GROUP_BYTES = 128
 BYTES = GROUPS * GROUP_BYTES
 """Room for what one rank publishes."""
@@ -48,6 +48,8 @@ class GroupProgress(NamedTuple):
     """Equal on the ranks of the group."""
     ranks: int
     """How many ranks the group has."""
+    peer: int
+    """The number of the other rank of a pair in the world; -1 for a group."""
     started: int
     """Collectives that the rank has issued."""
     reached: int
@@ -95,7 +97,8 @@ class Flight:
     axis: str
     operation: str
     bytes: int
-    on_device: bool
+    record: Callable[[], Ended] | None
+    """Records an event on the present stream of a device; None on the host."""
     reached: Ended
     ended: Ended | None
     """None once it has ended."""
@@ -104,10 +107,8 @@ class Flight:
         """The collective has been waited for: on a device by the present stream, else it has ended."""
         if self.ended is None:
             return
-        if self.on_device:
-            event = torch.cuda.Event()
-            event.record()
-            self.ended = event.query
+        if self.record is not None:
+            self.ended = self.record()
         elif self.ended():
             self.ended = None
 
@@ -122,15 +123,24 @@ def _at_once() -> bool:
     return True
 
 
+def recorded() -> Ended:
+    """Record an event on the present stream; tells whether the device has come to it."""
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
 @dataclass(slots=True)
 class _Group:
+    group: dist.ProcessGroup
     identity: int
     ranks: int
+    peer: int
+    last: tuple[str, str]
+    """Axis and operation of the last that was started."""
     started: int = 0
     finished: int = 0
     flights: deque[Flight] = field(default_factory=deque)
-    last: tuple[str, str] = ("", "")
-    """Axis and operation of the last that was started."""
 
     def settle(self) -> None:
         """Count those that have ended, up to the first that has not."""
@@ -145,17 +155,16 @@ class _Group:
         at = 0
         while at < len(self.flights) and self.flights[at].reached():
             at += 1
-        reached, size = self.finished + at, 0 if first is None else first.bytes
-        return GroupProgress(
-            self.identity, self.ranks, self.started, reached, self.finished, size, axis, operation
-        )
+        counts = self.started, self.finished + at, self.finished
+        size = 0 if first is None else first.bytes
+        return GroupProgress(self.identity, self.ranks, self.peer, *counts, size, axis, operation)
 
 
 class CollectiveLog:
     """The collectives of one rank; `memory` of `BYTES` is where they are published."""
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    def __init__(self, memory: memoryview, record: Callable[[], Ended] = recorded) -> None:
+        self._memory, self.record = memory, record
         self._lock = threading.Lock()
         self._groups: OrderedDict[tuple[int, tuple[int, int, int] | None], _Group] = OrderedDict()
 
@@ -171,23 +180,32 @@ class CollectiveLog:
 
         `pair` has the sender, the receiver and the tag of a message.
         """
-        on_device, reached = axis.device.type == "cuda", _at_once
-        if on_device:
-            event = torch.cuda.Event()
-            event.record()
-            reached = event.query
-        flight = Flight(axis.name, operation, int(sent), on_device, reached, _all(ended))
-        key = id(axis.group), pair
+        record = self.record if axis.device.type == "cuda" else None
+        reached = _at_once if record is None else record()
+        flight = Flight(axis.name, operation, int(sent), record, reached, _all(ended))
         with self._lock:
-            group = self._groups.get(key)
-            if group is None:
-                group = self._groups[key] = _Group(_identity(axis.group, pair), _ranks(axis.group, pair))
-            self._groups.move_to_end(key)
+            group = self._group(axis, pair)
             group.settle()
             group.flights.append(flight)
             group.started += 1
             group.last = axis.name, operation
         return flight
+
+    def join(self, axis: AxisInfo) -> None:
+        """Publish the group of an axis before its first collective, for which a rank may be late, too."""
+        if axis.group is not None:
+            with self._lock:
+                self._group(axis, None)
+
+    def _group(self, axis: AxisInfo, pair: tuple[int, int, int] | None) -> _Group:
+        """The record of a group or of a pair in it, which now is the last that was used."""
+        assert axis.group is not None
+        key = id(axis.group), pair
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = _record(axis.name, axis.group, pair)
+        self._groups.move_to_end(key)
+        return found
 
     def publish(self) -> None:
         """Look what has ended, and write it where the supervisor reads it."""
@@ -216,12 +234,11 @@ def _all(ended: Sequence[Ended]) -> Ended:
     return ended[0] if len(ended) == 1 else lambda: all(each() for each in ended)
 
 
-def _identity(group: dist.ProcessGroup | None, pair: tuple[int, int, int] | None) -> int:
-    """A number above 0 that is equal on the ranks of a group, or on both ends of a pair."""
-    assert group is not None
-    return 1 + zlib.crc32(f"{group.group_name} {dist.get_process_group_ranks(group)} {pair}".encode())
-
-
-def _ranks(group: dist.ProcessGroup | None, pair: tuple[int, int, int] | None) -> int:
-    assert group is not None
-    return group.size() if pair is None else 2
+def _record(axis: str, group: dist.ProcessGroup, pair: tuple[int, int, int] | None) -> _Group:
+    """A new record; its identity is above 0, and equal on the ranks of the group or on both ends of a pair."""
+    ranks = dist.get_process_group_ranks(group)
+    identity = 1 + zlib.crc32(f"{group.group_name} {ranks} {pair}".encode())
+    if pair is None:
+        return _Group(group, identity, len(ranks), -1, (axis, ""))
+    other = pair[1] if pair[0] == group.rank() else pair[0]
+    return _Group(group, identity, 2, ranks[other], (axis, ""))

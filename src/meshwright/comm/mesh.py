@@ -311,7 +311,10 @@ def build_mesh(
             return None
         row, group = found
         memory = groups.shared_memory(group)
-        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
+        made = Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
+        if groups.heartbeat.collectives is not None:
+            groups.heartbeat.collectives.join(made)
+        return made
 
     # Lanes have a group each where groups keep the order of posting; gloo tells messages apart by tags.
     lanes = {
