@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.comm.heartbeat import Beat
 from meshwright.launch.stalled_collective import stalled_collective
@@ -48,6 +48,10 @@ class Hang:
     sentence: str
     seconds: float
     step: int
+
+    def with_clause(self, clause: str) -> Hang:
+        """The hang with a further clause, if there is one, in its sentence."""
+        return replace(self, sentence=f"{self.sentence}; {clause}") if clause else self
 
 
 @dataclass
@@ -218,7 +222,7 @@ class HangWatch:
             f"{who} {'has' if len(ranks) == 1 else 'have'} {deed} for {seconds:.1f} s in phase {beat.phase}, "
             f"after {beat.step} steps and {beat.started} collective{'s' * (beat.started != 1)} of the next"
         )
-        return Hang(ranks, f"{sentence}; {clause}" if clause else sentence, seconds, beat.step)
+        return Hang(ranks, sentence, seconds, beat.step).with_clause(clause)
 
 
 def _newest(times: list[float]) -> list[float]:
