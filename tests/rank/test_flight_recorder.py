@@ -64,8 +64,8 @@ def written(path: Path, *entries: dict[str, Any]) -> Path:
 
 
 SENTENCE = (
-    "collective 18 of group '1 shard' (nccl:_reduce_scatter_base of [4096, 2] BFloat16) is started, 17 was the "
-    "last that completed, called at /x/meshwright/comm/collectives.py:78"
+    "collective 18 of group '1 shard' (nccl:_reduce_scatter_base of [4096, 2] BFloat16) is started, 17 was "
+    "the last that completed, called at /x/meshwright/comm/collectives.py:78"
 )
 
 

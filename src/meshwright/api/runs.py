@@ -169,7 +169,8 @@ def _train_with_others(
 
 
 def record_event(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> None:
-    """Add a supervisor's event to the record of the run in `out`; stacks of a hang get a file of their own, and dumps a folder.
+    """Add a supervisor's event to the record of the run in `out`; stacks of a hang get a file of their own,
+    and dumps of its ranks a folder.
 
     A record that cannot be written is a warning: the run matters more.
     """

@@ -165,6 +165,7 @@ class CollectiveLog:
 
     def __init__(self, memory: memoryview, record: Callable[[], Ended] = recorded) -> None:
         self._memory, self.record = memory, record
+        self._device = torch.device("cpu")
         self._lock = threading.Lock()
         self._groups: OrderedDict[tuple[int, tuple[int, int, int] | None], _Group] = OrderedDict()
 
@@ -181,6 +182,7 @@ class CollectiveLog:
         `pair` has the sender, the receiver and the tag of a message.
         """
         record = self.record if axis.device.type == "cuda" else None
+        self._device = axis.device
         reached = _at_once if record is None else record()
         flight = Flight(axis.name, operation, int(sent), record, reached, _all(ended))
         with self._lock:
@@ -223,8 +225,11 @@ class CollectiveLog:
         """Publish several times a second from now on, as long as the process lives."""
 
         def look() -> None:
-            pause = threading.Event()
+            pause, there = threading.Event(), False
             while not pause.wait(LOOK_S):
+                if not there and self._device.type == "cuda" and torch.cuda.is_initialized():
+                    torch.cuda.set_device(self._device)  # that of a new thread is the first one
+                    there = True
                 self.publish()
 
         threading.Thread(target=look, name="collective log", daemon=True).start()
@@ -235,7 +240,7 @@ def _all(ended: Sequence[Ended]) -> Ended:
 
 
 def _record(axis: str, group: dist.ProcessGroup, pair: tuple[int, int, int] | None) -> _Group:
-    """A new record; its identity is above 0, and equal on the ranks of the group or on both ends of a pair."""
+    """A new record; its identity is above 0, and equal on the ranks of the group or both ends of a pair."""
     ranks = dist.get_process_group_ranks(group)
     identity = 1 + zlib.crc32(f"{group.group_name} {ranks} {pair}".encode())
     if pair is None:

@@ -110,5 +110,6 @@ def names(ranks: Sequence[int], first: int = 0) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    texts = [f"{low}" if low == high else f"{low}{'-' if high > low + 1 else ' and '}{high}" for low, high in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in runs]
+    listed = " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"

@@ -33,7 +33,7 @@ ECHO_S = 0.5
 STACKS_S, DUMP_S = 1.0, 0.1
 """Ranks of a run that hangs get so long to write their stacks, and so long once all have begun."""
 RECORDED_S = 5.0
-"""Ranks get so long for the dumps of NCCL's flight recorder, which looks once a second whether one is wanted."""
+"""Ranks get so long for dumps of NCCL's flight recorder, which looks once a second whether one is wanted."""
 AT_ONCE_S = 1.0
 """Ranks that a later signal ends at once have so long; one that is stopped or stuck does not heed it."""
 ZYGOTE_STOPPED_S = 3.0
@@ -279,7 +279,9 @@ class Start:
             send_signal(pid, signal.SIGUSR2)
             send_signal(pid, signal.SIGCONT)
         first = self.place.first_rank
-        self._recording = [first + number for number in living if ask_for_dump(self._recorder, first + number)]
+        self._recording = [
+            first + number for number in living if ask_for_dump(self._recorder, first + number)
+        ]
         self._kill_at = now + (RECORDED_S if self._recording else STACKS_S)
 
     def _kill(self) -> None:
@@ -317,7 +319,7 @@ class Start:
         return End(outcome(named, size, out_of_memory), steps, noticed)
 
     def _told(self) -> bool:
-        """True if all ranks have begun to write their stacks, and those that were asked for it their dumps."""
+        """True if all ranks have begun to write their stacks, and those that were asked their dumps."""
         files = [rank.folder / "stacks.txt" for rank in self._ranks if rank.end is None]
         files += [dump_of(self._recorder, rank) for rank in self._recording]
         return all(file.exists() and file.stat().st_size for file in files)

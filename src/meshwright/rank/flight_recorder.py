@@ -38,7 +38,7 @@ class BadDumpError(Exception):
 def record_collectives(environment: MutableMapping[str, str], folder: Path | None) -> None:
     """Let NCCL's groups that are made from now on record their collectives, and dump them into `folder`.
 
-    Of each setting with two names none is changed if one of them is set. Without a folder torch's own is left.
+    Of a setting with two names none is changed if one of them is set. Without a folder torch's own is left.
     """
     settings = {_ENTRIES: str(ENTRIES), _ON_TIMEOUT: "1"}
     if folder is not None:
