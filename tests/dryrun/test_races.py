@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from meshwright.comm.mesh import TrafficCounter
 from meshwright.dryrun.races import races, told
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.dryrun.trace import ByteRange, Event, Kind, Trace
@@ -54,7 +55,9 @@ RECORD, WAIT = event("record", 0, number=7), event("wait", 1, number=7)
         ([event("kernel", 1, X), event("synchronize", -1), event("kernel", 0, X)], 0),
         ([event("copy", 1, reads=(X,)), event("free", 0, X)], 1),
         ([event("copy", 0, reads=(X,)), event("free", 0, X), event("kernel", 1, X)], 0),
-        ([event("collective", 3, X, number=9, after=0), event("free", 0, X)], 0),
+        ([event("collective", 3, X, number=9, after=0), event("free", 0, X)], 1),
+        ([event("collective", 3, reads=(X,), number=9, after=0), event("free", 0, X)], 1),
+        ([event("collective", 3, X, number=9, after=0), event("wait", 0, number=9), event("free", 0, X)], 0),
         ([event("collective", 3, X, number=9, after=0), event("kernel", 0, reads=(X,))], 1),
         (
             [
@@ -107,6 +110,14 @@ def _slot(self: Any, *args: Any, _init: Any = offload._Slot.__init__, **kwargs: 
     self.came = _NoWait()
 
 
+def _keep_nothing(self: Any, *args: Any, _watched: Any = TrafficCounter.watched, **kwargs: Any) -> Any:
+    pending = _watched(self, *args, **kwargs)
+    pending.tensors = ()
+    return pending
+
+
+RING = {"layout.dp": 1, "layout.zero": 0, "layout.cp": 2, "layout.context_mode": "ring"}
+PIPELINE = {"layout.dp": 1, "layout.zero": 1, "layout.pp": 2, "layout.micro_batch": 1}
 PLANTED: dict[str, tuple[dict[str, object], Any, str, Any, str]] = {
     "a reduce-scatter is not waited for": (
         {}, gradient_reduction, "_finish_first", _run_on_without_waiting,
@@ -123,6 +134,18 @@ PLANTED: dict[str, tuple[dict[str, object], Any, str, Any, str]] = {
     "activations are freed before they have left": (
         ACTIVATIONS, ActivationOffload, "_settle", _free_before_it_left,
         r"freeing memory on stream 0 \(forward .* does not wait for aten::copy_ on stream 1",
+    ),
+    "parts are freed before they are gathered": (
+        {}, TrafficCounter, "watched", _keep_nothing,
+        r"freeing memory on stream 0 \(forward .* does not wait for shard all_gather on stream 2",
+    ),
+    "sums are freed before a ring has passed them on": (
+        RING, TrafficCounter, "watched", _keep_nothing,
+        r"freeing memory on stream 0 \(backward .* does not wait for context shift on stream 2",
+    ),
+    "activations are freed before a pipeline has sent them": (
+        PIPELINE, TrafficCounter, "watched", _keep_nothing,
+        r"freeing memory on stream 0 \(forward\) does not wait for pipeline send on stream 2",
     ),
 }  # fmt: skip
 

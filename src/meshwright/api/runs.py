@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -168,7 +169,8 @@ def _train_with_others(
 
 
 def record_event(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> None:
-    """Add a supervisor's event to the record of the run in `out`; stacks of a hang get a file of their own.
+    """Add a supervisor's event to the record of the run in `out`; stacks of a hang get a file of their own,
+    and dumps of its ranks a folder.
 
     A record that cannot be written is a warning: the run matters more.
     """
@@ -183,6 +185,12 @@ def record_event(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]
             file = out / f"stacks-{fields['generation']}.txt"
             file.write_text(stacks, encoding="utf-8")
             fields["stacks"] = file.name
+        if dumps := fields.pop("dumps", ()):
+            folder = out / f"flight-recorder-{fields['generation']}"
+            folder.mkdir(exist_ok=True)
+            for dump in dumps:
+                shutil.copyfile(dump, folder / dump.name)
+            fields["flight_recorder"] = folder.name
         append_event(out, kind, fields, alone=kind not in ("slow", "zygote_stopped"))
     except (OSError, UserError) as error:
         warnings.warn(f"{out}: the event '{kind}' was not recorded: {error}", stacklevel=2)

@@ -25,6 +25,8 @@ TOLD_S = 10.0
 """The run gets so long to record an event that reports a fault, before the next one is armed."""
 ENDS = ("failure", "hang")
 """Kinds of a supervisor's events after which all ranks have ended."""
+INTERNAL = ("noticed", "furthest", "stacks", "dumps")
+"""Fields of a supervisor's event that the log of faults leaves out."""
 
 
 @dataclass
@@ -105,9 +107,7 @@ class Chaos:
             self.plan.hits.write(number, acted_step=furthest)
         elif kind in ENDS:
             self.unexplained.append(message)
-        shown = {
-            name: value for name, value in fields.items() if name not in ("noticed", "furthest", "stacks")
-        }
+        shown = {name: value for name, value in fields.items() if name not in INTERNAL}
         self._write(kind, noticed, {"fault": number, **shown})
         if number is not None and kind in ENDS and KINDS[self.plan.hits.faults[number].kind].damages:
             target = damage(self.plan.hits.faults[number], self.checkpoints, set(self._targets.values()))

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.slots import PACKED_BYTES, Image, Slot, SlotHeader
 from meshwright.comm.collectives import start_all_to_all, start_shift
 from meshwright.comm.control import Control
-from meshwright.comm.mesh import Axis
+from meshwright.comm.mesh import Axis, TrafficCounter
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 << 20
@@ -32,8 +34,8 @@ BLOCK_BYTES = 64 << 20
 def copy_to_peer(own: Slot, text: bytes, kept: Slot, world: Axis, distance: int) -> None:
     """Send slot `own`, with its text, `distance` ranks on, and write the one that comes to `kept`.
 
-    Until all of that is there, `kept` holds no snapshot. Called on all ranks of `world`; raises OSError,
-    after the last message, where it could not be written.
+    Until all of that is there, `kept` holds no snapshot. Called on all ranks of `world`, whose messages are
+    of host memory; raises OSError, after the last message, where it could not be written.
     """
     kept.open()
     head = torch.empty(PACKED_BYTES, dtype=torch.uint8)
@@ -45,10 +47,8 @@ def copy_to_peer(own: Slot, text: bytes, kept: Slot, world: Axis, distance: int)
     for start in range(0, max(coming.image, own.size), BLOCK_BYTES):
         sent = own.block(start, BLOCK_BYTES)
         received = torch.empty(max(0, min(BLOCK_BYTES, coming.image - start)), dtype=torch.uint8)
-        if world.device.type == "cuda":
-            received = kept.image(coming.image)[start : start + len(received)]
         _shift(received, sent, world, distance)
-        if world.device.type == "cpu" and failure is None:
+        if failure is None:
             try:
                 kept.write(received.numpy().data, start)
             except OSError as error:
@@ -59,11 +59,19 @@ def copy_to_peer(own: Slot, text: bytes, kept: Slot, world: Axis, distance: int)
 
 
 def _shift(received: Tensor, sent: Tensor, world: Axis, distance: int) -> None:
-    """Send bytes of the host `distance` ranks on, and receive others, through the device."""
-    block = received if world.device.type == "cpu" else torch.empty_like(received, device=world.device)
-    start_shift(block, sent.to(world.device), world, distance).wait()
-    if block is not received:
-        received.copy_(block)
+    """Send bytes to the host `distance` ranks on, and receive others."""
+    start_shift(received, sent, world, distance).wait()
+
+
+def host_axis(world: Axis) -> Axis:
+    """The axis with messages of host memory, which may be sent beside training; collective over the world.
+
+    On GPUs that is a gloo group of its own: messages of the host take no part in the order of NCCL's.
+    """
+    if world.group is None or world.device.type == "cpu":
+        return world
+    group = dist.new_group(dist.get_process_group_ranks(world.group), backend="gloo")
+    return replace(world, group=group, device=torch.device("cpu"), wire=TrafficCounter())
 
 
 def _bytes(content: bytes) -> Tensor:

@@ -23,8 +23,9 @@ from torch import Tensor
 from meshwright.checkpoint.digests import Digest, sum64
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.checkpoint.pinned_memory import pin, unpin
 from meshwright.checkpoint.save_plan import LocalShard
-from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
+from meshwright.checkpoint.staging import HostImage, LiveImage
 
 HEAD_BYTES = 4096
 _HEAD = struct.Struct("<6q16s")
@@ -72,6 +73,9 @@ class Slot:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._mapped: mmap.mmap | None = None
+        self._pinned: Tensor | None = None
+        self.unpinned = ""
+        """Why its memory could not be pinned, if it could not."""
 
     @property
     def free_on_disk(self) -> int | None:
@@ -104,10 +108,14 @@ class Slot:
         end = HEAD_BYTES + size
         if self._mapped is None or len(self._mapped) < end:
             os.ftruncate(self._descriptor, max(end, os.fstat(self._descriptor).st_size))
+            if self._pinned is not None:
+                unpin(self._pinned)
+                self._pinned = None
             self._mapped = mmap.mmap(self._descriptor, end)
-            if torch.cuda.is_available():  # else a copy from a device passes through a buffer of the driver's
+            if torch.cuda.is_available():
                 whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
-                torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+                self.unpinned = pin(whole)
+                self._pinned = None if self.unpinned else whole
         return torch.frombuffer(self._mapped, dtype=torch.uint8)[HEAD_BYTES:end]
 
     def block(self, start: int, size: int) -> Tensor:
@@ -143,19 +151,15 @@ class Slot:
 
 
 class SlotImage(HostImage):
-    """The image of a slot. A device's tensors are copied to its memory, a block each GiB, one after another;
-    from host memory they are written without a copy of it, and the slot is not mapped."""
+    """The image of a slot. A device's tensors are copied to its memory (`copies`), a block each GiB, one
+    after another; from host memory they are written without a copy of it, and the slot is not mapped."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         self._slot = slot
 
     def keep(self, chunks: Iterable[LocalShard], digest: Digest) -> list[list[Any]]:
-        """Put the chunks into the slot, and return their rows (`LiveImage.rows`)."""
-        chunks = list(chunks)
-        if devices_of(chunks):
-            self.stage(chunks)
-            return self.rows(digest)
+        """Write the chunks, in host memory, into the slot, and return their rows (`LiveImage.rows`)."""
         live, start = LiveImage(chunks), 0
         for content in live.data():
             self._slot.write(content, start)

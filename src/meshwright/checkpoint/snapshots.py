@@ -3,9 +3,9 @@
 Each rank copies its share of the state (`save_plan.py`) into memory that belongs to the supervisor of its
 host, or on hosts without GPUs into a file of it that has no name (`rank/shared_memory.py`), with what a
 manifest says of it; a restart reads it as it would a checkpoint, on any layout. The copy is one pass at
-memory speed without a message between ranks: what is written to a file goes to the kernel's cache. Two slots
-take turns, so that a rank which dies in a copy leaves the one before (in-memory checkpoints: Wang et al.
-2023, SOSP, "Gemini").
+memory speed without a message between ranks: what is written to a file goes to the kernel's cache. From a GPU
+training only issues the copies, and a thread does the rest (`side_copies.py`). Two slots take turns, so that
+a rank which dies in a copy leaves the one before (in-memory checkpoints: Wang et al. 2023, SOSP, "Gemini").
 
 The ranks of a host keep together all that any of them holds, so a host needs no other to go on from it. Where
 the loss of a host would take a part of the state along, a peer on the next host keeps it, too
@@ -21,6 +21,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,17 +29,22 @@ from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.disk import rank_file
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Hull, Manifest, ManifestPart, TensorEntry
-from meshwright.checkpoint.peer_snapshots import Landing, Wanted, copy_to_peer
+from meshwright.checkpoint.no_snapshots import NoSnapshots
+from meshwright.checkpoint.peer_snapshots import Landing, Wanted, copy_to_peer, host_axis
 from meshwright.checkpoint.peer_snapshots import fetch as fetch_pieces
 from meshwright.checkpoint.reader import Reading, match_tensors
-from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
+from meshwright.checkpoint.save_plan import LocalShard, SavePlan, Tensors, describe
+from meshwright.checkpoint.side_copies import SideCopies
 from meshwright.checkpoint.slots import Image, Images, Slot, SlotHeader, SlotImage
+from meshwright.checkpoint.staging import devices_of
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import Axis, Mesh, TrafficCounter
 from meshwright.units import gigabytes
 
 SHARE = 0.02
 """Share of the time of training that snapshots may take, where their interval follows from their cost."""
+BACKGROUND_SHARE = 0.1
+"""Share of the time that a thread beside training may spend on snapshots, by that interval."""
 DISK_BYTES_PER_SECOND = 4e6
 """Most that snapshots in files write on average, by that interval: 126 TB a year, which disks bear."""
 TRIAL_STEPS = 5
@@ -62,31 +68,16 @@ class _Agreed(NamedTuple):
     has_room: bool
 
 
-class NoSnapshots:
-    """Snapshots where there is no memory for any: none is due, and none is found."""
+@dataclass(frozen=True)
+class _Taking:
+    """A snapshot that is being taken: where from, where to, and what a manifest says of it."""
 
-    def due(self, step: int) -> bool:
-        """Return True, on all ranks alike, if the state after `step` is to be kept."""
-        return False
-
-    def save(
-        self, step: int, tensors: Tensors, state: Callable[[], Mapping[str, Any]], form: str = ""
-    ) -> None:
-        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, equal on all ranks."""
-        raise AssertionError("no snapshot is due")
-
-    def clear(self) -> None:
-        """Drop what this rank has kept."""
-
-    def newest(self) -> int | None:
-        """Return the last step of which the ranks together have kept all parts, or None; collective."""
-        return None
-
-    def load(
-        self, step: int, tensors: Tensors, check: Callable[[dict[str, Any]], None], form: str = ""
-    ) -> dict[str, Any]:
-        """Fill `tensors` in place from the snapshot of `step`, and return its state."""
-        raise AssertionError("there is no snapshot")
+    step: int
+    agreed: _Agreed
+    slot: Slot
+    image: SlotImage
+    chunks: Sequence[LocalShard]
+    state: Mapping[str, Any]
 
 
 class Snapshots(NoSnapshots):
@@ -122,6 +113,10 @@ class Snapshots(NoSnapshots):
         self._failed = False
         self._costs: list[float] = []
         self._begun = 0.0
+        self._side: SideCopies | None = None
+        self._host_world: Axis | None = None
+        """Over which peers copy: of host memory."""
+        self._told_unpinned = False
 
     # -- writing ---------------------------------------------------------------
 
@@ -136,35 +131,63 @@ class Snapshots(NoSnapshots):
 
         `form`, equal on all ranks too, tells sets of tensors apart: the ranks agree once on each.
         """
-        begun = time.perf_counter()
         agreed = self._agree(tensors, form)
         if not agreed.has_room:
             self._every = 0
             return
+        self.settle()
+        begun = time.perf_counter()
         turn = self._spare(self._own)
-        slot, image = self._own[turn], self._images[turn]
-        slot.open()
-        text = b""
-        try:
-            rows = image.keep(agreed.plan.own_share(tensors), sum64)
-            text = json.dumps({"rows": rows, "forms": agreed.description, "state": dict(state())}).encode()
-            size = sum(row[4] for row in rows)
-            head = SlotHeader(step, size, len(text), agreed.run, agreed.part, agreed.parts, sum64(text))
-            slot.close(head, text)
-        except OSError as error:
-            self._note_failed(step, error)
-        if agreed.copied:
-            assert self._world is not None
-            kept = self._peers[self._spare(self._peers)]
-            try:
-                copy_to_peer(slot, text, kept, self._world, len(self._slots))
-            except OSError as error:
-                self._note_failed(step, error)
-        if text:
-            self._last = slot.head().key
+        chunks = agreed.plan.own_share(tensors)
+        taking = _Taking(step, agreed, self._own[turn], self._images[turn], chunks, dict(state()))
+        taking.slot.open()
+        devices = devices_of(chunks)
+        if devices:
+            self._side = self._side or SideCopies(*devices)
+            copies = taking.image.copies(chunks)
+            self._side.start(copies, lambda: self._write(taking, lambda: taking.image.rows(sum64)))
+            self._tell_unpinned(taking.slot)
+        else:
+            self._write(taking, lambda: taking.image.keep(chunks, sum64))
         if self._every is None:
             written = 0 if self._own[0].free_on_disk is None else agreed.needed // 2
             self._choose(begun, time.perf_counter(), written)
+
+    def _write(self, taking: _Taking, rows_of: Callable[[], list[list[Any]]]) -> None:
+        """Complete a slot whose image `rows_of` describes, and send it to a peer where that is agreed on."""
+        agreed, slot, text = taking.agreed, taking.slot, b""
+        try:
+            rows = rows_of()
+            described = {"rows": rows, "forms": agreed.description, "state": taking.state}
+            text = json.dumps(described).encode()
+            size = sum(row[4] for row in rows)
+            facts = agreed.run, agreed.part, agreed.parts, sum64(text)
+            slot.close(SlotHeader(taking.step, size, len(text), *facts), text)
+        except OSError as error:
+            self._note_failed(taking.step, error)
+        if agreed.copied:
+            assert self._host_world is not None
+            kept = self._peers[self._spare(self._peers)]
+            try:
+                copy_to_peer(slot, text, kept, self._host_world, len(self._slots))
+            except OSError as error:
+                self._note_failed(taking.step, error)
+        if text:
+            self._last = slot.head().key
+
+    def fence(self) -> None:
+        if self._side is not None:
+            self._side.fence()
+
+    def settle(self) -> None:
+        if self._side is not None:
+            self._side.settle(self._ranks.heartbeat)
+
+    def _tell_unpinned(self, slot: Slot) -> None:
+        """Say once that the memory of snapshots could not be pinned."""
+        if slot.unpinned and not self._told_unpinned:
+            self._told_unpinned = True
+            self._warnings.append(slot.unpinned)
 
     def _agree(self, tensors: Tensors, form: str) -> _Agreed:
         """Learn, once for each form, which parts of the state there are, whether the loss of a host would
@@ -180,6 +203,9 @@ class Snapshots(NoSnapshots):
             listed = self._ranks.gather([part, sum(piece.local.nbytes for piece in share)])
             run, parts, copied, needed = self._ranks.on_first(lambda: self._survey(listed))
             room = self._look_for_room(needed)
+            if copied and self._host_world is None:
+                assert self._world is not None
+                self._host_world = host_axis(self._world)
             self._agreed[form] = _Agreed(plan, description, part, run, parts, bool(copied), needed, room)
         return self._agreed[form]
 
@@ -232,7 +258,10 @@ class Snapshots(NoSnapshots):
             return
         costs = sorted(self._costs[2:])  # the first of each slot takes new pages
         step_seconds = (begun - self._begun) / TRIAL_STEPS - sum(self._costs[:-1]) / TRIAL_STEPS
-        pause = max(costs[len(costs) // 2] / SHARE, written / DISK_BYTES_PER_SECOND)
+        behind = 0.0 if self._side is None else self._side.longest
+        pause = max(
+            costs[len(costs) // 2] / SHARE, written / DISK_BYTES_PER_SECOND, behind / BACKGROUND_SHARE
+        )
         every = math.ceil(pause / max(step_seconds, 1e-9))
         self._every = int(self._ranks.broadcast(max(1, every)))
 
@@ -240,6 +269,7 @@ class Snapshots(NoSnapshots):
 
     def clear(self) -> None:
         """Drop what this rank has kept."""
+        self.settle()
         for slot in (*self._own, *self._peers):
             slot.open()
 
@@ -279,6 +309,7 @@ class Snapshots(NoSnapshots):
 
     def _find(self, step: int | None = None) -> tuple[int, int] | None:
         """Return (step, run) of the newest snapshot, or that of `step`, of which all parts are there."""
+        self.settle()
         heads = [slot.head() for slot in (*self._own, *self._peers)]
         listed = self._ranks.gather([[*head.key, head.part, head.parts] for head in heads if head.step >= 0])
         parts: dict[tuple[int, int, int], set[int]] = defaultdict(set)

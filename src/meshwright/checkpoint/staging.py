@@ -74,8 +74,16 @@ class HostImage(LiveImage):
 
     def stage(self, chunks: Iterable[LocalShard]) -> None:
         """Copy the chunks to the host; when this returns, training may change the tensors."""
+        chunks = list(chunks)
+        with torch.no_grad():
+            for _, copy, source in self.copies(chunks):
+                copy.copy_(source, non_blocking=True)
+        for device in devices_of(chunks):
+            torch.cuda.synchronize(device)
+
+    def copies(self, chunks: Iterable[LocalShard]) -> list[tuple[str, Tensor, Tensor]]:
+        """Make room for the chunks, and return name, place and tensor of each copy that is to be made."""
         chunks = widest_first(chunks)
-        devices = devices_of(chunks)
         self._pieces, self._lengths = [], []
         places: list[tuple[int, int]] = []
         for chunk in chunks:
@@ -83,14 +91,13 @@ class HostImage(LiveImage):
                 self._lengths.append(0)
             places.append((len(self._lengths) - 1, self._lengths[-1]))
             self._lengths[-1] += chunk.local.nbytes
-        self._make_room(pinned=bool(devices))
-        with torch.no_grad():
-            for chunk, (block, start) in zip(chunks, places, strict=True):
-                copy = self._blocks[block][start : start + chunk.local.nbytes]
-                copy.view(chunk.local.dtype).view(chunk.local_shape).copy_(chunk.local, non_blocking=True)
-                self._pieces.append((chunk.key, chunk.rectangle, copy))
-        for device in devices:
-            torch.cuda.synchronize(device)
+        self._make_room(pinned=bool(devices_of(chunks)))
+        found = []
+        for chunk, (block, start) in zip(chunks, places, strict=True):
+            copy = self._blocks[block][start : start + chunk.local.nbytes]
+            self._pieces.append((chunk.key, chunk.rectangle, copy))
+            found.append((chunk.key, copy.view(chunk.local.dtype).view(chunk.local_shape), chunk.local))
+        return found
 
     def _make_room(self, pinned: bool) -> None:
         """See that there is a block of at least its length for each of `_lengths`."""

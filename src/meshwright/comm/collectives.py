@@ -62,7 +62,7 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
         work = axis.memory.all_gather(whole, part)
     else:
         work = _all_gather(whole, part, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_gather", sent, [work], calls)
+    return axis.wire.start(axis, "all_gather", sent, [work], calls, (whole, part))
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
@@ -76,7 +76,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
         work = axis.memory.reduce_scatter(part, whole)
     else:
         work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "reduce_scatter", sent, [work], calls)
+    return axis.wire.start(axis, "reduce_scatter", sent, [work], calls, (part, whole))
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
@@ -91,7 +91,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
     else:
         reduction = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         work = dist.all_reduce(tensor, op=reduction, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, operation, sent, [work], calls)
+    return axis.wire.start(axis, operation, sent, [work], calls, (tensor,))
 
 
 def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
@@ -104,7 +104,7 @@ def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
     sent = tensor.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, "broadcast", tensor)
     work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-    return axis.wire.start(axis.name, "broadcast", sent, [work], calls)
+    return axis.wire.start(axis, "broadcast", sent, [work], calls, (tensor,))
 
 
 def start_all_to_all(
@@ -127,7 +127,7 @@ def start_all_to_all(
         rows = sent_rows, received_rows
     calls = _announce(axis, "all_to_all", sent, rows=rows)
     work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_to_all", crossing, [work], calls)
+    return axis.wire.start(axis, "all_to_all", crossing, [work], calls, (received, sent))
 
 
 def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -> Pending:
@@ -147,21 +147,23 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -
     if received.numel():
         operations.append(dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before))
     works = dist.batch_isend_irecv(operations) if operations else []
-    return axis.wire.start(axis.name, "shift", float(sent.nbytes), works, calls)
+    return axis.wire.start(axis, "shift", float(sent.nbytes), works, calls, (received, sent))
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
-    """Send `sent` to rank `target` of the axis; the tensor must live until the send has ended."""
-    calls = _announce(axis, "send", sent, (axis.rank, target, tag))
+    """Send `sent` to rank `target` of the axis."""
+    pair = axis.rank, target, tag
+    calls = _announce(axis, "send", sent, pair)
     work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
-    return axis.wire.start(axis.name, "send", float(sent.nbytes), [work], calls)
+    return axis.wire.start(axis, "send", float(sent.nbytes), [work], calls, (sent,), pair)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
     """Receive what rank `source` of the axis sends with this tag, in the order in which it sends."""
-    calls = _announce(axis, "receive", received, (source, axis.rank, tag))
+    pair = source, axis.rank, tag
+    calls = _announce(axis, "receive", received, pair)
     work = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
-    return axis.wire.watched(axis.name, "receive", [work], calls)
+    return axis.wire.watched(axis, "receive", [work], calls, (received,), pair)
 
 
 # Products fused with their collective -------------------------------------------------------------------

@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from meshwright.comm import collective_log
+from meshwright.comm.collective_log import CollectiveLog, GroupProgress
+
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimiser")
 """Phases that each step has on each rank."""
 PHASES = ("start", *STEP_PHASES, "save", "evaluate", "end")
 """Phases of a run."""
 _FIELDS = struct.Struct("@qqqqqq32s")
 """In the machine's own form, since each number is then read and written whole."""
-BYTES = 128
-"""Room for one rank's heartbeat: a multiple of a cache line, so that ranks do not slow each other."""
+_OWN_BYTES = 128
+BYTES = _OWN_BYTES + collective_log.BYTES
+"""Room for one rank's heartbeat, and after it for what it publishes of its collectives: a multiple of a cache
+line, so that ranks do not slow each other."""
 
 
 class Beat(NamedTuple):
@@ -39,6 +44,13 @@ class Beat(NamedTuple):
     """Time spent waiting since the rank began."""
     label: str
     """Axis and operation of the last collective that it waited for."""
+    groups: tuple[GroupProgress, ...] = ()
+    """What it has done in each process group, where that is published."""
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Numbers that change as long as the rank or its device moves."""
+        return self.changes, *(each.finished for each in self.groups)
 
     @classmethod
     def of(cls, memory: memoryview, number: int) -> Beat:
@@ -46,7 +58,8 @@ class Beat(NamedTuple):
         offset = number * BYTES
         changes, step, phase, started, waiting, waited_ns, label = _FIELDS.unpack_from(memory, offset)
         text = label.rstrip(b"\0").decode()
-        return cls(changes, step, PHASES[phase], started, waiting, waited_ns, text)
+        groups = tuple(GroupProgress.all_of(memory, offset + _OWN_BYTES))
+        return cls(changes, step, PHASES[phase], started, waiting, waited_ns, text, groups)
 
 
 class Heartbeat:
@@ -60,6 +73,14 @@ class Heartbeat:
         self._changes = self._step = self._phase = self._started = self._waiting = self._waited = 0
         self._label = b""
         self.on_phase: Callable[[str, int], None] | None = None
+        self.collectives: CollectiveLog | None = None
+        """Where collectives are noted, if somebody reads it."""
+
+    def publish_collectives(self) -> CollectiveLog:
+        """Publish from now on which collectives have been started and finished (`CollectiveLog.watch`)."""
+        self.collectives = CollectiveLog(self._memory[_OWN_BYTES:BYTES])
+        self.collectives.watch()
+        return self.collectives
 
     @property
     def step(self) -> int:

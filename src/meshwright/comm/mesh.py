@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm.collective_log import Ended, Flight
 from meshwright.comm.control import Control, new_scope
 from meshwright.comm.heartbeat import Heartbeat
 from meshwright.comm.process_groups import Groups, Row
@@ -65,17 +66,22 @@ class WireObserver(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Watched:
-    """A collective under way, whose wait shows in the rank's heartbeat and on its wire."""
+    """A collective under way, whose wait shows in the rank's heartbeat and on its wire.
+
+    It keeps the tensors that are sent and received until it has been waited for.
+    """
 
     works: Sequence[Pending]
     wire: TrafficCounter
     label: str
     number: int
     calls: Sequence[object]
-    observed: int = 0
+    tensors: Sequence[Tensor]
+    observed: int
     """Its number to the wire's observer."""
+    flight: Flight | None
 
     def wait(self) -> None:
         wire = self.wire
@@ -90,6 +96,9 @@ class _Watched:
                 else:
                     work.wait()
             wire.awaited = ()
+        if self.flight is not None:
+            self.flight.waited()
+        self.tensors = ()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -128,38 +137,55 @@ class TrafficCounter:
 
     def start(
         self,
-        axis: str,
+        axis: Axis,
         operation: str,
         sent: float,
         works: Sequence[Pending | None],
-        calls: Sequence[object] = (),
+        calls: Sequence[object],
+        tensors: Sequence[Tensor],
+        pair: tuple[int, int, int] | None = None,
     ) -> Pending:
-        """Add one call that has just been started; returns the handle to wait on."""
-        self.record(axis, operation, sent)
-        return self.watched(axis, operation, works, calls, sent)
+        """Add one call that has just been started, and sends `sent` bytes; returns the handle to wait on.
+
+        It ends with the last of its `works`; `calls` are what the check has returned of it, `tensors` those
+        that it reads and writes, and `pair` is a message's sender, receiver and tag.
+        """
+        self.record(axis.name, operation, sent)
+        return self.watched(axis, operation, works, calls, tensors, pair, sent)
 
     def watched(
         self,
-        axis: str,
+        axis: Axis,
         operation: str,
         works: Sequence[Pending | None],
-        calls: Sequence[object] = (),
+        calls: Sequence[object],
+        tensors: Sequence[Tensor],
+        pair: tuple[int, int, int] | None = None,
         sent: float = 0.0,
     ) -> Pending:
-        """The handle to wait on of a call that has just been started, which sends nothing itself.
-
-        It ends with the last of its `works`; `calls` are what the check has returned of it.
-        """
+        """The handle to wait on of a call that has just been started, as of `start`, which is not counted:
+        what receives a message sends nothing."""
         started = [work for work in works if work is not None]
         assert len(started) == len(works), "a rank starts collectives only on groups that it is in"
-        observed = 0 if self.observer is None else self.observer.started(axis, operation, sent)
-        return _Watched(started, self, f"{axis} {operation}", self.heartbeat.start(), calls, observed)
+        observed = 0 if self.observer is None else self.observer.started(axis.name, operation, sent)
+        flight, log = None, self.heartbeat.collectives
+        if log is not None:
+            flight = log.start(axis, operation, sent, [_ended(work) for work in started], pair)
+        label, number = f"{axis.name} {operation}", self.heartbeat.start()
+        return _Watched(started, self, label, number, calls, tensors, observed, flight)
 
     def clear(self) -> None:
         """Drop all sums, and stop logging calls."""
         self.bytes.clear()
         self.calls.clear()
         self.log = None
+
+
+def _ended(work: Pending) -> Ended:
+    """Tells whether a work has ended, from any thread."""
+    if isinstance(work, SharedMemoryWork):  # only its own thread may look further
+        return lambda: work.done
+    return work.is_completed
 
 
 @dataclass(frozen=True)
@@ -285,7 +311,10 @@ def build_mesh(
             return None
         row, group = found
         memory = groups.shared_memory(group)
-        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
+        made = Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
+        if groups.heartbeat.collectives is not None:
+            groups.heartbeat.collectives.join(made)
+        return made
 
     # Lanes have a group each where groups keep the order of posting; gloo tells messages apart by tags.
     lanes = {

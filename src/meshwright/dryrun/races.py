@@ -3,10 +3,9 @@
 What is on one stream runs in order; streams are ordered by events, collectives and waits of the host. The
 clocks are those of torch's CUDA sanitizer (`torch.cuda._sanitizer`), which follows tensors that it meets as a
 program runs on a GPU. Here accesses are to bytes of storages, so that streams may work on parts of one
-buffer, and freeing is an access, too: what a stream has freed it may allocate again at once.
-
-A process group keeps the tensors of a collective until that has been waited for (torch's ProcessGroupNCCL),
-so that they may be freed before.
+buffer, and freeing is an access, too: what a stream has freed it may allocate again at once. The tensors of a
+collective, too, have to live until its end has been waited for: torch's ProcessGroupNCCL keeps them so long,
+which no backend has to.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def races(events: Iterable[Event]) -> Iterator[Race]:
             case "free":
                 (freed,) = event.writes
                 for earlier in accesses.pop(freed.storage, ()):
-                    if earlier.event.kind != "collective" and not _ordered(clocks, event, earlier):
+                    if not _ordered(clocks, event, earlier):
                         yield Race(earlier.event, event)
             case _:
                 pass

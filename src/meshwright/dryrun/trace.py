@@ -8,6 +8,7 @@ each stream, or look for accesses that no event orders. Nothing is timed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -145,6 +146,8 @@ class Trace:
     _begun: list[tuple[Any, Any]] = field(default_factory=list)
     """Operators of the collective whose call is being made."""
     _allocations: int = 0
+    _thread: int = field(default_factory=threading.get_ident)
+    """That of the program; what another one waits for holds up none of it."""
 
     def add(self, kind: Kind, name: str, host: HostCost, stream: int | None = None, **facts: Any) -> None:
         """Record an event, by default on the stream that is used now."""
@@ -280,6 +283,8 @@ class Trace:
         self.add("wait", "", "stream", stream, number=event)
 
     def on_synchronize(self, event: int | None, stream: int | None) -> None:
+        if threading.get_ident() != self._thread:
+            return
         name = "device" if event is stream is None else "stream" if event is None else "event"
         number = -1 if event is None else event
         self.add("synchronize", name, "wait", -1 if stream is None else stream, number=number)

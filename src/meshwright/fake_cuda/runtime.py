@@ -142,6 +142,33 @@ def _on(stream: FakeStream | None) -> Iterator[None]:
         RUNTIME.stream = before
 
 
+class FakeCudart:
+    """`torch.cuda.cudart()`: what is registered of the host's memory, by address; `fails` refuses more."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.fails = False
+
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802
+        """Pin memory; returns 0, or 2 for want of memory."""
+        if self.fails:
+            return 2
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Undo it; returns 0, or 713 for memory that is not registered."""
+        return 0 if self.registered.pop(address, None) is not None else 713
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        """The text of an error."""
+        return {0: "no error", 2: "out of memory", 713: "part or all of the memory is not registered"}[status]
+
+
+CUDART = FakeCudart()
+"""That of this process."""
+
+
 def set_capability(capability: Capability) -> str:
     """Make the device one of this compute capability, of `NAMES`, and return its name."""
     RUNTIME.capability = capability
@@ -169,6 +196,7 @@ def install() -> None:
     cuda.Stream, cuda.Event, cuda.stream = FakeStream, FakeEvent, _on
     cuda.current_stream = lambda device=None: FakeStream(number=RUNTIME.stream)
     cuda.default_stream = lambda device=None: FakeStream(number=DEFAULT_STREAM)
+    cuda.cudart = lambda: CUDART
     cuda.synchronize = lambda device=None: RUNTIME.observer.on_synchronize(None, None)
     torch._C._set_only_lift_cpu_tensors(True)  # else literals are copied to a device that has no memory
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]

@@ -293,7 +293,8 @@ class Outer(NoIslands):
             yield part.unit, error
         for exchange in self._under_way:
             parts = self._parts[exchange.fragment]
-            yield from ((part.unit, sums.buffer) for part, sums in zip(parts, exchange.deltas, strict=True))
+            for part, sums in zip(parts, exchange.deltas, strict=True):
+                yield from ((part.unit, tensor) for tensor in sums.tensors)
         yield None, self.updates.to_local()
 
     def _stored(self, kind: str, part: Anchored, flat: Tensor) -> Iterator[tuple[str, Stored]]:

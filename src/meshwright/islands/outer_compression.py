@@ -45,8 +45,8 @@ class Sum(Protocol):
     """A tensor of all islands that is being summed."""
 
     @property
-    def buffer(self) -> Tensor:
-        """The tensor that the messages are received in."""
+    def tensors(self) -> Sequence[Tensor]:
+        """What is sent, and what messages are received in."""
         ...
 
     def total(self) -> Tensor:
@@ -60,6 +60,11 @@ class ExactSum:
 
     buffer: Tensor
     work: Pending
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What is summed in place."""
+        return (self.buffer,)
 
     def total(self) -> Tensor:
         """The sum."""
@@ -78,12 +83,19 @@ class _BlocksOfOneSize(NamedTuple):
 class CompressedSum:
     """An all-gather of messages, which are decoded and added up when their sum is asked for."""
 
+    sent: Tensor
+    """The message of this island, (bytes,), which has to live until the work has ended."""
     buffer: Tensor
     """The message of each island, (R, bytes)."""
     fields: Sequence[tuple[torch.dtype, torch.Size]]
     """Tensors that a message consists of, in order."""
     work: Pending
     compression: Compression
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The messages."""
+        return self.sent, self.buffer
 
     def total(self) -> Tensor:
         """The sum of all islands' messages, in exact numbers."""
@@ -127,7 +139,7 @@ class Compression:
         message = torch.cat([field.contiguous().view(-1).view(torch.uint8) for field in fields])
         gathered = message.new_empty(axis.size, len(message))
         work = start_all_gather(gathered.view(-1), message, axis)
-        return CompressedSum(gathered, [(field.dtype, field.shape) for field in fields], work, self)
+        return CompressedSum(message, gathered, [(field.dtype, field.shape) for field in fields], work, self)
 
     def _encoded(self, blocks: Tensor) -> list[Tensor]:
         """The fields of a message of blocks (n, block)."""

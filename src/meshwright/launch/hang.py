@@ -3,16 +3,18 @@
 A rank that waits for others is not at fault, and one that computes is slow and not hung; so it matters what a
 rank does while nothing moves. A limit is learnt from the run's own steps. A process that is stopped (SIGSTOP)
 is told by the kernel; one that neither waits for others nor uses a processor is stuck; where all ranks wait,
-a collective was skipped or a link is cut, which may heal.
+a collective was skipped or a link is cut, which may heal. On GPUs all hosts wait for their devices, and what
+these have finished tells who is late (`stalled_collective.py`).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.comm.heartbeat import Beat
+from meshwright.launch.stalled_collective import stalled_collective
 from meshwright.rank.processes import ProcessState, process_state
 
 LEARNT = 3
@@ -46,6 +48,10 @@ class Hang:
     sentence: str
     seconds: float
     step: int
+
+    def with_clause(self, clause: str) -> Hang:
+        """The hang with a further clause, if there is one, in its sentence."""
+        return replace(self, sentence=f"{self.sentence}; {clause}") if clause else self
 
 
 @dataclass
@@ -124,9 +130,10 @@ class HangWatch:
         self._last = now
         for number, rank in self._ranks.items():
             beat = Beat.of(self._heartbeats, number)
-            if beat.changes != rank.beat.changes:
-                rank.beat, rank.cpu_seconds = beat, None
+            if beat.progress != rank.beat.progress:
+                rank.cpu_seconds = None
                 rank.moved_at = rank.busy_at = self._clock
+            rank.beat = beat
         self._learn()
         seconds = self.step_seconds
         limit = UNLEARNT_STOPPED_S if seconds is None else 2 * seconds + 1.0
@@ -192,20 +199,22 @@ class HangWatch:
         return max(least, steps * seconds)
 
     def _least_far(self) -> Hang:
-        """Return the hang of the ranks that do not wait, or else are the least far: by steps, then by
-        collectives."""
+        """Return the hang of the ranks that do not wait, or else of all: of those that a collective is late
+        for, or that are the least far by steps, then by collectives."""
+        beats = {number: rank.beat for number, rank in self._ranks.items()}
+        stalled = stalled_collective({number: beat.groups for number, beat in beats.items()}, self._first)
+        clause = "" if stalled is None else stalled.sentence(self._first)
+        among = [number for number, rank in self._ranks.items() if not rank.waits] or [*self._ranks]
+        found = [number for number in among if stalled is not None and number in stalled.late]
+        if not found:
+            least = min((beats[number].step, beats[number].started) for number in among)
+            found = [n for n in among if (beats[n].step, beats[n].started) == least]
+            clause = clause if self._ranks[found[0]].waits else ""
+        waits = self._ranks[found[0]].waits
+        return self._hang(found, f"waited for {beats[found[0]].label}" if waits else "not moved", clause)
 
-        def place(number: int) -> tuple[bool, int, int]:
-            rank = self._ranks[number]
-            return rank.waits, rank.beat.step, rank.beat.started
-
-        least = min(map(place, self._ranks))
-        found = [number for number in self._ranks if place(number) == least]
-        label = self._ranks[found[0]].beat.label
-        return self._hang(found, f"waited for {label}" if least[0] else "not moved")
-
-    def _hang(self, numbers: list[int], deed: str) -> Hang:
-        """Return the hang of these local ranks, with where they are."""
+    def _hang(self, numbers: list[int], deed: str, clause: str = "") -> Hang:
+        """Return the hang of these local ranks, with where they are, and a clause about the collective."""
         beat, seconds = self._ranks[numbers[0]].beat, self._quiet(numbers[0])
         ranks = tuple(self._first + number for number in numbers)
         who = " and ".join(f"rank {rank}" for rank in ranks)
@@ -213,7 +222,7 @@ class HangWatch:
             f"{who} {'has' if len(ranks) == 1 else 'have'} {deed} for {seconds:.1f} s in phase {beat.phase}, "
             f"after {beat.step} steps and {beat.started} collective{'s' * (beat.started != 1)} of the next"
         )
-        return Hang(ranks, sentence, seconds, beat.step)
+        return Hang(ranks, sentence, seconds, beat.step).with_clause(clause)
 
 
 def _newest(times: list[float]) -> list[float]:

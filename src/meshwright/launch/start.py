@@ -20,6 +20,7 @@ from meshwright.launch.zygote import Ended, RankProcess, Started, Zygote, Zygote
 from meshwright.profile.cgroup import oom_kills
 from meshwright.rank.env import LOOPBACK, SUPERVISOR, Supervision
 from meshwright.rank.failure import Outcome, RankEnd, last_words, outcome
+from meshwright.rank.flight_recorder import DUMP, BadDumpError, ask_for_dump, dump_of, first_uncompleted
 from meshwright.rank.processes import kill_session, send_signal
 from meshwright.rank.rendezvous import SECRET, STORE
 from meshwright.rank.shared_memory import SharedMemory
@@ -31,6 +32,8 @@ ECHO_S = 0.5
 """Ranks get so long to record their errors after the first has ended with one."""
 STACKS_S, DUMP_S = 1.0, 0.1
 """Ranks of a run that hangs get so long to write their stacks, and so long once all have begun."""
+RECORDED_S = 5.0
+"""Ranks get so long for dumps of NCCL's flight recorder, which looks once a second whether one is wanted."""
 AT_ONCE_S = 1.0
 """Ranks that a later signal ends at once have so long; one that is stopped or stuck does not heed it."""
 ZYGOTE_STOPPED_S = 3.0
@@ -81,7 +84,7 @@ class End:
 
     `steps` are those of the rank that was furthest; ranks in a hang may go on until they are killed.
     `noticed` is when the first failure or the hang was noticed (`time.monotonic`); `stacks` are those of all
-    ranks in a hang.
+    ranks in a hang, and `dumps` files of NCCL's flight recorder.
     """
 
     outcome: Outcome
@@ -89,6 +92,7 @@ class End:
     noticed: float
     hang: Hang | None = None
     stacks: str = ""
+    dumps: Sequence[Path] = ()
 
     @property
     def step(self) -> int:
@@ -134,7 +138,12 @@ class Start:
         self.number, self.job, self.place, self._memory, self._tell = number, job, place, memory, tell
         faults = job.faults.given if job.faults is not None else {}
         shared = memory.heartbeats, memory.snapshots
-        self._supervision = Supervision(number, began, *shared, place.lease_seconds, **faults)
+        self._recorder = folder / "flight-recorder"
+        self._recording: list[int] = []
+        """Ranks that were asked for a dump of the flight recorder."""
+        self._supervision = Supervision(
+            number, began, *shared, place.lease_seconds, str(self._recorder), **faults
+        )
         self._ranks = [_Started(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
         self._slow: SlowWatch | None = None
@@ -175,7 +184,7 @@ class Start:
                 self._kill_at = now
             if self._kill_at == float("inf"):
                 self._look(now)
-            elif self._hang is not None and self._stacks_begun():  # stopped ranks go on until they are killed
+            elif self._hang is not None and self._told():  # stopped ranks go on until they are killed
                 self._kill_at = min(self._kill_at, now + DUMP_S)
             if now >= self._kill_at:
                 self._kill()
@@ -269,7 +278,11 @@ class Start:
         for pid in living.values():  # a stopped process writes its stacks as it goes on
             send_signal(pid, signal.SIGUSR2)
             send_signal(pid, signal.SIGCONT)
-        self._kill_at = now + STACKS_S
+        first = self.place.first_rank
+        self._recording = [
+            first + number for number in living if ask_for_dump(self._recorder, first + number)
+        ]
+        self._kill_at = now + (RECORDED_S if self._recording else STACKS_S)
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -283,8 +296,15 @@ class Start:
         steps = self.steps
         noticed = self._noticed or time.monotonic()
         if self._hang is not None:
-            found = Outcome(1, self._hang.sentence)
-            return End(found, steps, noticed, self._hang, self._stacks())
+            dumps = [dump_of(self._recorder, rank) for rank in self._recording]
+            dumps = [dump for dump in dumps if dump.exists()]
+            recorded = {int(dump.name.removeprefix(DUMP)): _recorded(dump) for dump in dumps}
+            told = [f"rank {rank}: {words}" for rank, words in recorded.items() if rank in self._hang.ranks]
+            hang = self._hang.with_clause(f"NCCL's flight recorder of {told[0]}" if told else "")
+            lines = [f"NCCL's flight recorder of rank {rank}: {words}\n" for rank, words in recorded.items()]
+            return End(
+                Outcome(1, hang.sentence), steps, noticed, hang, "".join([*lines, self._stacks()]), dumps
+            )
         if len(ends) == len(self._ranks) and all(end.code == 0 for end in ends.values()):
             return End(Outcome(), steps, noticed)
         if asked:
@@ -298,8 +318,10 @@ class Start:
         size = self.place.world_size or len(self._ranks)
         return End(outcome(named, size, out_of_memory), steps, noticed)
 
-    def _stacks_begun(self) -> bool:
+    def _told(self) -> bool:
+        """True if all ranks have begun to write their stacks, and those that were asked their dumps."""
         files = [rank.folder / "stacks.txt" for rank in self._ranks if rank.end is None]
+        files += [dump_of(self._recorder, rank) for rank in self._recording]
         return all(file.exists() and file.stat().st_size for file in files)
 
     def _stacks(self) -> str:
@@ -310,3 +332,12 @@ class Start:
             text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
             found.append(f"rank {number}:\n{text or 'it has written none'}\n")
         return "\n".join(found)
+
+
+def _recorded(dump: Path) -> str:
+    """What a dump of NCCL's flight recorder says, in words."""
+    try:
+        found = first_uncompleted(dump)
+    except BadDumpError as error:
+        return str(error)
+    return "all collectives are completed" if found is None else str(found)

@@ -41,7 +41,7 @@ class Restarts:
     `argv` is what restarted ranks run; `recovery.max_restarts` says how often. `tell` is called with each
     `failure` and `hang`, while no rank runs, and with `slow` and `zygote_stopped`, while they run. The first
     two have the fields `noticed`, when that was (`time.monotonic`), and `furthest`, the most steps that a
-    rank completed.
+    rank completed. The `dumps` of a hang are files that last as long as the call.
     """
 
     argv: Sequence[str]
@@ -141,6 +141,7 @@ class Supervisor:
             restarts.tell("failure", fields)
         else:
             hang = {"ranks": end.hang.ranks, "seconds": end.hang.seconds, "stacks": end.stacks}
+            hang |= {"dumps": end.dumps}
             restarts.tell("hang", fields | hang)
         # Not by a signal, nor because of a hang or a lost zygote: likely an error of the program itself.
         by_itself = found.code < 128 and end.hang is None and self._zygote is not None

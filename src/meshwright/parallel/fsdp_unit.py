@@ -208,7 +208,6 @@ class Unit:
             part = encoding.pack(self) if encoding else self.stored.to(self.formats.compute)
             whole = torch.empty(self.ranks * part.numel(), dtype=part.dtype, device=part.device)
             self._gathering = (start_all_gather(whole, part, self.shards), whole)
-            del part
         self._notify("gathered", whole)
 
     def finish_gather(self) -> None:

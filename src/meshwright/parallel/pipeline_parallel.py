@@ -171,7 +171,7 @@ class _Run:
         """By the action that needs it."""
         self.to_send: dict[Action, Tensor] = {}
         """Results that the next operation sends, by the action."""
-        self.sent: dict[Action, tuple[Pending, Tensor]] = {}
+        self.sent: dict[Action, Pending] = {}
         self.results: list[Tensor] = []
         self.peak = 0
 
@@ -189,7 +189,7 @@ class _Run:
                 case PostedKind.SEND:
                     self._send(operation)
                 case PostedKind.SENT:
-                    self.sent.pop(action)[0].wait()
+                    self.sent.pop(action).wait()
 
     # Messages ---------------------------------------------------------------------------------------
 
@@ -206,8 +206,7 @@ class _Run:
     def _send(self, operation: Operation) -> None:
         action, receiver = operation.action, operation.peer
         result = self.to_send.pop(action)
-        pending = start_send(result, receiver, *self._lane(action, self.rank, receiver))
-        self.sent[action] = pending, result
+        self.sent[action] = start_send(result, receiver, *self._lane(action, self.rank, receiver))
 
     # Computing --------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class Supervision:
     snapshots: Sequence[Sequence[int]] = ()
     lease_seconds: float = 60.0
     """Time after which a host that holds the run's lease and gives no sign of life has lost it."""
+    flight_recorder: str = ""
+    """The folder of files of NCCL's flight recorder (`rank/flight_recorder.py`)."""
     faults: Sequence[Mapping[str, Any]] = ()
     """Faults to inject (`chaos/faults.py`)."""
     hits: int | None = None

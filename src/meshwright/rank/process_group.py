@@ -13,8 +13,10 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from meshwright.comm import process_groups
-from meshwright.rank.env import LOOPBACK, Worker
+from meshwright.rank.env import LOOPBACK, Supervision, Worker
 from meshwright.rank.failure import record
+from meshwright.rank.flight_recorder import record_collectives
+from meshwright.rank.gpu import device_index, refuse_shared
 from meshwright.rank.network import check_loopback
 from meshwright.rank.rendezvous import world_store
 from meshwright.spec import UserError
@@ -24,22 +26,21 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_
 
 
 def init_process_group(
-    device_type: str, store: Store, rank: int, world_size: int, index: int
+    device_type: str, store: Store, rank: int, world_size: int, local_rank: int, folder: Path | None = None
 ) -> ProcessGroup:
-    """Join the world over its store: gloo on the CPU, NCCL on CUDA device `index` of this machine.
+    """Join the world over its store: gloo on the CPU, NCCL on the GPU of a local rank (`rank/gpu.py`).
 
     NCCL's streams have high priority, so that a matrix product that fills the device does not delay messages.
     A GPU's memory is allocated in segments that grow, so that buffers of other sizes leave no gaps, unless
-    the user has set the allocator.
+    the user has set the allocator. NCCL's flight recorder writes into `folder`.
     """
     backend, device, options = "gloo", None, None
     if device_type == "cuda":
         if not any(name in os.environ for name in ALLOCATOR):  # read when CUDA first allocates
             os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-        found = torch.cuda.device_count()
-        if index >= found:
-            raise UserError(f"--nproc: rank {index} of this machine has no GPU; it has {found}")
-        backend, device = "nccl", torch.device("cuda", index)
+        backend, device = "nccl", torch.device("cuda", device_index(local_rank))
+        refuse_shared(store, rank, device.index)
+        record_collectives(os.environ, folder)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -75,7 +76,11 @@ def process_group(
             store: Store = dist.HashStore()  # type: ignore[attr-defined]
             if place is not None and not alone:
                 store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
-            group = init_process_group(device_type, store, rank, size, place.local_rank if place else 0)
+            supervision, local_rank = Supervision.given(), place.local_rank if place else 0
+            dumps = folder / "flight-recorder" if folder is not None else None
+            if supervision is not None and supervision.flight_recorder:
+                dumps = Path(supervision.flight_recorder)
+            group = init_process_group(device_type, store, rank, size, local_rank, dumps)
             yield group
             dist.barrier()  # no rank hangs up on one that still listens
         except BaseException as error:

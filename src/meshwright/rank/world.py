@@ -25,6 +25,7 @@ from meshwright.kernels import cpu_kernels
 from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import formats, use_fast_fp32_matmul
 from meshwright.rank.env import Supervision, keep_freed_memory, limit_threads, worker
+from meshwright.rank.gpu import bind_to_node, device_index
 from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec
 from meshwright.spec.other_models import other_models
@@ -44,7 +45,8 @@ def device_of(folder: Path | None = None) -> Iterator[torch.device]:
         keep_freed_memory()
     with process_group(place, kind, folder):
         use_fast_fp32_matmul(torch.device(kind))
-        yield torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
+        local_rank = place.local_rank if place else 0
+        yield torch.device(kind, device_index(local_rank)) if kind == "cuda" else torch.device("cpu")
 
 
 @contextmanager
@@ -56,8 +58,11 @@ def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch
     """
     place = worker()
     ranks_match(spec, place.world_size if place else 1)
-    with device_of(folder) as device, _groups_on(spec, device, own_heartbeat()) as groups:
-        yield device, groups
+    with device_of(folder) as device:
+        if device.type == "cuda" and spec.train.numa_binding == "node":
+            bind_to_node(device)
+        with _groups_on(spec, device, own_heartbeat()) as groups:
+            yield device, groups
 
 
 @contextmanager
@@ -132,7 +137,9 @@ def own_heartbeat() -> Heartbeat:
     if place is None or supervision is None:
         return Heartbeat()
     memory = mmap.mmap(supervision.heartbeats, place.local_world_size * BYTES)
-    return Heartbeat(memoryview(memory)[place.local_rank * BYTES :])
+    heartbeat = Heartbeat(memoryview(memory)[place.local_rank * BYTES :])
+    heartbeat.publish_collectives()
+    return heartbeat
 
 
 def code_version() -> str:

@@ -127,6 +127,11 @@ class TrainSpec(FrozenModel):
         description="FlashAttention of bf16 and fp16 on NVIDIA GPUs: torch's own (FA2), or that of a "
         "package: FA3 on Hopper, FA4 on Hopper and Blackwell",
     )
+    numa_binding: Literal["node", "none"] = Field(
+        "node",
+        description="processors of a rank on a GPU: those of the NUMA node that the GPU is at (node), or all "
+        "(none); no effect on a CPU",
+    )
     trackers: tuple[Tracker, ...] = ()
 
     @field_validator("batch_warmup", mode="before")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright.checkpoint.directory import published
-from meshwright.checkpoint.snapshots import NoSnapshots
+from meshwright.checkpoint.no_snapshots import NoSnapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import Mesh
@@ -67,6 +67,7 @@ class TrainingRun:
         self.out, self.observers, self.corpus = out, observers, corpus
         self.world, self.loader, self.trainer = world, loader, trainer
         self.store, self.snapshots = store, snapshots
+        trainer.before_update = snapshots.fence
         self.saves = Saves(spec, self.control, store, observers)
         self.guard = Guard(trainer, loader, observers)
         reference = ReferenceRun(trainer, corpus, out)
@@ -217,6 +218,7 @@ class TrainingRun:
         """Do what is due after the last step done."""
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
+            self.snapshots.fence()  # averaged weights may take the place of these
             self.validation.measure(self.done)
         if self.saves.due(self.done) and self.saves.saved != self.done:
             self._save(self.spec.checkpoint.asynchronous)
@@ -238,6 +240,7 @@ class TrainingRun:
 
     def _roll_back(self, first: int) -> None:
         """Go on from the newest checkpoint before a loss spike that began with step `first`."""
+        self.snapshots.fence()
         spiked, before = self.done, self.guard.state()
         self.saves.settle()
         self._tell_saved()
@@ -273,6 +276,7 @@ class TrainingRun:
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
+        self.snapshots.fence()
         self.guard.before_save(self.done)
         kept = self._metadata(self.samples.digest())
         self.guard.refuse_flaw(self.done, lambda: state.flaw(kept))
@@ -308,6 +312,7 @@ class TrainingRun:
     # End --------------------------------------------------------------------------------------------
 
     def _end(self, seconds: float) -> Row:
+        self.snapshots.settle()
         self.guard.at_end(self.done)
         self.world.leave("done")
         self.validation.measure(self.done)

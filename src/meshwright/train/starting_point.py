@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.snapshots import NoSnapshots
+from meshwright.checkpoint.no_snapshots import NoSnapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import Mesh

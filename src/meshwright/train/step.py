@@ -105,6 +105,8 @@ class Trainer:
         """The batch that comes next, if it is known, with the targets of all ranks in it."""
         self._ahead: tuple[Batch, Batch] | None = None
         """The batch that comes next, and this rank's tokens of it on the device."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before an update changes the state, of which copies may be under way."""
 
     @property
     def gradient_factor(self) -> float:
@@ -329,6 +331,7 @@ class Trainer:
         if rate is None:
             rate = learning_rate(self.spec.train, number)
         rate /= self.spec.staleness_lr_divisor
+        self.before_update()
         totals, updated = self._totals(sums, self._start_update(sums, rate))
         self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.applied_factor

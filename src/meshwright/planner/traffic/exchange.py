@@ -169,12 +169,13 @@ def bytes_held(view: RankView) -> int:
 
 
 def difference_bytes(view: RankView) -> list[int]:
-    """Bytes of how far each fragment of a rank has moved from its anchor, or of all islands' messages of it
-    where they are compressed."""
+    """Bytes of how far each fragment of a rank has moved from its anchor, or where messages are compressed,
+    of the one that is sent of it and of those that come from all islands."""
     spec, exact, parts = view.spec, widths(view.spec).exact, fragments(view)
     biases = [BIAS * sum(part.biases) for part in parts]
     if spec.outer.compressed:
-        return [spec.step_groups * sum(part.encoded) + own for part, own in zip(parts, biases, strict=True)]
+        messages = 1 + spec.step_groups
+        return [messages * sum(part.encoded) + own for part, own in zip(parts, biases, strict=True)]
     return [exact * sum(part.units) + own for part, own in zip(parts, biases, strict=True)]
 
 
