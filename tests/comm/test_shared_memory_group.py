@@ -49,11 +49,19 @@ def all_operations(mesh: Mesh, shared: bool) -> None:
         own, row = given[axis.rank], given.shape[1] // axis.size
         summed, largest, part = own.clone(), own.clone(), torch.empty(row, dtype=dtype)
         whole = torch.empty(axis.size, row, dtype=dtype)
+        sizes = [row // 3, row - row // 3]
+        several = [torch.full((axis.size, size), -1).to(dtype) for size in sizes]
+        for each, mine in zip(several, own[:row].split(sizes), strict=True):
+            each[axis.rank] = mine
+        terms = [each.contiguous() for each in own.view(axis.size, -1).split(sizes, 1)]
+        joined = torch.empty(row, dtype=dtype)
         started = [
             collectives.start_all_reduce(summed, axis),
             collectives.start_reduce_scatter(part, own, axis),
             collectives.start_all_gather(whole.view(-1), own[:row], axis),
             collectives.start_all_reduce(largest, axis, "amax"),
+            collectives.start_all_gather_coalesced(several, axis),
+            collectives.start_reduce_scatter_coalesced(joined, terms, axis),
         ]
         order = torch.randperm(len(started), generator=torch.Generator().manual_seed(axis.rank + 10 * seed))
         for index in order.tolist():
@@ -64,7 +72,9 @@ def all_operations(mesh: Mesh, shared: bool) -> None:
         error = 0 if shared or not dtype.is_floating_point else 3 * torch.finfo(dtype).eps * largest_sum
         torch.testing.assert_close(summed, expected, rtol=0, atol=error)
         torch.testing.assert_close(part, expected.view(axis.size, -1)[axis.rank], rtol=0, atol=error)
+        torch.testing.assert_close(joined, expected.view(axis.size, -1)[axis.rank], rtol=0, atol=error)
         assert torch.equal(whole, given[:, :row])
+        assert torch.equal(torch.cat(several, 1), given[:, :row])
         assert torch.equal(largest, given.amax(0))
 
 
@@ -147,7 +157,7 @@ def different_calls(mesh: Mesh) -> str:
     if fresh.rank == 0:
         work = fresh.all_reduce(torch.ones(8))
     else:
-        work = fresh.all_gather(torch.ones(16, dtype=torch.float64), torch.ones(8, dtype=torch.float64))
+        work = fresh.all_gather([torch.ones(2, 8, dtype=torch.float64)], [torch.ones(8, dtype=torch.float64)])
     for _ in range(2):  # a caller that goes on after the first one is not given a wrong result
         with pytest.raises(RuntimeError) as caught:
             work.wait()

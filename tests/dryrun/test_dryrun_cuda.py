@@ -167,6 +167,25 @@ def test_operators_are_whole_as_a_gpu_has_kernels_for_them(process: FakeCudaProc
     assert kernels(work_of(process, experts))["_grouped_mm"] > 0
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_blocks_copy_no_parameters_and_no_gradients(process: FakeCudaProcess, zero: int) -> None:
+    """Parameters are gathered where they are read; products write gradients where they are sent, in fp32."""
+    flags: dict[str, object] = {"layout__zero": zero, "layout__micro_batch": 1, "model__tied": "false"}
+    less, more = (work_of(process, tiny(**flags, model__layers=layers)) for layers in (2, 4))
+    microbatches, found, before = tiny(**flags).microbatches, kernels(more), kernels(less)
+    assert microbatches == 2
+    casts = 0 if zero else 1  # of a unit that is not gathered
+    norms = 2 if zero < 2 else 0  # of the second microbatch
+    sums = 1 if zero >= 2 else 0  # of what the reduce-scatters of both microbatches found
+    for name, each in (("copy_", casts), ("zero_", 0), ("add_.Tensor", norms + sums)):
+        assert found.get(name, 0) - before.get(name, 0) == 2 * each, name
+    alone = 1 if zero < 2 else microbatches  # others add to the first
+    assert found["mm.dtype_out"] - before["mm.dtype_out"] == 7 * 2 * alone
+    added = found.get("addmm.dtype_out", 0) - before.get("addmm.dtype_out", 0)
+    assert added == 7 * 2 * (microbatches - alone)
+    assert not [row for row in more["empty"] if row["name"] == "aten::zero_"]
+
+
 def test_the_operators_that_stand_in_are_all_that_torch_lacks() -> None:
     """By torch's own list: those with a kernel for CUDA that decompose in a build without it."""
     import torchgen

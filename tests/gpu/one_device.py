@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, object]] = {
     "pp2-zb-v": {"layout__pp": 2, "layout__schedule": "zb-v"},
     "tp2": {"layout__tp": 2},
     "tp2-whole-stream": {"layout__tp": 2, "layout__sequence_parallel": "false"},
+    "dp2-zero1": {"layout__dp": 2, "layout__zero": 1},
+    "dp2-zero2": {"layout__dp": 2, "layout__zero": 2},
     "dp2-zero3": {"layout__dp": 2, "layout__zero": 3},
     "cp2-ring": {"layout__cp": 2},
 }

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention_flash import Packed
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
@@ -170,6 +171,22 @@ def case_of_loss(
     targets = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(2))
     targets[::7] = IGNORE
     return [x, weight], targets
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("rows_apart", [False, True])
+def test_sums_of_products(dtype: torch.dtype, rows_apart: bool) -> None:
+    """Gradients of four microbatches, in fp32: no product is rounded to the format of its operands."""
+    tokens, outputs, inputs = 512, 96, 160
+    room = torch.full((outputs, inputs + 32 * rows_apart), float("nan"), device=DEVICE)
+    total, exact = room[:, :inputs], torch.zeros(outputs, inputs, dtype=torch.float64)
+    for number in range(4):
+        grad = draw(tokens, outputs, dtype=dtype, seed=2 * number)
+        x = draw(tokens, inputs, dtype=dtype, seed=2 * number + 1)
+        RunningSum(total, number > 0).add_product(grad.to(DEVICE).T, x.to(DEVICE))
+        exact += grad.double().T @ x.double()
+    assert float((total.cpu() - exact).norm() / exact.norm()) < bound(dtype, 0, 4 * tokens)
+    assert room[:, inputs:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -6,12 +6,14 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from meshwright.comm.mesh import Axis, Pending
 from meshwright.host import host_number
@@ -19,6 +21,13 @@ from meshwright.host import host_number
 # torch 2.13 renamed these two and warns at each call of the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_GATHER_COALESCED, _SCATTER_COALESCED = (
+    (f"{new}_coalesced" if hasattr(dist.ProcessGroup, f"{new}_coalesced") else f"{old}_coalesced")
+    for new, old in (
+        ("all_gather_single", "allgather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
 
 
 class _Done:
@@ -35,7 +44,7 @@ DONE: Pending = _Done()
 def _announce(
     axis: Axis,
     operation: str,
-    tensor: Tensor,
+    tensor: Tensor | Sequence[Tensor],
     pair: tuple[int, int, int] | None = None,
     rows: tuple[list[int], list[int]] | None = None,
 ) -> tuple[object, ...]:
@@ -45,8 +54,9 @@ def _announce(
     """
     if axis.wire.check is None:
         return ()
-    number = tensor.shape[rows is not None :].numel()
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    tensors = [tensor] if isinstance(tensor, Tensor) else tensor
+    number = sum(each.shape[rows is not None :].numel() for each in tensors)
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
     what = f"{'rows of ' * (rows is not None)}{number:,} {dtype} element{'s' * (number != 1)}"
     return (axis.wire.check.starts(axis, operation, what, pair, rows),)
 
@@ -59,7 +69,7 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
     sent = whole.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, "all_gather", whole)
     if axis.memory is not None and axis.memory.joined():
-        work = axis.memory.all_gather(whole, part)
+        work = axis.memory.all_gather([whole.view(axis.size, -1)], [part.view(-1)])
     else:
         work = _all_gather(whole, part, group=axis.group, async_op=True)
     return axis.wire.start(axis, "all_gather", sent, [work], calls, (whole, part))
@@ -73,7 +83,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
     sent = whole.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, "reduce_scatter", whole)
     if axis.memory is not None and axis.memory.joined():
-        work = axis.memory.reduce_scatter(part, whole)
+        work = axis.memory.reduce_scatter(part, [whole.view(axis.size, -1)])
     else:
         work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return axis.wire.start(axis, "reduce_scatter", sent, [work], calls, (part, whole))
@@ -164,6 +174,89 @@ def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pe
     calls = _announce(axis, "receive", received, pair)
     work = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
     return axis.wire.watched(axis, "receive", [work], calls, (received,), pair)
+
+
+# Several tensors in one message -------------------------------------------------------------------------
+
+
+@dataclass
+class _Staged:
+    """A collective of a buffer, whose result is copied to its places when it has ended."""
+
+    work: Pending
+    copy: Callable[[], None] | None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.copy is not None:
+            with torch.no_grad():
+                self.copy()
+            self.copy = None
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _has_groups_of_calls(axis: Axis) -> bool:
+    """True where calls of several tensors are one launch, as NCCL's are. gloo sends each in turn: there they
+    are copied to a buffer, and from one."""
+    assert axis.group is not None
+    return dist.get_backend(axis.group) != "gloo"
+
+
+def start_all_gather_coalesced(wholes: Sequence[Tensor], axis: Axis) -> Pending:
+    """Fill each of `wholes` (n, k), whose row of this rank is filled already, with the rows of all ranks.
+
+    All are contiguous and of one format; they are one message, recorded as one.
+    """
+    if axis.size == 1:
+        return DONE
+    parts = [whole[axis.rank] for whole in wholes]
+    calls, staged = _announce(axis, "all_gather", wholes), None
+    work: Pending
+    if axis.memory is not None and axis.memory.joined():
+        work = axis.memory.all_gather(wholes, parts)
+    elif _has_groups_of_calls(axis):
+        options = AllgatherOptions()
+        options.asyncOp = True
+        work = getattr(axis.group, _GATHER_COALESCED)([whole.view(-1) for whole in wholes], parts, options)
+    else:
+        staged = parts[0].new_empty(axis.size, sum(part.numel() for part in parts))
+        parts = [torch.cat(parts)]
+        work = _all_gather(staged.view(-1), parts[0], group=axis.group, async_op=True)
+    sent = sum(whole.nbytes for whole in wholes) * (axis.size - 1) / axis.size
+    tensors = (*wholes, *parts) if staged is None else (staged, *parts)
+    started = axis.wire.start(axis, "all_gather", sent, [work], calls, tensors)
+    if staged is None:
+        return started
+    pieces = staged.split([whole.shape[1] for whole in wholes], 1)
+    return _Staged(started, lambda: torch._foreach_copy_([*wholes], [*pieces]))
+
+
+def start_reduce_scatter_coalesced(part: Tensor, wholes: Sequence[Tensor], axis: Axis) -> Pending:
+    """Sum each of `wholes` (n, k) over the axis, and write this rank's row of each to `part` (sum of k,), one
+    after another.
+
+    All are contiguous and of one format; they are one message, recorded as one.
+    """
+    if axis.size == 1:
+        torch.cat([whole.view(-1) for whole in wholes], out=part)
+        return DONE
+    calls = _announce(axis, "reduce_scatter", wholes)
+    read = wholes
+    work: Pending
+    if axis.memory is not None and axis.memory.joined():
+        work = axis.memory.reduce_scatter(part, wholes)
+    elif _has_groups_of_calls(axis):
+        options = ReduceScatterOptions()  # of a sum
+        options.asyncOp = True
+        pieces = [*part.split([whole.shape[1] for whole in wholes])]
+        work = getattr(axis.group, _SCATTER_COALESCED)(pieces, [whole.view(-1) for whole in wholes], options)
+    else:
+        read = [torch.cat([*wholes], 1).view(-1)]
+        work = _reduce_scatter(part, read[0], op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    sent = sum(whole.nbytes for whole in wholes) * (axis.size - 1) / axis.size
+    return axis.wire.start(axis, "reduce_scatter", sent, [work], calls, (part, *read))
 
 
 # Products fused with their collective -------------------------------------------------------------------

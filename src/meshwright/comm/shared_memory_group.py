@@ -184,33 +184,39 @@ class SharedMemoryGroup:
 
     # Collectives --------------------------------------------------------------------------------------------
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> SharedMemoryWork:
-        """Fill `whole` (n * numel of part,) with the `part` of each rank."""
-        rows, own = whole.view(self.size, -1), part.view(-1)
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> SharedMemoryWork:
+        """Fill each of `wholes` (n, k) with the part (k,) of each rank; own parts may lie in their places."""
 
-        def finish(parts: list[Tensor]) -> None:
-            for rank, (row, theirs) in enumerate(zip(rows, parts, strict=True)):
-                row.copy_(own if rank == self.rank else theirs.view(whole.dtype))
+        def finish(laid: list[Tensor]) -> None:
+            for rank, theirs in enumerate(laid):
+                sent = parts if rank == self.rank else theirs.view(parts[0].dtype).split(sizes)
+                for whole, part in zip(wholes, sent, strict=True):
+                    if whole[rank].data_ptr() != part.data_ptr():
+                        whole[rank].copy_(part)
 
-        return self._post("all_gather", [own], finish)
+        sizes = [part.numel() for part in parts]
+        return self._post("all_gather", parts, finish)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> SharedMemoryWork:
-        """Sum `whole` (n * numel of part,) over the ranks, and write this rank's slice to `part`."""
-        rows, into = whole.view(self.size, -1), part.view(-1)
+    def reduce_scatter(self, part: Tensor, wholes: Sequence[Tensor]) -> SharedMemoryWork:
+        """Sum each of `wholes` (n, k) over the ranks, and write this rank's row of each to `part`, one after
+        another."""
+        into = part.view(-1).split([whole.shape[1] for whole in wholes])
+        others = [rank for rank in range(self.size) if rank != self.rank]
 
-        def finish(parts: list[Tensor]) -> None:
+        def finish(laid: list[Tensor]) -> None:
             summands = [
-                # a rank lays down all slices but its own
-                theirs.view(whole.dtype).view(self.size - 1, -1)[self.rank - (self.rank > rank)]
+                # a rank lays down all rows but its own
+                theirs.view(part.dtype).view(self.size - 1, -1)[self.rank - (self.rank > rank)]
+                for rank, theirs in enumerate(laid)
                 if rank != self.rank
-                else rows[rank]
-                for rank, theirs in enumerate(parts)
             ]
-            _reduce(summands, into, torch.add)
+            rows = [each.split([piece.numel() for piece in into]) for each in summands]
+            for place, (whole, piece) in enumerate(zip(wholes, into, strict=True)):
+                terms = [each[place] for each in rows]
+                terms.insert(self.rank, whole[self.rank])
+                _reduce(terms, piece, torch.add)
 
-        return self._post(
-            "reduce_scatter", [row for rank, row in enumerate(rows) if rank != self.rank], finish
-        )
+        return self._post("reduce_scatter", [whole[rank] for rank in others for whole in wholes], finish)
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> SharedMemoryWork:
         """Sum `tensor` over the ranks in place, or take the `largest` of each number."""
@@ -221,7 +227,7 @@ class SharedMemoryGroup:
 
         return self._post("amax" if largest else "all_reduce", [flat], finish)
 
-    def _post(self, operation: str, sent: list[Tensor], finish: Finish) -> SharedMemoryWork:
+    def _post(self, operation: str, sent: Sequence[Tensor], finish: Finish) -> SharedMemoryWork:
         """Lay down the tensors of this rank for the others, one after another, and tell them."""
         assert self._regions
         own, number = self._regions[self.rank], self._posted

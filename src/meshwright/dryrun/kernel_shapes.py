@@ -43,6 +43,7 @@ def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         left, right = args[:2]
         return 2 * left.numel() * right.shape[-1]
     formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+    args = [each for each in args if not isinstance(each, torch.dtype)]  # of products in another format
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 

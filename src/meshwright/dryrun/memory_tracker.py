@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._meta_registrations import create_fakework
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,8 @@ COLLECTIVES, MESSAGES = "collectives", "messages"
 """Tensors that ranks of an axis share a collective over, and those that one gives another."""
 
 _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+_WITHOUT_META = ("c10d::allgather_into_tensor_coalesced_", "c10d::reduce_scatter_tensor_coalesced_")
+"""Collectives that torch gives no result of without values."""
 ASSUMED = 1.0
 """Value that the host reads from a fake scalar."""
 
@@ -184,7 +187,10 @@ class FakeMemory(TorchDispatchMode):
             return args[written] if isinstance(written, int) else kwargs[written]
         if func in self.bodies:
             self._look_inside(func, args, kwargs)
-        found = self._fake.dispatch(func, types, args, kwargs)
+        if func.name() in _WITHOUT_META:
+            found = create_fakework(args, return_first_arg=False)
+        else:
+            found = self._fake.dispatch(func, types, args, kwargs)
         for leaf in pytree.tree_leaves(found):
             if isinstance(leaf, FakeTensor):
                 self._count(leaf)

@@ -1,4 +1,9 @@
-"""A sum of matrix products that are added where it lies, such as a parameter's gradients in a step."""
+"""A sum of matrix products that are added where it lies, such as a parameter's gradients in a step.
+
+A product of bf16 or fp16 is summed in fp32 inside. A result in the operands' format is rounded before it is
+added to those of other microbatches. On CUDA it is added as it is, to fp32 within the product, as
+Megatron-LM's `gradient_accumulation_fusion` does.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def _writes_wider(left: Tensor, total: Tensor) -> bool:
+    """True if a kernel writes products of such operands in the format of `total`: cuBLAS's, to fp32."""
+    return left.is_cuda and left.dtype in HALF and total.dtype is torch.float32
 
 
 class RunningSum(NamedTuple):
@@ -24,13 +36,20 @@ class RunningSum(NamedTuple):
             self.total.copy_(x)
 
     def add_product(self, left_ON: Tensor, right_NI: Tensor) -> None:
-        """Add a product to `total` (O, I): within the product, if both are in one format."""
-        if left_ON.dtype != self.total.dtype:
-            self.add(left_ON @ right_NI)
-        elif self.begun:
-            torch.addmm(self.total, left_ON, right_NI, out=self.total)
+        """Add a product to `total` (O, I): within the product, if that can be in the format of the sum."""
+        total, form = self.total, self.total.dtype
+        if left_ON.dtype == form:
+            if self.begun:
+                torch.addmm(total, left_ON, right_NI, out=total)
+            else:
+                torch.mm(left_ON, right_NI, out=total)
+        elif _writes_wider(left_ON, total):
+            if self.begun:
+                torch.addmm(total, left_ON, right_NI, out_dtype=form, out=total)
+            else:
+                torch.mm(left_ON, right_NI, out_dtype=form, out=total)
         else:
-            torch.mm(left_ON, right_NI, out=self.total)
+            self.add(left_ON @ right_NI)
 
 
 GradientSum = Callable[[nn.Parameter], RunningSum | None]

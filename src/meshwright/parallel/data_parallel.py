@@ -246,13 +246,11 @@ class DataParallel:
         if not unit.waiting:
             self._unit_done(unit)
 
-    def gradient_sum(self, parameter: nn.Parameter) -> RunningSum | None:
+    def gradient_sum(self, parameter: nn.Parameter) -> RunningSum:
         """Where a backward adds a parameter's gradient, which `take` then need not copy."""
         unit, slot = self._places[parameter]
-        found = unit.gradient_sum(slot)
-        if found is not None:
-            self._in_place.add(parameter)
-        return found
+        self._in_place.add(parameter)
+        return unit.gradient_sum(slot)
 
     def begin_step(self, microbatches: int) -> None:
         """Call before a step's first forward."""
@@ -356,8 +354,7 @@ class DataParallel:
         self._gradient_bytes = self._bytes_of_gradients()
         self._reduction.clear()
         for unit in self.trained:
-            unit.gradient = unit.packed = None
-            unit.arrived = set()
+            unit.drop_gradients()
             unit.expire()
 
     def memory(self) -> dict[str, int]:

@@ -1,13 +1,18 @@
 """A unit: parameters that are gathered and reduced together (the embedding, one block but for its routed
 experts, these, or the head).
 
-Each rank stores rows of every parameter in one flat buffer, so that a unit crosses the wire as one message:
+Each rank stores rows of every parameter in one flat buffer, and a unit crosses the wire as one message:
 
     stored    flat (P/n,) master format     what the optimiser updates; each parameter is a DTensor view of it
     full      flat (P,)   compute format    what the forward reads; each module parameter is a view of it
-    packed    flat (P,)   reduce format     gradients, in the order in which the reduce-scatter cuts them; in
-                          or exact          exact where several microbatches are added up first
+    packed    flat (P,)   reduce format     gradients, laid out as `full` is; in exact where several
+                          or exact          microbatches are added up first
     gradient  flat (P/n,) exact format      the sum over all ranks and microbatches
+
+In `full` and `packed` each parameter is whole, one after another. Its rows of each rank lie together (of
+experts, those of each expert), so a message is of several tensors: parameters are gathered into their places
+and gradients reduced from theirs, and a product may write its gradient where it is sent. Only what is encoded
+(`Encoding`) is copied.
 
 Parameters that are not trained are units of their own, without packed and summed gradients. They are stored
 in the compute format, since no update needs more digits, and only ZeRO-3 shards them: then they take P b/n
@@ -22,6 +27,7 @@ gathered (prefetch) and reduced is in `data_parallel.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,7 +37,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
 
-from meshwright.comm.collectives import DONE, start_all_gather
+from meshwright.comm.collectives import (
+    DONE,
+    start_all_gather,
+    start_all_gather_coalesced,
+    start_reduce_scatter_coalesced,
+)
 from meshwright.comm.mesh import Axis, Mesh, Pending
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
@@ -119,7 +130,11 @@ class Unit:
             else torch.empty(self.ranks * self.part, dtype=formats.compute, device=mesh.device)
         )
         self._storage_bytes = self.full.untyped_storage().nbytes()
-        self._gathering: tuple[Pending, Tensor] | None = None
+        # Of `data`, whose version as autograd counts is another: the views of `full` that it saves may be
+        # filled again, with the same values.
+        self._gathered = self._pieces(self.full.data) if self.shards is not None else []
+        self._gathering: tuple[Pending, Tensor | None] | None = None
+        """A gather under way, and the message that is still to be copied into `full`."""
         self.ready = self.aliased
         self.parameters = {slot.key: self._compute_parameter(slot) for slot in slots}
         if not self.aliased:
@@ -127,6 +142,8 @@ class Unit:
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
+        self._vectors: list[tuple[Tensor, Tensor]] = []
+        """Places in `packed`, and the gradients of vectors that are still to be copied there."""
         self.waiting: dict[str, int] = {}
         """Parameter -> number of gradients still expected before the unit can be reduced."""
         self._packed_format = formats.reduce
@@ -137,20 +154,33 @@ class Unit:
         self._observer.on_buffer(self, event, buffer)
         return buffer
 
-    def _whole(self, slot: ParamSlot) -> Tensor:
-        """One parameter's part of `full`, with a dim of `ranks` before that of their rows."""
+    def _rows(self, flat: Tensor, slot: ParamSlot) -> Tensor:
+        """One parameter's part of `full` or `packed`, with a dim of `ranks` before that of their rows."""
         begin, dim = slot.start * self.ranks, slot.dim
         shape = (*slot.part[:dim], self.ranks, *slot.part[dim:])
-        return self.full[begin : begin + slot.padded * self.ranks].view(shape)
+        return flat[begin : begin + slot.padded * self.ranks].view(shape)
 
     def whole_rows(self, slot: ParamSlot) -> Tensor:
         """One parameter's part of `full`, by the rank that stores it."""
-        return self._whole(slot).movedim(slot.dim, 0)
+        return self._rows(self.full, slot).movedim(slot.dim, 0)
+
+    def _whole(self, flat: Tensor, slot: ParamSlot) -> tuple[Tensor, Tensor]:
+        """One parameter's part of `full` or `packed` in its own shape, and the padding behind its rows."""
+        dim, rows = slot.dim, slot.piece.local_shape[slot.dim]
+        padded = self._rows(flat, slot).flatten(dim, dim + 1)
+        return padded.narrow(dim, 0, rows), padded.narrow(dim, rows, padded.shape[dim] - rows)
+
+    def _pieces(self, flat: Tensor) -> list[Tensor]:
+        """The tensors (n, k) of a message: what is contiguous of each rank in `full` or `packed`, in the
+        order of one rank's flat buffers."""
+        found: list[Tensor] = []
+        for slot in self.slots:
+            before = math.prod(slot.part[: slot.dim])
+            found += self._rows(flat, slot).view(before, self.ranks, -1).unbind(0)
+        return found
 
     def _compute_parameter(self, slot: ParamSlot) -> nn.Parameter:
-        rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
-        whole = rows.narrow(slot.dim, 0, slot.piece.local_shape[slot.dim])
-        parameter = nn.Parameter(whole, requires_grad=self.trainable)
+        parameter = nn.Parameter(self._whole(self.full, slot)[0], requires_grad=self.trainable)
         for module, attribute in slot.owners:
             setattr(module, attribute, parameter)
         return parameter
@@ -204,14 +234,19 @@ class Unit:
             self._gathering = (DONE, self.stored)
             return
         with self._observer.gathering(self):
-            encoding = self._encoding if self._encoding and self._encoding.ready else None
-            part = encoding.pack(self) if encoding else self.stored.to(self.formats.compute)
-            whole = torch.empty(self.ranks * part.numel(), dtype=part.dtype, device=part.device)
-            self._gathering = (start_all_gather(whole, part, self.shards), whole)
-        self._notify("gathered", whole)
+            if self._encoding is not None and self._encoding.ready:
+                part = self._encoding.pack(self)
+                whole = torch.empty(self.ranks * part.numel(), dtype=part.dtype, device=part.device)
+                self._gathering = (start_all_gather(whole, part, self.shards), whole)
+                self._notify("gathered", whole)
+                return
+            self._allocate()
+            own = [piece[self.shards.rank] for piece in self._gathered]
+            torch._foreach_copy_(own, [*self.stored.split([each.numel() for each in own])])
+            self._gathering = (start_all_gather_coalesced(self._gathered, self.shards), None)
 
     def finish_gather(self) -> None:
-        """Wait for the gather and copy the gathered parameters into `full`."""
+        """Wait for the gather; copy what it has not written to its place into `full`."""
         if self.ready:
             return
         self.start_gather()
@@ -219,21 +254,21 @@ class Unit:
         work, whole = self._gathering
         work.wait()
         self._gathering = None
-        if self.full.untyped_storage().nbytes() == 0:
-            self._resize(self._storage_bytes)
-        parts = whole.view(self.ranks, -1)
+        self._allocate()
         # Autograd saved views of `full`; they hold the same values again, so their version stays.
         with self._observer.gathering(self), torch.no_grad(), preserve_version(self.full):
-            if whole.dtype is torch.uint8:
+            if whole is None:
+                pass
+            elif whole.dtype is torch.uint8:
                 assert self._encoding is not None
-                self._encoding.unpack(self, parts)
-            elif self.ranks == 1:
-                self.full.copy_(whole)
+                self._encoding.unpack(self, whole.view(self.ranks, -1))
             else:
-                for slot in self.slots:
-                    target = self.whole_rows(slot)
-                    target.copy_(parts[:, slot.start : slot.start + slot.padded].view(target.shape))
+                self.full.copy_(whole)
         self.ready = True
+
+    def _allocate(self) -> None:
+        if self.full.untyped_storage().nbytes() == 0:
+            self._resize(self._storage_bytes)
 
     def release(self) -> None:
         """Free the memory of `full`; its views stay and are filled again by the next gather."""
@@ -245,6 +280,7 @@ class Unit:
     def release_storage(self) -> None:
         """Free the memory of `full`, whether or not its values are outdated, unless it is `stored`."""
         if not self.aliased:
+            self._end_gather()
             self._resize(0)
             self.ready = False
 
@@ -256,9 +292,16 @@ class Unit:
     def expire(self) -> None:
         """Mark `full` as outdated because `stored` changed: the next use gathers again into its memory."""
         if self._gathering:
+            self._end_gather()
+            if self.shards is not None:
+                self._resize(0)
+        self.ready = self.aliased
+
+    def _end_gather(self) -> None:
+        """Wait for a gather under way, which nobody will read."""
+        if self._gathering:
             self._gathering[0].wait()
             self._gathering = None
-        self.ready = self.aliased
 
     # Gradients --------------------------------------------------------------------------------------
 
@@ -272,34 +315,40 @@ class Unit:
         self._packed_format = self.formats.exact if several else self.formats.reduce
 
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
-        """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""
-        self._ensure_packed()
-        dim, per_rank = slot.dim, slot.part[slot.dim]
-        rows = self._packed_rows(slot).unflatten(1, slot.part)
-        whole, rest = divmod(grad.shape[dim], per_rank)
-        evenly = grad.narrow(dim, 0, whole * per_rank).unflatten(dim, (whole, per_rank))
-        pieces = [(rows[:whole], evenly.movedim(dim, 0))]
-        if rest:
-            pieces.append((rows[whole].narrow(dim, 0, rest), grad.narrow(dim, whole * per_rank, rest)))
-        if slot.key in self.arrived:
-            for target, source in pieces:
-                target.add_(source)
-            return
-        for target, source in pieces:
-            target.copy_(source)
-        if rest:  # the padding
-            rows[whole].narrow(dim, rest, per_rank - rest).zero_()
-        rows[whole + (1 if rest else 0) :].zero_()
-        self.arrived.add(slot.key)
+        """Copy a parameter's gradient into `packed`, or add it if one has arrived before.
 
-    def gradient_sum(self, slot: ParamSlot) -> RunningSum | None:
-        """A parameter's part of `packed`, to which the caller adds the gradient that `pack` would be given;
-        None where it is not contiguous."""
-        if self.ranks > 1:
-            return None
-        rows, begun = self._ensure_packed()[slot.start : slot.start + slot.padded], slot.key in self.arrived
+        First gradients of vectors are copied together, by `take_packed` or before others are added.
+        """
+        place, begun = self._place(slot)
+        if begun:
+            self._copy_vectors()
+            place.add_(grad)
+        elif grad.ndim == 1:
+            self._vectors.append((place, grad))
+        else:
+            place.copy_(grad)
+
+    def gradient_sum(self, slot: ParamSlot) -> RunningSum:
+        """A parameter's part of `packed`, to which the caller adds the gradient instead of calling `pack`."""
+        place, begun = self._place(slot)
+        if begun:
+            self._copy_vectors()
+        return RunningSum(place, begun)
+
+    def _place(self, slot: ParamSlot) -> tuple[Tensor, bool]:
+        """A parameter's part of `packed`, and whether a gradient has arrived there; the next one has now."""
+        place, padding = self._whole(self._ensure_packed(), slot)
+        begun = slot.key in self.arrived
+        if not begun and padding.numel():
+            padding.zero_()
         self.arrived.add(slot.key)
-        return RunningSum(rows.view(slot.part), begun)
+        return place, begun
+
+    def _copy_vectors(self) -> None:
+        if self._vectors:
+            places, grads = zip(*self._vectors, strict=True)
+            torch._foreach_copy_([*places], [*grads])
+            self._vectors.clear()
 
     def _ensure_packed(self) -> Tensor:
         if self.packed is None:
@@ -311,9 +360,10 @@ class Unit:
         """The packed gradients, zeros where none arrived; a unit that is not sharded keeps them to the end of
         the step."""
         packed = self._ensure_packed()
+        self._copy_vectors()
         for slot in self.slots:
             if slot.key not in self.arrived:
-                self._packed_rows(slot).zero_()
+                self._rows(packed, slot).zero_()
         self.arrived = set()
         if self.shards is not None:
             self.packed = None
@@ -325,18 +375,25 @@ class Unit:
         sent = packed.to(self.formats.reduce)
         return sent if sent is packed else self._notify("sent", sent)
 
-    def new_part(self) -> Tensor:
-        """Room for this rank's part (P/n,) of the gradients' sum, in the format of the wire."""
+    def start_reduce(self, sent: Tensor) -> tuple[Pending, Tensor]:
+        """Begin to sum gradients (P,) in the format of the wire over the ranks that share the storage.
+
+        The second result has this rank's part (P/n,) of the sum when the first has ended.
+        """
+        assert self.shards is not None
         part = torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
-        return self._notify("part", part)
+        self._notify("part", part)
+        return start_reduce_scatter_coalesced(part, self._pieces(sent), self.shards), part
+
+    def drop_gradients(self) -> None:
+        """Free the memory of gradients."""
+        self.gradient = self.packed = None
+        self.arrived = set()
+        self._vectors.clear()
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Store the summed gradients (P/n,) of this rank's part."""
         self.gradient = self._notify("gradient", gradient)
-
-    def _packed_rows(self, slot: ParamSlot) -> Tensor:
-        assert self.packed is not None
-        return self.packed.view(self.ranks, self.part)[:, slot.start : slot.start + slot.padded]
 
     def slots_summed(self) -> Iterator[tuple[Axis, ParamSlot]]:
         """(axis, slot) of each parameter whose gradients the ranks add up that hold the same piece."""

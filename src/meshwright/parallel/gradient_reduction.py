@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.comm.collectives import start_all_reduce, start_reduce_scatter
+from meshwright.comm.collectives import start_all_reduce
 from meshwright.comm.mesh import Axis, Mesh, Pending
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.grad_norm import norms, sum_of_squares
@@ -66,8 +66,7 @@ class GradientReduction:
             work = start_all_reduce(sent, unit.replicas)
             self._reducing.append((work, lambda: self._replicated(unit, sent, packed)))
         else:
-            part = unit.new_part()
-            work = start_reduce_scatter(part, sent, unit.shards)
+            work, part = unit.start_reduce(sent)
             self._reducing.append((work, lambda: self._scattered(unit, part, sent, last)))
         depth = self._depth[id(unit)]
         while len(self._replicating) >= depth:  # first, since finished reductions below append to it

@@ -53,12 +53,12 @@ def tensor_parallel_hooks(
     """Hooks for blocks whose linear layers are split over the tensor axis, defer weight gradients, compute
     in low precision, or add gradients within products.
 
-    On one rank with none of these they are the defaults. The last is for CPUs, since it takes some tens of
-    microseconds a layer of Python, and for one context rank: beside others a recomputing forward would read
-    these layers' results from the cache. `rereads_outputs` is that of the model.
+    On one rank with none of these they are the defaults. The last is for blocks that are not compiled, and
+    for one context rank: beside others a recomputing forward would read these layers' results from the cache.
+    `rereads_outputs` is that of the model.
     """
     axis = mesh.tensor
-    adds = cache is not None and mesh.device.type == "cpu" and mesh.context.size == 1
+    adds = cache is not None and mesh.context.size == 1
     if axis.size == 1 and not (splits_backward or products.low or adds):
         return AttentionHooks(), MlpHooks()
     split = TensorLinears(axis, sequence, cache, store, products)

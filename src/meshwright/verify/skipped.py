@@ -67,7 +67,6 @@ def infinite_gradient(trainer: Trainer) -> Iterator[None]:
         if gradient is not None:
             return torch.full_like(gradient, math.inf)
         added = trainer.states.gradient_sum(parameter)  # a product has added it where it is packed
-        assert added is not None
         added.total.fill_(math.inf)
         return None
 

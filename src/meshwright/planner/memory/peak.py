@@ -116,17 +116,19 @@ class _Step:
             if not unit.passing or unit.aliased(self.width) or unit in self.whole:
                 continue
             self._begin(unit)
-            self.buffers += unit.whole * self.width.compute
+            message = unit.ranks * unit.sent if unit.ranks > 1 else 0
+            in_place = unit.ranks > 1 and unit.sent == unit.part * self.width.compute
+            self.buffers += 0 if in_place else unit.whole * self.width.compute
             self.look(0)
             self.whole.add(unit)
             self.coming.discard(unit)
-            if unit.ranks > 1:
-                self.buffers -= unit.ranks * unit.sent
+            self.buffers -= 0 if in_place else message
         for unit in self.groups[ahead] if ahead else []:
             if unit.zero == 3 and unit not in self.whole:
                 self._begin(unit)
 
     def _begin(self, unit: StateShard) -> None:
+        """Allocate what a unit is gathered in: the copy that computes, or bytes of another format."""
         if unit.ranks > 1 and unit not in self.coming:
             self.coming.add(unit)
             self.buffers += unit.ranks * unit.sent
