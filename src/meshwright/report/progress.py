@@ -110,6 +110,8 @@ class Progress:
             shown["compute"] = spec["precision"]["compute"]
             shown["checkpoints"] = {"auto": "auto", 0: "at the end"}.get(every, f"every {every}")
         self._line(f"{'resume at' if step else 'start at'} step {step}  {fmt.fields_text(shown)}".rstrip())
+        if (attention := info.get("attention")) and attention["plain"] != "cpu":
+            self._line("; ".join([f"attention: {attention['words']}", *attention["notes"]]))
         trained, of_all = info.get("trained_parameters"), info.get("all_parameters")
         if trained is not None and of_all is not None and trained < of_all:
             share = f"{100 * trained / of_all:.3g}%"

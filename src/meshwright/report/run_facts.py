@@ -93,6 +93,9 @@ def machine(run: RecordedRun) -> str:
         words += [f"{_many(hosts, 'host')}: {found.get('host')}" + " and others" * (hosts != 1)]
     words += [_many(ranks, "rank")] if ranks is not None else []
     words += [f"torch {info['torch']}"] if "torch" in info else []
+    attention = info.get("attention")
+    if isinstance(attention, dict) and attention.get("plain") != "cpu":
+        words += [f"attention: {attention.get('words')}"]
     return "  ·  ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): the share of the devices' FLOP/s that the model takes (Chowdhery et al. 2022).
+"""Model FLOPs utilisation (MFU): the share of devices' FLOP/s that the model takes (Chowdhery et al. 2022).
 
 For T tokens/s, N weights that a token is multiplied by, L layers of H heads of d channels and S tokens of a
 sequence, in one of two conventions and against one of two rates:

@@ -15,6 +15,7 @@ from functools import partial
 from math import ceil
 from typing import Literal
 
+from meshwright.hardware.attention_backend import holds_documents, planned_backends
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
@@ -22,7 +23,7 @@ from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
-from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.software import KERNELS, SoftwareStack
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
@@ -80,6 +81,10 @@ class LayerCost:
         self.shape = shape = replace(shape, width=self.width, repeated=frozenset(), busiest=self.busiest)
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
+        self.attention, self.document = stack.attention, self.length
+        if ours and kernels.device.kind != "cpu":
+            self.attention = KERNELS[planned_backends(spec, kernels.device).taken]
+            self.document = self.length // 2 if holds_documents(spec) else self.length
         measured = kernels.measured
         self.launch = stack.launch
         if stack.host and measured is not None and measured.launch is not None:
@@ -257,17 +262,18 @@ class LayerCost:
         """Seconds of attention's products, and of moving its scores where they are stored; one way."""
         model, layout = self.spec.model, self.spec.layout
         heads = model.heads // layout.tp
-        seen = 2 * kind.keys_visible(self.length)
+        seen = 2 * kind.keys_visible(self.document)
         pairs = self.tokens * seen * heads  # of queries and keys, without the causal mask
-        # Flash attention has no soft cap; the kernel of processors has one.
-        blocked = self.stack.own and model.attention_softcap is not None and not self.shape.on_cpu
+        # Without a kernel that fuses it, scores are in memory; that of processors has a soft cap, too.
+        blocked = self.attention == "unfused" and self.stack.fused_attention
         if self.stack.fused_attention and not blocked:
             measured = self._measured_core(backward) if self.stack.own else None
             if measured is not None:
                 return measured * seen / self.length, 0.0
             products = 2.5 if backward else 1.0  # source: Dao et al. 2022, FlashAttention: five for two
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
-            return self.kernels.attention(self.precision.products, flops, self.length, backward), 0.0
+            format, length = self.precision.products, self.document
+            return self.kernels.attention(format, flops, length, backward, self.attention), 0.0
         batch = max(1, self.tokens // self.length) * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.hardware.attention_backend import holds_documents
 from meshwright.hardware.cluster import Cluster, Device
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
@@ -46,7 +47,8 @@ class CostModel:
         """Costs of the run's blocks; layouts that differ only in data and pipeline ranks share them."""
         layout = spec.layout
         policy = spec.recompute, spec.train.offload_activations, spec.lora, spec.preference is not None
-        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy
+        attention = holds_documents(spec), spec.train.attention_backend
+        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy, *attention
         context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
         dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)
         key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
