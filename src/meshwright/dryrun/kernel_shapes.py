@@ -95,7 +95,8 @@ def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
     names = [each.name for each in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key = (given.get(name, given.get(name[0])) for name in ("query", "key"))
-    name, executed, length = func.name(), float(flops), float(key.shape[-2])
+    name, executed = func.name(), float(flops)
+    length = float(key.shape[1 if name.startswith("meshwright") else -2])
     window = given.get("window")
     kernel = next((of for part, of in _KERNELS.items() if part in name), "flash")
     if (

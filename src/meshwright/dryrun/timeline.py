@@ -189,7 +189,7 @@ def planned_terms(plan: Plan, rank: int) -> dict[str, float]:
     return {
         "products": whole.matmul,
         "attention": whole.attention,
-        "memory-bound": whole.moved,
+        "memory-bound": whole.moved + sum(plan.time.ranks[rank].data.copies.values()),
         "optimiser": parts["optimiser"],
         "messages exposed": whole.tensor
         + whole.context

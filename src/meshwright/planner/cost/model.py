@@ -34,6 +34,8 @@ class CostModel:
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
         self.cluster, self.stack, self.format, self.busiest = cluster, stack, format, busiest
+        self.counted = stack.ours and cluster.device.kind != "cpu"
+        """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         device = _device_of_rank(cluster)
         self.kernels = KernelCosts(device, stack.attention, cluster.measured)
         self.links = CollectiveCosts(cluster, stack.flat_rings)
