@@ -116,9 +116,7 @@ def data_seconds(
     each, once = _copies(spec, held)
     names = sorted({*each, *once})
     moved = costs.kernels.moved
-    copies = {
-        name: moved(spec.microbatches * each.get(name, 0.0) + once.get(name, 0.0)) for name in names
-    }
+    copies = {name: moved(spec.microbatches * each.get(name, 0.0) + once.get(name, 0.0)) for name in names}
     return replace(
         found, copies=copies, copies_each=moved(sum(each.values())), copies_once=moved(sum(once.values()))
     )

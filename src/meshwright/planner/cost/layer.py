@@ -26,6 +26,7 @@ from meshwright.planner.cost.operator_bytes import (
     block_bytes,
     embedding_bytes,
     head_bytes,
+    head_chunks,
     unit_copies,
 )
 from meshwright.planner.cost.precision import our_precision, precision
@@ -447,6 +448,7 @@ class LayerCost:
         """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
         model, rows, n = self.spec.model, self.rows, self.tokens
         product = partial(self.kernels.matmul, self.sixteen)
+        chunks = head_chunks(self.shape) if self.counted else {n: 1}
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
         # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
@@ -455,12 +457,15 @@ class LayerCost:
         sizes = [n * rows * (each + capped) for each in (16.0, 10.0)]
         logits, back = map(self.kernels.moved, head_bytes(self.spec, self.shape) if self.counted else sizes)
         packed = self.kernels.moved(self.packed * rows * model.hidden)
-        host, forward = self.stack.ends / 2 * self.launch, product(n, rows, model.hidden)
+        host = self.stack.ends / 2 * self.launch
+        forward = sum(count * product(m, rows, model.hidden) for m, count in chunks.items())
+        of_input = sum(count * product(m, model.hidden, rows) for m, count in chunks.items())
+        of_weight = sum(count * product(rows, model.hidden, m) for m, count in chunks.items())
         again = forward if self.shape.log_probs else 0.0  # whose backward computes the logits once more
         return PassSeconds(
             Seconds(matmul=forward, moved=logits, host=host, tensor=sent + sum(loss)),
-            Seconds(matmul=again + product(n, model.hidden, rows), moved=back, tensor=sent),
-            Seconds(matmul=product(rows, model.hidden, n), moved=packed),
+            Seconds(matmul=again + of_input, moved=back, tensor=sent),
+            Seconds(matmul=of_weight, moved=packed),
         )
 
     def _embedding(self) -> PassSeconds:

@@ -8,7 +8,6 @@ operator of a part is fused or added, its number changes with it.
 
 from __future__ import annotations
 
-from math import ceil
 from typing import NamedTuple
 
 from meshwright.planner.rank_view import widths
@@ -79,10 +78,16 @@ def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> Both:
     return found
 
 
+def head_chunks(shape: LayerShape) -> dict[int, int]:
+    """Tokens whose logits are there at one time -> chunks of so many, of a microbatch."""
+    whole, rest = divmod(shape.tokens, rows := loss_rows(shape.rows, cpu=False)[0])
+    return {rows: whole} | ({rest: 1} if rest else {})
+
+
 def head_bytes(spec: RunSpec, shape: LayerShape) -> Both:
     """Bytes of the loss, and of the sum of the head's gradient over chunks of tokens."""
     weight = shape.rows * spec.model.hidden
-    chunks = ceil(shape.tokens / loss_rows(shape.rows, cpu=False)[0])
+    chunks = sum(head_chunks(shape).values())
     logit = LOGIT + (CAPPED * shape.width if spec.model.logit_softcap is not None else 0.0)
     sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
     return Both(shape.tokens * shape.rows * logit + weight * sums, weight * SCALED)
