@@ -124,34 +124,87 @@ def test_a_step_that_begins_an_exchange_of_islands_runs(process: FakeCudaProcess
 # Kernels of a GPU ---------------------------------------------------------------------------------------
 
 
+SDPA = "_scaled_dot_product_{}_attention"
+CUDNN, FLASH, EFFICIENT = map(SDPA.format, ("cudnn", "flash", "efficient"))
+
+
+def attention_of(
+    process: FakeCudaProcess, spec: RunSpec, **options: object
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """The numbers of kernels of attention of rank 0, and what the dry run says of them."""
+    result = dryrun_on(process, spec, **options)
+    found = kernels(result["ranks"][0]["device_work"])
+    named = {name: count for name, count in found.items() if "attention" in name or name == "_safe_softmax"}
+    return named, result["attention"]
+
+
 @pytest.mark.parametrize(
     ("capability", "flags", "expected"),
     [
-        ("8.0", {}, "_scaled_dot_product_flash_attention"),
-        ("9.0", {}, "_scaled_dot_product_cudnn_attention"),
-        ("10.0", {}, "_scaled_dot_product_cudnn_attention"),
-        ("9.0", {"model__head_dim": 192}, "_scaled_dot_product_cudnn_attention"),
-        ("10.0", {"model__head_dim": 192}, "_scaled_dot_product_flash_attention"),
-        (
-            "9.0",
-            {"precision__compute": "fp32", "model__kv_heads": 4},
-            "_scaled_dot_product_efficient_attention",
-        ),
+        ("8.0", {}, FLASH),
+        ("9.0", {}, CUDNN),
+        ("10.0", {}, CUDNN),
+        ("9.0", {"model__head_dim": 192}, CUDNN),
+        ("10.0", {"model__head_dim": 192}, FLASH),
+        ("9.0", {"train__attention_backend": "FA2"}, FLASH),
+        ("9.0", {"train__attention_backend": "FA3"}, FLASH),
+        ("10.0", {"train__attention_backend": "FA4"}, FLASH),
+        ("8.0", {"train__attention_backend": "cudnn"}, CUDNN),
+        ("10.0", {"train__attention_backend": "cudnn", "model__head_dim": 192}, FLASH),
+        ("9.0", {"model__kv_heads": 4, "precision__compute": "fp32"}, EFFICIENT),
         ("9.0", {"precision__compute": "fp64"}, "_safe_softmax"),
+        ("9.0", {"model__attention_sinks": "true"}, "varlen_attention"),
+        ("9.0", {"model__sliding_window": 32}, "varlen_attention"),
     ],
 )
-def test_attention_is_that_of_the_capability(
+def test_attention_of_whole_sequences_is_that_of_device_and_key(
     process: FakeCudaProcess, capability: str, flags: dict[str, object], expected: str
 ) -> None:
-    """torch 2.13 takes cuDNN's first on 9.0 and 10.0, with heads of at most 256 and 128 channels."""
+    """Torch's dispatcher takes what was chosen, and the dry run says it."""
     spec = tiny(data__document_mask="false", model__heads=4, **flags)
-    found = kernels(work_of(process, spec, capability=capability))
+    attention, told = attention_of(process, spec, capability=capability)
     layers = spec.model.layers * spec.microbatches
-    attention = {name: count for name, count in found.items() if "attention" in name or "softmax" in name}
     assert attention[expected] == layers, attention
-    if expected.startswith("_scaled"):
+    if expected != "_safe_softmax":
         assert attention[f"{expected}_backward"] == layers
     assert {name for name in attention if "dot_product" in name} <= {expected, f"{expected}_backward"}
+    operators = {"cudnn": CUDNN, "efficient": EFFICIENT, "math": "_safe_softmax"}
+    taken = told[told["path"]]
+    assert operators.get(taken, FLASH if told["path"] == "plain" else "varlen_attention") == expected
+    if (chosen := spec.train.attention_backend).startswith("FA"):
+        assert taken == chosen
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"train__attention_backend": "cudnn"}, {"layout__cp": 2, "layout__dp": 1}]
+)
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+def test_attention_of_packed_documents_is_flash(
+    process: FakeCudaProcess, capability: str, flags: dict[str, object]
+) -> None:
+    attention, told = attention_of(process, tiny(**flags), capability=capability)
+    assert set(attention) == {"varlen_attention", "varlen_attention_backward"}
+    assert (told["path"], told["packed"]) == ("packed", "FA2")
+
+
+@pytest.mark.parametrize(
+    ("capability", "flags", "operator"),
+    [
+        ("8.0", {"data__document_mask": "false"}, FLASH),
+        ("9.0", {"data__document_mask": "false"}, CUDNN),
+        ("9.0", {"data__document_mask": "false", "model__heads": 4, "precision__compute": "fp32"}, EFFICIENT),
+        ("9.0", {}, "varlen_attention"),
+    ],
+)
+@pytest.mark.parametrize("saved", ["attention", "matmul"])
+def test_selective_recomputation_saves_every_kernel_of_attention(
+    process: FakeCudaProcess, capability: str, flags: dict[str, object], operator: str, saved: str
+) -> None:
+    spec = tiny(recompute__policy="selective", recompute__save=saved, **{"model__kv_heads": 4} | flags)
+    attention, _ = attention_of(process, spec, capability=capability)
+    forwards = spec.model.layers * spec.microbatches
+    assert attention[operator] == (forwards if saved == "attention" else 2 * forwards)
+    assert attention[f"{operator}_backward"] == forwards
 
 
 def test_operators_are_whole_as_a_gpu_has_kernels_for_them(process: FakeCudaProcess) -> None:

@@ -32,8 +32,8 @@ RULES = [
         ["model.rope_theta: 1", "'yarn'", "more than 1"],
     ),
     (
-        {"model": {"attention_softcap": 50}, "train": {"flash_attention": "FA3"}},
-        ["train.flash_attention: 'FA3'", "model.attention_softcap = 50", "leave it out"],
+        {"model": {"attention_softcap": 50}, "train": {"attention_backend": "FA3"}},
+        ["train.attention_backend: 'FA3'", "model.attention_softcap = 50", "leave it out"],
     ),
     (
         {"model": LONG_ROPE | {"head_dim": 8}},

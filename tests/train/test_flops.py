@@ -168,7 +168,7 @@ def mfu_at_one_flop_a_second(mesh: Mesh, spec: RunSpec) -> float:
     assert own is not None
     metrics = Metrics(Trainer(spec, mesh, sources=Sources(Teacher(spec, own, mesh))))
     metrics.peak_flops = 1.0
-    return metrics._mfu(1.0)
+    return float(metrics._mfu(1.0)["mfu"])
 
 
 def test_a_teacher_that_answers_in_the_run_counts_its_forward(ranks: Ranks, tmp_path: Path) -> None:

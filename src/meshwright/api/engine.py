@@ -31,7 +31,6 @@ from meshwright.api.engine_spec import check_runnable, pretrained_spec, spec_fro
 from meshwright.comm.collectives import gather_rows, start_all_reduce, start_broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.exchange.hf_stream import GatheredParameters, StreamedWeights, hf_state
-from meshwright.kernels.flash_implementation import flash_implementation
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.loss_function import LossFn, SampleLogProbs, SampleLoss
 from meshwright.parallel.microbatches import microbatches, own_tokens
@@ -73,8 +72,6 @@ class Engine:
         self._stack = ExitStack()
         try:
             self.mesh = mesh or self._stack.enter_context(_world(self.spec, group))
-            how = flash_implementation(self.spec.train.flash_attention, self.mesh.device)
-            self._stack.enter_context(how)
             self._trainer = Trainer(self.spec, self.mesh)
             weights = self.mesh.control.together(lambda: open_weights(self.spec))
             self.mesh.control.together(lambda: self._trainer.initialise(weights))

@@ -35,7 +35,6 @@ def train_worker(
     """
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.infer.soft_target_source import soft_targets_of
-    from meshwright.kernels.flash_implementation import flash_implementation
     from meshwright.rank.network import own_address
     from meshwright.rank.out_of_memory import memory_errors_told
     from meshwright.rank.world import mesh_of
@@ -45,7 +44,6 @@ def train_worker(
 
     supervision = Supervision.given()
     with memory_errors_told(spec), mesh_of(spec, folder=out) as mesh, ExitStack() as stack:
-        stack.enter_context(flash_implementation(spec.train.flash_attention, mesh.device))
         stale_s = STALE_S if supervision is None else supervision.lease_seconds
         # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.
         lease = Lease(out, "meshwright", stale_s, wait=resume == "auto")

@@ -37,6 +37,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "step": f"{show.count(result['microbatches'], 'microbatch')} of "
         f"{show.count(result['micro_batch'], 'sequence')} on each rank",
         **({"device": f"{result['gpu']}, faked"} if "gpu" in result else {}),
+        "attention": "; ".join([f"by {result['attention']['words']}", *result["attention"]["notes"]]),
         "assumed": "; ".join(result["assumed"]),
         "set-up": _counts(result["counts"]["setup"]),
         "a step's": _counts(result["counts"]["step"]),

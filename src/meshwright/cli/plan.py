@@ -228,8 +228,10 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
 
 def _remarks(plans: Plans) -> Iterator[str]:
     """Yield a sentence on each thing that the first plan has besides its layout."""
-    from meshwright.report.plan_text import offload, routing
+    from meshwright.report.plan_text import attention, offload, routing
 
+    if words := attention(plans.best):
+        yield f"Attention: {words}."
     if words := routing(plans.best):
         yield f"Routing: {words}."
     if words := offload(plans.best):

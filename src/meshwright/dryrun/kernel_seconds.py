@@ -6,7 +6,7 @@ from meshwright.dryrun.trace import Event
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
-from meshwright.planner.cost.software import MESHWRIGHT
+from meshwright.planner.cost.software import MESHWRIGHT, Attention
 from meshwright.planner.group_shapes import GroupShape
 
 START = 2.5e-6
@@ -22,10 +22,10 @@ _REDUCED = ("all_reduce", "amax", "scalars")
 class EventSeconds:
     """Seconds of events on the device, and of their calls on the host, of a cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        device, measured = cluster.device, cluster.measured
-        self._kernels = {name: KernelCosts(device, name, measured) for name in ("flash2", "cudnn")}
-        self._plain = self._kernels["cudnn"]
+    def __init__(self, cluster: Cluster, flash: Attention = "flash2") -> None:
+        """`flash` is the release of FlashAttention that operators of that name call."""
+        device = cluster.device
+        self._kernels, self._flash = KernelCosts(device, measured=cluster.measured), flash
         self._links = CollectiveCosts(cluster, MESHWRIGHT.flat_rings)
         self._bus = device.host_link or _BUS
 
@@ -44,13 +44,13 @@ class EventSeconds:
             return event.bytes / self._bus
         work = event.work
         if work is None:
-            return self._plain.moved(event.bytes)
+            return self._kernels.moved(event.bytes)
         if work.product is not None:
             p = work.product
-            return self._plain.matmul(work.format, p.m, p.n, p.k, p.batch)
-        kernels = self._kernels[work.kernel]
-        seconds = kernels.attention(work.format, work.flops, work.length, work.backward)
-        return max(seconds, kernels.moved(event.bytes))
+            return self._kernels.matmul(work.format, p.m, p.n, p.k, p.batch)
+        kernel = self._flash if work.kernel == "flash" else work.kernel
+        seconds = self._kernels.attention(work.format, work.flops, work.length, work.backward, kernel)
+        return max(seconds, self._kernels.moved(event.bytes))
 
     def _collective(self, event: Event) -> float:
         group, n = GroupShape(event.ranks, event.stride), event.ranks

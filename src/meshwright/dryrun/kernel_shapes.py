@@ -31,7 +31,7 @@ class KernelWork:
     product: Product | None = None
     """The shape of a matrix product; None for attention."""
     kernel: str = ""
-    """The kernels of attention, by the names that software stacks have for them."""
+    """The kernel of attention: "cudnn", "flash" of any release, or "flash1" for one as memory-efficient."""
     length: float = 0.0
     """Tokens of a sequence, or of a document where several are told apart."""
     backward: bool = False
@@ -87,13 +87,19 @@ def _product(left: Tensor, right: Tensor) -> Product:
     return Product(max(1, rows // experts), n, k, experts)
 
 
+_KERNELS = {"cudnn": "cudnn", "efficient": "flash1"}
+"""Part of the name of an operator of attention -> its kernel."""
+
+
 def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
     """The work of attention; documents that are laid end to end are equally long."""
     names = [each.name for each in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key = (given.get(name, given.get(name[0])) for name in ("query", "key"))
-    name, executed, length = func.name(), float(flops), float(key.shape[-2])
+    name, executed = func.name(), float(flops)
+    length = float(key.shape[1 if name.startswith("meshwright") else -2])
     window = given.get("window")
+    kernel = next((of for part, of in _KERNELS.items() if part in name), "flash")
     if (
         ends := given.get("key_ends")
     ) is not None:  # torch counts each document as long as the longest may be
@@ -104,6 +110,6 @@ def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
     elif given.get("is_causal", given.get("causal", False)):
         executed /= 2
     return KernelWork(
-        FORMATS.get(query.dtype, "bf16"), executed, kernel="cudnn" if "cudnn" in name else "flash2",
+        FORMATS.get(query.dtype, "bf16"), executed, kernel=kernel,
         length=length, backward="backward" in name,
     )  # fmt: skip

@@ -29,7 +29,14 @@ from meshwright.dryrun.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeM
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import waits
 from meshwright.fake_cuda.runtime import RUNTIME
+from meshwright.hardware.attention_backend import (
+    AttentionBackends,
+    AttentionGpu,
+    attention_backends,
+    holds_documents,
+)
 from meshwright.kernels import attention_cpu
+from meshwright.kernels.attention_backend import preferred
 from meshwright.optim.offload import MomentMemory
 from meshwright.parallel.activation_offload import HostMemory
 from meshwright.parallel.flat_param import ParamSlot
@@ -87,7 +94,8 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
     spec = _run_of(spec, number)
     device = torch.device(device.type, device.index or 0)
     memory = FakeMemory(device, attention_cpu.BODIES, trace)
-    with fake_world(spec.layout.world_size, rank), recording.streams():
+    attention = preferred(assumed_backends(spec, device))
+    with fake_world(spec.layout.world_size, rank), recording.streams(), attention:
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
         groups, started = FakeGroups(device.type), time.process_time()
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
@@ -114,6 +122,14 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
     step = recording.with_waits(step | {key: step[key] - setup[key] for key in _SUMS})
     counts = {"setup": setup, "step": step | _kernels(memory, spec.microbatches)}
     return _rehearsal(memory, mesh, counts, host.most, held)
+
+
+def assumed_backends(spec: RunSpec, device: torch.device) -> AttentionBackends:
+    """The kernels of attention on a device: of packages those that the run asks for by name."""
+    if device.type != "cuda":
+        return attention_backends(spec, None)
+    packages = frozenset({spec.train.attention_backend})
+    return attention_backends(spec, AttentionGpu(torch.cuda.get_device_capability(device), packages))
 
 
 def _run_of(spec: RunSpec, number: int) -> RunSpec:
@@ -259,8 +275,7 @@ def _batch(spec: RunSpec) -> Batch:
     count, length = spec.rank_sequences, spec.data.seq_len
     tokens = torch.zeros(1, length, dtype=torch.int64).expand(count, length)
     positions = torch.arange(length).expand(count, length)
-    packed = (spec.data.pack and spec.data.document_mask) or spec.preference is not None
-    documents = (torch.arange(length) >= length // 2).long() if packed else tokens[0]
+    documents = (torch.arange(length) >= length // 2).long() if holds_documents(spec) else tokens[0]
     ids = torch.arange(count)
     return Batch(tokens, tokens, positions, documents.expand(count, length), ids, ids)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import rank_grid
-from meshwright.dryrun.rank_step import Rehearsal, rehearse
+from meshwright.dryrun.rank_step import Rehearsal, assumed_backends, rehearse
 from meshwright.dryrun.timeline import TIMED_ASSUMPTIONS, RankTimeline, capability_of, timelines
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import device_work
@@ -55,6 +55,7 @@ def rehearsals(
             rows.append(_row(spec, each, found) | work | read)
         if trace is not None and cluster is not None:
             traces.append((each, stage_ranks.index(each), trace.events))
+    attention = assumed_backends(spec, torch.device(device))
     assumed, followed = _assumed(spec), list[RankTimeline]()
     if cluster is not None:
         made, plan = timelines(spec, cluster, traces)
@@ -69,6 +70,7 @@ def rehearsals(
         "micro_batch": spec.micro_batch,
         "device": device,
         **({} if gpu is None else {"gpu": gpu}),
+        "attention": attention.to_json(),
         "assumed": assumed,
         "counts": {
             part: {key: max(row["counts"][part][key] for row in rows) for key in rows[0]["counts"][part]}

@@ -24,9 +24,12 @@ from meshwright.dryrun.clocks import (
 )
 from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.dryrun.trace import Event
+from meshwright.fake_cuda.library import NAMES
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, Capability
+from meshwright.hardware.attention_backend import planned_backends
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.breakdown import Seconds
+from meshwright.planner.cost.software import KERNELS
 from meshwright.planner.plan import Plan, estimate
 from meshwright.spec import RunSpec
 
@@ -47,13 +50,12 @@ TIMED_ASSUMPTIONS = (
     "a call of a stream",
     "all ranks that share a stage run the same step at the same time",
 )
-_NATIVE = {"flash3": (9, 0), "flash4": (10, 0)}
-"""FlashAttention's release that is written for a device -> the device's compute capability."""
 
 
 def capability_of(cluster: Cluster) -> Capability:
-    """The compute capability that is faked for the devices of a cluster."""
-    return _NATIVE.get(cluster.device.rates.native, (8, 0))
+    """The compute capability that is faked for the devices of a cluster: the newest not above theirs."""
+    own = cluster.device.capability or min(NAMES)
+    return max(each for each in NAMES if each <= max(own, min(NAMES)))
 
 
 def kind_of(event: Event) -> str:
@@ -187,7 +189,7 @@ def planned_terms(plan: Plan, rank: int) -> dict[str, float]:
     return {
         "products": whole.matmul,
         "attention": whole.attention,
-        "memory-bound": whole.moved,
+        "memory-bound": whole.moved + sum(plan.time.ranks[rank].data.copies.values()),
         "optimiser": parts["optimiser"],
         "messages exposed": whole.tensor
         + whole.context
@@ -256,7 +258,7 @@ def timelines(
     spec: RunSpec, cluster: Cluster, traces: Sequence[tuple[int, int, Sequence[Event]]]
 ) -> tuple[list[RankTimeline], Plan]:
     """The clocks of a rank of each pipeline stage, (rank, pipeline rank, events), and the planner's plan."""
-    seconds = EventSeconds(cluster)
+    seconds = EventSeconds(cluster, KERNELS[planned_backends(spec, cluster.device).flash])
     mail = Mail({"world": len(traces), "ends": min(2, len(traces))})
     ranks = [StepClocks(events, seconds.device, seconds.host, mail) for _, _, events in traces]
     follow(ranks)

@@ -75,6 +75,7 @@ class _ClusterTable(Record):
     kind: DeviceKind = "cuda"
     power: Known = None
     host_link: Known = None
+    capability: tuple[int, int] | None = None
     price: Known = None
     price_source: str = ""
     assumed: str = ""
@@ -96,6 +97,7 @@ class _ClusterTable(Record):
             self.kind,
             self.power,
             self.host_link and self.host_link * _GIGA,
+            self.capability,
         )
         node, nics = self.node, Network(self.nics, self.nic * _GIGABIT)
         levels = [Level(node.name, node.devices, Link(link.latency, node.bandwidth * _GIGA), kind=node.kind)]

@@ -146,6 +146,8 @@ class Device(Record):
     """Maximum watts, where the source states them."""
     host_link: Positive | None = None
     """Bytes per second between the device and its host's memory, one way, where they are known."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of a GPU of NVIDIA's; None where it is not known."""
 
     @property
     def default_format(self) -> str:

@@ -90,7 +90,9 @@ def device_of(device: torch.device, measured: ProfiledTimes) -> Device:
         gpu = torch.cuda.get_device_properties(device)
         sizes = gpu.L2_cache_size, gpu.multi_processor_count
         kind: DeviceKind = "rocm" if torch.version.hip else "cuda"
-        known = Device(gpu.name, peak, gpu.total_memory, memory_rate, *sizes, source, kind=kind)
+        capability = None if torch.version.hip else (gpu.major, gpu.minor)
+        memory = gpu.total_memory
+        known = Device(gpu.name, peak, memory, memory_rate, *sizes, source, kind=kind, capability=capability)
     matmul = [(p.format, p.flops, p.seconds) for p in measured.matmul]
     # Two products of a causal half in the forward, five in the backward
     attention = [(p.format, 3.5 * p.flops, p.forward + p.backward) for p in measured.attention]

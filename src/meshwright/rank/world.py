@@ -22,6 +22,7 @@ from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.comm.process_groups import Groups
 from meshwright.comm.waiting import while_others_wait
 from meshwright.kernels import cpu_kernels
+from meshwright.kernels.attention_backend import attention_backend
 from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import formats, use_fast_fp32_matmul
 from meshwright.rank.env import Supervision, keep_freed_memory, limit_threads, worker
@@ -85,7 +86,7 @@ def _groups_on(spec: RunSpec, device: torch.device, heartbeat: Heartbeat) -> Ite
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     compute = formats(spec.precision).compute
-    with products_in_fp32(device, compute):
+    with products_in_fp32(device, compute), attention_backend(spec, device):
         if device.type == "cpu" and compute != torch.float64:
             cpu_kernels.library()  # compiled now, since the watch for hangs sees ranks that wait in a step
         groups = Groups(device.type, heartbeat=heartbeat)

@@ -51,6 +51,13 @@ def routing(found: Candidate) -> str:
     )
 
 
+def attention(found: Candidate) -> str:
+    """The kernels of attention of this program on the cluster's devices; an empty text for other programs."""
+    if (kernels := found.attention) is None:
+        return ""
+    return "; ".join([f"by {kernels.words}", *kernels.notes])
+
+
 def offload(found: Candidate) -> str:
     """Clauses on moments and activations outside the device, and what that costs; empty without any."""
     clauses = []
@@ -87,6 +94,7 @@ def head(found: Explanation) -> list[str]:
         f"{percent(found.causal_mfu)}",
         "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.room)} on pipeline rank "
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
+        "attention": attention(found),
         "routing": routing(found),
         "offload": offload(found),
         **exchange_facts(found.exchange),

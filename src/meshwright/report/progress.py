@@ -46,6 +46,14 @@ def figures(row: dict[str, Any], seconds_left: float | None) -> str:
     )
 
 
+def _of_datasheet(result: dict[str, Any]) -> str:
+    """Return ` (55.9% of the datasheet, 49.8% causal)` of a run on devices whose peak is known, else ""."""
+    whole, causal = (result.get(key) for key in ("mfu_datasheet", "causal_mfu_datasheet"))
+    if not (fmt.is_number(whole) and fmt.is_number(causal)):
+        return ""
+    return f" ({fmt.percent(whole)} of the datasheet, {fmt.percent(causal)} causal)"
+
+
 def summary(result: dict[str, Any]) -> str:
     """Return a line that sums up the result of a run."""
     bits, xz = result.get("val_bits_per_byte"), result.get("xz_bits_per_byte")
@@ -59,7 +67,7 @@ def summary(result: dict[str, Any]) -> str:
         "final_loss": f"loss {fmt.fixed(result.get('final_loss'))}",
         "val_bits_per_byte": f"validation {fmt.fixed(bits)} bits per byte{against}",
         "tokens_per_second": f"{fmt.count(result.get('tokens_per_second'))} tok/s",
-        "mfu": f"mfu {fmt.percent(result.get('mfu'))}",
+        "mfu": f"mfu {fmt.percent(result.get('mfu'))}{_of_datasheet(result)}",
         "peak_memory_bytes": f"peak {fmt.size(result.get('peak_memory_bytes'))}",
     }
     return "  ".join(["done", *(text for key, text in parts.items() if result.get(key) is not None)])
@@ -102,6 +110,8 @@ class Progress:
             shown["compute"] = spec["precision"]["compute"]
             shown["checkpoints"] = {"auto": "auto", 0: "at the end"}.get(every, f"every {every}")
         self._line(f"{'resume at' if step else 'start at'} step {step}  {fmt.fields_text(shown)}".rstrip())
+        if (attention := info.get("attention")) and attention["plain"] != "cpu":
+            self._line("; ".join([f"attention: {attention['words']}", *attention["notes"]]))
         trained, of_all = info.get("trained_parameters"), info.get("all_parameters")
         if trained is not None and of_all is not None and trained < of_all:
             share = f"{100 * trained / of_all:.3g}%"

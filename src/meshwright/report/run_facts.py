@@ -25,6 +25,8 @@ FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("Tokens", fmt.short),
     "tokens_per_second": ("Throughput, tokens/s", fmt.count),
     "mfu": ("MFU", fmt.percent),
+    "mfu_datasheet": ("MFU of the datasheet", fmt.percent),
+    "causal_mfu_datasheet": ("MFU of the datasheet, causal", fmt.percent),
     "peak_memory_bytes": ("Peak memory of a rank", fmt.size),
     "seconds": ("Time", fmt.duration),
 }
@@ -49,7 +51,7 @@ def result_so_far(run: RecordedRun) -> dict[str, Any]:
         return {**run.result, "seconds": max(run.result.get("seconds") or 0.0, time)}
     train, evaluations = rows_with(run, "loss"), rows_with(run, "val_loss")
     result: dict[str, Any] = {"steps": train[-1]["step"] if train else 0}
-    for key in ("tokens_per_second", "mfu"):
+    for key in ("tokens_per_second", "mfu", "mfu_datasheet", "causal_mfu_datasheet"):
         values = [row[key] for row in train if fmt.is_number(row.get(key))]
         result[key] = statistics.median(values) if values else None
     if train:
@@ -91,6 +93,9 @@ def machine(run: RecordedRun) -> str:
         words += [f"{_many(hosts, 'host')}: {found.get('host')}" + " and others" * (hosts != 1)]
     words += [_many(ranks, "rank")] if ranks is not None else []
     words += [f"torch {info['torch']}"] if "torch" in info else []
+    attention = info.get("attention")
+    if isinstance(attention, dict) and attention.get("plain") != "cpu":
+        words += [f"attention: {attention.get('words')}"]
     return "  ·  ".join(words)
 
 

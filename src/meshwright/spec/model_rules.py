@@ -84,12 +84,12 @@ def pairs_have_their_factors(spec: Sections) -> None:
 
 
 def attention_has_a_kernel(spec: Sections) -> None:
-    """No implementation of flash attention that torch calls caps scores: torch's own operators do."""
-    softcap, chosen = spec.model.attention_softcap, spec.train.flash_attention
-    if softcap is not None and chosen != "FA2":
+    """No kernel of attention that torch calls caps scores: this program's own operators do."""
+    softcap, chosen = spec.model.attention_softcap, spec.train.attention_backend
+    if softcap is not None and chosen != "auto":
         raise UserError(
-            f"train.flash_attention: {chosen!r} has no effect with model.attention_softcap = {softcap:g}, as "
-            f"torch calls no flash attention that caps scores; leave it out"
+            f"train.attention_backend: {chosen!r} has no effect with model.attention_softcap = {softcap:g}, "
+            f"as torch calls no attention that caps scores; leave it out"
         )
 
 

@@ -14,7 +14,7 @@ from meshwright.spec.optimisers import OPTIMISERS, OptimiserKind, OptimiserName
 Factor = Annotated[float, Field(strict=True, ge=0)]
 """A number of a table, which is neither a text nor a truth value."""
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-FlashAttention = Literal["FA2", "FA3", "FA4"]
+AttentionChoice = Literal["auto", "cudnn", "FA2", "FA3", "FA4"]
 
 
 LENGTHS = ("steps", "tokens", "epochs")
@@ -122,10 +122,11 @@ class TrainSpec(FrozenModel):
     )
     log_every: PositiveInt = 1
     compile: bool = Field(False, description="torch.compile each block")
-    flash_attention: FlashAttention = Field(
-        "FA2",
-        description="FlashAttention of bf16 and fp16 on NVIDIA GPUs: torch's own (FA2), or that of a "
-        "package: FA3 on Hopper, FA4 on Hopper and Blackwell",
+    attention_backend: AttentionChoice = Field(
+        "auto",
+        description="attention of bf16 and fp16 on NVIDIA GPUs: cuDNN's for whole sequences, or "
+        "FlashAttention of torch (FA2) or of a package: FA3 on Hopper, FA4 on Hopper and Blackwell; auto "
+        "takes the best that is there",
     )
     numa_binding: Literal["node", "none"] = Field(
         "node",
@@ -133,6 +134,16 @@ class TrainSpec(FrozenModel):
         "(none); no effect on a CPU",
     )
     trackers: tuple[Tracker, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_key(cls, given: Any) -> Any:
+        """Records of earlier versions have `flash_attention`, whose default was FA2."""
+        if not isinstance(given, dict) or "flash_attention" not in given:
+            return given
+        release = given["flash_attention"]
+        others = {key: value for key, value in given.items() if key != "flash_attention"}
+        return {"attention_backend": "auto" if release == "FA2" else release} | others
 
     @field_validator("batch_warmup", mode="before")
     @classmethod

@@ -3,9 +3,9 @@
 `step` is the step, with the `parts` that it may have and the `step_sums` over its ranks, `nll` its loss
 without gradients, and `loop` the run around it, which `open_run` opens, from its `starting_point`. `state` is
 what a checkpoint holds, `saves` when one is written.
-`validation` measures the likelihood of `held_out` text, `metrics` counts, `matmul_peak` measures what MFU is
-relative to, `memory_use` what a process holds, and `callbacks` are told. `digest` hashes parameters and
-samples, `reference_run` computes a stored reference,
+`validation` measures the likelihood of `held_out` text, `metrics` counts, `mfu` is the share of FLOP/s that
+the model takes, `matmul_peak` what this machine reaches, `memory_use` what a process holds, and `callbacks`
+are told. `digest` hashes parameters and samples, `reference_run` computes a stored reference,
 `island_world` is the world that a run's ranks form, `signals` and `garbage_collection` are what happens
 between steps, and the folder `guard` watches the numbers. For loops of others, `given_batch` reads their
 batches, `accumulation` adds up gradients before a step, and `state_offload` frees a device's memory.

@@ -18,6 +18,7 @@ from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import Mesh
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, Loader
+from meshwright.kernels.attention_backend import backends_in_use
 from meshwright.rank.machine import machine
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
@@ -139,6 +140,7 @@ class TrainingRun:
                 "matmul_flops_per_second": self.metrics.peak_flops,
                 "device": self.mesh.device.type,
                 "machine": machine(self.mesh.device) if self.control.rank == 0 else None,
+                "attention": backends_in_use(self.spec, self.mesh.device).to_json(),
                 "torch": torch.__version__,
             }
         )

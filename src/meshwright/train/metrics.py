@@ -16,9 +16,9 @@ import torch
 from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import MoeSpec
-from meshwright.spec.training_flops import flops_per_token
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.memory_use import peak_memory_bytes
+from meshwright.train.mfu import datasheet_flops_per_second, shares_of_rates
 from meshwright.train.step import StepResult, Trainer
 
 Row = dict[str, Any]
@@ -33,7 +33,8 @@ MOST_RANKS = 1024
 class Metrics:
     """Measurements of one start of a run on one rank.
 
-    `peak_flops` is the rate of a matrix product on this device, in FLOP/s, the best of all measurements.
+    `peak_flops` is the rate of a matrix product on all ranks, in FLOP/s, the best of all measurements, and
+    `datasheet_flops` that of as many devices as rank 0's by their datasheet, None where that is not known.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,6 +42,8 @@ class Metrics:
         apart = trainer.run_spec.own_step_group is not None
         self.spec = trainer.spec if apart else trainer.run_spec
         self.peak_flops = 0.0
+        peak = datasheet_flops_per_second(self.mesh.device, self.spec.precision.compute)
+        self.datasheet_flops = None if peak is None else peak * self.mesh.control.size
         self._begun = time.perf_counter()
         self._speeds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
@@ -75,7 +78,7 @@ class Metrics:
             "lr": result.rate,
             "tokens": train.tokens_after(step),
             "tokens_per_second": speed,
-            "mfu": self._mfu(speed),
+            **self._mfu(speed),
             "memory_bytes": peak_memory_bytes(self.mesh.device),
             "seconds": seconds,
             "elapsed_seconds": round(time.perf_counter() - self._begun, 3),
@@ -99,8 +102,9 @@ class Metrics:
         memory, peak = control.broadcast([fullest, peak])
         return {
             "tokens_per_second": speed,
-            "mfu": self._mfu(speed) if speed else None,
+            **(self._mfu(speed) if speed else {"mfu": None}),
             "matmul_flops_per_second": self.peak_flops,
+            "datasheet_flops_per_second": self.datasheet_flops,
             "peak_memory_bytes": peak,
             "memory": memory,
             **({"ranks": rows[:MOST_RANKS]} if rows else {}),
@@ -137,10 +141,10 @@ class Metrics:
         }
         return {axis: number for axis, number in numbers.items() if getattr(layout, axis) > 1}
 
-    def _mfu(self, tokens_per_second: float) -> float:
-        """The share of `peak_flops` that the model takes, and the parts of a step beside it."""
-        flops = flops_per_token(self.spec) + sum(part.flops_per_token() for part in self.trainer.parts)
-        return flops * tokens_per_second / self.peak_flops
+    def _mfu(self, tokens_per_second: float) -> Row:
+        """The MFU at a speed, of the model and of the parts of a step beside it."""
+        rates = self.peak_flops, self.datasheet_flops
+        return {**shares_of_rates(self.spec, self.trainer.parts, tokens_per_second, *rates)}
 
 
 def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:

@@ -10,12 +10,13 @@ compute takes longer, so that less of it is done when compute is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.offload import copy_seconds
+from meshwright.planner.cost.operator_bytes import unit_copies
 from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, step_axes
 from meshwright.planner.rank_view import saved_by_a_base, widths
@@ -49,6 +50,8 @@ class StoredParameters:
     routed: float
     units: int
     tensors: int
+    ends: float = 0.0
+    """Those of `dense` in the embedding and the head, of which one pass of a microbatch has need."""
     frozen: float = 0.0
     """Those of `dense` that are not trained."""
     frozen_routed: float = 0.0
@@ -77,11 +80,22 @@ class DataSeconds:
     """The part of `exposed` and `slowed` that each microbatch waits for, if they do."""
     once: float = 0.0
     """The part of both that follows the last of these."""
+    copies: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step in which a GPU copies units, by purpose; of other programs messages have them."""
+    copies_each: float = 0.0
+    """The part of `copies` that each microbatch takes."""
+    copies_once: float = 0.0
+
+    @property
+    def microbatch(self) -> float:
+        """Seconds that each microbatch takes beside its operators."""
+        return self.each_microbatch + self.copies_each
 
     @property
     def final(self) -> float:
         """Seconds after the last backward."""
-        return self.optimiser + (self.once if self.each_microbatch else self.exposed + self.slowed)
+        once = self.once if self.each_microbatch else self.exposed + self.slowed
+        return self.optimiser + once + self.copies_once
 
 
 class _Messages(NamedTuple):
@@ -96,6 +110,48 @@ def data_seconds(
     spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
 ) -> DataSeconds:
     """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds."""
+    found = _data_seconds(spec, costs, held, forward, backward)
+    if not costs.counted:
+        return found
+    each, once = _copies(spec, held)
+    names = sorted({*each, *once})
+    moved = costs.kernels.moved
+    copies = {name: moved(spec.microbatches * each.get(name, 0.0) + once.get(name, 0.0)) for name in names}
+    return replace(
+        found, copies=copies, copies_each=moved(sum(each.values())), copies_once=moved(sum(once.values()))
+    )
+
+
+def _copies(spec: RunSpec, held: StoredParameters) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of copies of units by purpose: in each microbatch, and once a step."""
+    layout, groups, copies = spec.layout, step_axes(spec), unit_copies(spec)
+    gathers = dict.fromkeys(("casts", "gathered units"), 0.0)
+    summed, added = 0.0, 0.0
+    stored = (
+        (held.dense, held.frozen, held.ends, groups.shard.ranks),
+        (held.routed, held.frozen_routed, 0.0, groups.expert_data.ranks),
+    )
+    often = layout.pp == 1 and spec.microbatches > 1
+    for every, frozen, ends, ranks in stored:
+        shards = ranks if layout.zero else 1
+        times = 2 * every - ends if layout.zero == 3 and layout.pp == 1 and shards > 1 else every
+        gathers["casts"] += copies.cast * times / shards
+        gathers["gathered units"] += copies.unpacked * times if shards > 1 else 0.0
+        if often and layout.zero >= 2:
+            summed += copies.summed * (every - frozen) / shards
+        else:
+            added += copies.added * (every - frozen)
+    later = spec.microbatches - 1
+    once = {"gradient sums": later * (summed + added)}
+    if layout.zero == 3 and layout.pp == 1:
+        return gathers, once
+    return {}, gathers | once
+
+
+def _data_seconds(
+    spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
+) -> DataSeconds:
+    """Seconds of messages and of the optimiser."""
     layout, stack, links = spec.layout, costs.stack, costs.links
     gathers, reduces, updated = _all_messages(spec, costs, held)
     optimiser = max(_update_seconds(spec, costs, updated), copy_seconds(spec, costs, updated))

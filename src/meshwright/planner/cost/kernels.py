@@ -26,7 +26,8 @@ WORD = 16
 _SHORT = 400.0
 """Tokens of a sequence that half-masked causal tiles are worth. Fitted on: the published runs, by hand."""
 _FIRST = 0.55
-"""Rate of FlashAttention-1 beside FlashAttention-2. Source: Dao 2023 (FlashAttention-2), figures 4 to 6."""
+"""Rate of FlashAttention-1, or a kernel as memory-efficient, beside FlashAttention-2. Source: Dao 2023
+(FlashAttention-2), figures 4 to 6."""
 _UNALIGNED, _UNALIGNED_BATCHED = 0.5, 0.07
 """Factor on the rate per unaligned size, of one product and of batched ones. Fitted on: the published runs,
 by hand (attention without fused kernels)."""
@@ -63,10 +64,7 @@ class KernelCosts:
         measured: ProfiledTimes | None = None,
     ) -> None:
         self.device, self.measured = device, measured
-        native = attention in (device.rates.native, "cudnn")
-        self._attention = 1.0 if native else device.rates.attention_ported
-        if attention == "flash1":
-            self._attention *= _FIRST
+        self._attention = attention
         self.matmul = cache(self._matmul)
         self._bandwidth = device.bandwidth * device.rates.memory
         if measured is not None and measured.memory_bandwidth:
@@ -91,17 +89,26 @@ class KernelCosts:
         compute = 2.0 * best * device.units * (k + _DEPTH) / rate
         return max(compute, moved / self._bandwidth)
 
-    def attention(self, format: str, flops: float, length: float, backward: bool) -> float:
+    def attention(
+        self, format: str, flops: float, length: float, backward: bool, kernel: str | None = None
+    ) -> float:
         """Seconds of the forward or the backward of fused attention over sequences of `length` tokens.
 
         `flops` counts executed operations: two products in the forward and five in the backward, over the
-        causal half only.
+        causal half only. `kernel` is a name that software stacks have for it, by default that of this one's.
         """
         rates = self.device.rates
         name = computed(self.device, "bf16" if format in ("fp8", "fp4") else format)
         rate = self.device.peak[name] * self.device.clock(name)
-        rate *= self._attention * (rates.attention_backward if backward else rates.attention)
+        rate *= self._relative(kernel or self._attention)
+        rate *= rates.attention_backward if backward else rates.attention
         return flops * (1 + _SHORT / length) / rate
+
+    def _relative(self, kernel: str) -> float:
+        """Rate of a kernel of attention beside one that is written for the device's generation."""
+        rates = self.device.rates
+        relative = 1.0 if kernel in (rates.native, "cudnn") else rates.attention_ported
+        return relative * _FIRST if kernel == "flash1" else relative
 
     def large_rate(self, format: str) -> float:
         """FLOP/s of large, aligned matrix products."""

@@ -15,14 +15,23 @@ from functools import partial
 from math import ceil
 from typing import Literal
 
+from meshwright.hardware.attention_backend import holds_documents, planned_backends
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
+from meshwright.planner.cost.operator_bytes import (
+    Both,
+    block_bytes,
+    embedding_bytes,
+    head_bytes,
+    head_chunks,
+    unit_copies,
+)
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
-from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.software import KERNELS, SoftwareStack
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
@@ -80,6 +89,15 @@ class LayerCost:
         self.shape = shape = replace(shape, width=self.width, repeated=frozenset(), busiest=self.busiest)
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
+        self.attention, self.document, self.masked = stack.attention, self.length, False
+        if ours and kernels.device.kind != "cpu":
+            backends = planned_backends(spec, kernels.device)
+            self.attention = KERNELS[backends.taken]
+            self.masked = backends.path == "packed" and backends.taken in ("efficient", "math")
+            if holds_documents(spec) and not self.masked:  # assumed: two of them, as in dry runs
+                self.document = self.length // 2
+        self.counted = ours and kernels.device.kind != "cpu"
+        """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         measured = kernels.measured
         self.launch = stack.launch
         if stack.host and measured is not None and measured.launch is not None:
@@ -120,18 +138,18 @@ class LayerCost:
         training = ALL_TRAINED if self.spec.lora is None else training_of(self.spec, self._last(kind))
         products, listed = self.products(kind), self.messages(kind.has_experts, training)
         (core, scores), (core_back, scores_back) = self._core(kind), self._core(kind, backward=True)
-        moved = self.kernels.moved(self._bytes(kind))
+        moved, moved_back = map(self.kernels.moved, self._bytes(kind))
         forward = self._exposed(listed, core, Phase.FORWARD)._replace(
             matmul=sum(map(self._product, products)), attention=core, moved=moved + scores
         )
         input = self._exposed(listed, core_back, Phase.INPUT, Phase.WEIGHT)._replace(
             matmul=sum(self._product(Product(p.m, p.k, p.n, p.batch)) for p in products),
             attention=core_back,
-            moved=2 * moved + 2 * scores_back,  # counted: the forward's tensors, and their gradients
+            moved=moved_back + 2 * scores_back,
         )
         weight = Seconds(
             matmul=sum(self._product(Product(p.n, p.k, p.m, p.batch)) for p in products),
-            moved=self.kernels.moved(self.stack.packed * sum(self.held(kind))),
+            moved=self.kernels.moved(self.packed * sum(self.held(kind))),
         )
         policy, selective = self.spec.recompute.policy, self.stack.selective
         again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
@@ -257,17 +275,19 @@ class LayerCost:
         """Seconds of attention's products, and of moving its scores where they are stored; one way."""
         model, layout = self.spec.model, self.spec.layout
         heads = model.heads // layout.tp
-        seen = 2 * kind.keys_visible(self.length)
+        # A mask in memory hides keys and saves no products.
+        seen = 2 * (self.length if self.masked else kind.keys_visible(self.document))
         pairs = self.tokens * seen * heads  # of queries and keys, without the causal mask
-        # Flash attention has no soft cap; the kernel of processors has one.
-        blocked = self.stack.own and model.attention_softcap is not None and not self.shape.on_cpu
+        # Without a kernel that fuses it, scores are in memory; that of processors has a soft cap, too.
+        blocked = self.attention == "unfused" and self.stack.fused_attention
         if self.stack.fused_attention and not blocked:
             measured = self._measured_core(backward) if self.stack.own else None
             if measured is not None:
                 return measured * seen / self.length, 0.0
             products = 2.5 if backward else 1.0  # source: Dao et al. 2022, FlashAttention: five for two
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
-            return self.kernels.attention(self.precision.products, flops, self.length, backward), 0.0
+            format, length = self.precision.products, self.document
+            return self.kernels.attention(format, flops, length, backward, self.attention), 0.0
         batch = max(1, self.tokens // self.length) * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]
@@ -290,8 +310,16 @@ class LayerCost:
         seconds = attention_seconds(measured, self.format, *size)
         return None if seconds is None else ring * seconds[backward]
 
-    def _bytes(self, kind: LayerKind) -> float:
-        """Bytes that the norms, activations, residuals and copies of the forward move."""
+    @property
+    def packed(self) -> float:
+        """Bytes moved per parameter and microbatch to lay out its gradient."""
+        return unit_copies(self.spec).packed if self.counted else self.stack.packed
+
+    def _bytes(self, kind: LayerKind) -> Both:
+        """Bytes that norms, activations, residuals and copies of the forward move, and of the backward."""
+        if self.counted:
+            found = block_bytes(self.spec, self.shape, kind)
+            return found.plus(Both(1, 2), self._ring_bytes())
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
@@ -308,7 +336,8 @@ class LayerCost:
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
             moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
-        return moved * self.stack.elementwise
+        moved *= self.stack.elementwise
+        return Both(moved, 2 * moved)  # counted: the forward's tensors, and their gradients
 
     def _ring_bytes(self) -> float:
         """Bytes that the sums of the outputs for each rank's keys move."""
@@ -419,26 +448,33 @@ class LayerCost:
         """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
         model, rows, n = self.spec.model, self.rows, self.tokens
         product = partial(self.kernels.matmul, self.sixteen)
+        chunks = head_chunks(self.shape) if self.counted else {n: 1}
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
         # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
         # made of the fp32 copy, and read by both products; a cap reads and writes three times, its slope, too
         capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
-        logits, back = (self.kernels.moved(n * rows * (each + capped)) for each in (16.0, 10.0))
-        packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
-        host, forward = self.stack.ends / 2 * self.launch, product(n, rows, model.hidden)
+        sizes = [n * rows * (each + capped) for each in (16.0, 10.0)]
+        logits, back = map(self.kernels.moved, head_bytes(self.spec, self.shape) if self.counted else sizes)
+        packed = self.kernels.moved(self.packed * rows * model.hidden)
+        host = self.stack.ends / 2 * self.launch
+        forward = sum(count * product(m, rows, model.hidden) for m, count in chunks.items())
+        of_input = sum(count * product(m, model.hidden, rows) for m, count in chunks.items())
+        of_weight = sum(count * product(rows, model.hidden, m) for m, count in chunks.items())
         again = forward if self.shape.log_probs else 0.0  # whose backward computes the logits once more
         return PassSeconds(
             Seconds(matmul=forward, moved=logits, host=host, tensor=sent + sum(loss)),
-            Seconds(matmul=again + product(n, model.hidden, rows), moved=back, tensor=sent),
-            Seconds(matmul=product(rows, model.hidden, n), moved=packed),
+            Seconds(matmul=again + of_input, moved=back, tensor=sent),
+            Seconds(matmul=of_weight, moved=packed),
         )
 
     def _embedding(self) -> PassSeconds:
         """Seconds of the lookup, and of adding up its gradient."""
         stream, sent = self.shape.stream * self.width, self._around(head=False)
-        moved = self.kernels.moved(3 * stream)  # counted: a row read, written, and read by what follows
-        packed = self.kernels.moved(self.stack.packed * self.largest_unit)
+        # counted: a row read, written, and read by what follows; the gradient in fp32
+        sizes = embedding_bytes(self.spec, self.shape) if self.counted else Both(3 * stream, 6 * stream)
+        moved, back = map(self.kernels.moved, sizes)
+        packed = self.kernels.moved(self.packed * self.largest_unit)
         host = self.stack.ends / 2 * self.launch
-        weight = Seconds(moved=2 * moved + packed, tensor=sent)  # counted: in fp32
+        weight = Seconds(moved=back + packed, tensor=sent)
         return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.hardware.attention_backend import holds_documents
 from meshwright.hardware.cluster import Cluster, Device
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
@@ -33,6 +34,8 @@ class CostModel:
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
         self.cluster, self.stack, self.format, self.busiest = cluster, stack, format, busiest
+        self.counted = stack.ours and cluster.device.kind != "cpu"
+        """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         device = _device_of_rank(cluster)
         self.kernels = KernelCosts(device, stack.attention, cluster.measured)
         self.links = CollectiveCosts(cluster, stack.flat_rings)
@@ -46,7 +49,8 @@ class CostModel:
         """Costs of the run's blocks; layouts that differ only in data and pipeline ranks share them."""
         layout = spec.layout
         policy = spec.recompute, spec.train.offload_activations, spec.lora, spec.preference is not None
-        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy
+        attention = holds_documents(spec), spec.train.attention_backend
+        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy, *attention
         context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
         dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)
         key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from meshwright.hardware.attention_backend import AttentionBackend
 from meshwright.hardware.sourced import read_tables
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.pipeline_schedules import ScheduleName
@@ -20,6 +21,11 @@ from meshwright.spec.records import Count, Integer, NotNegative, Record
 Operators = Literal["unfused", "eager", "fused", "compiled"]
 Hosting = Literal["modules", "eager", "compiled", "graphs"]
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"]
+KERNELS: Mapping[AttentionBackend, Attention] = {
+    "cudnn": "cudnn", "FA2": "flash2", "FA3": "flash3", "FA4": "flash4", "efficient": "flash1",
+    "math": "unfused", "tiles": "unfused", "cpu": "flash2",
+}  # fmt: skip
+"""The kernels that this program chooses, by the names that stacks have for them."""
 Loss = Literal["unfused", "fused", "chunked"]
 Overlapped = Literal["data", "parameters", "tensor", "expert", "pipeline"]
 

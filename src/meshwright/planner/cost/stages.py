@@ -166,7 +166,7 @@ class StageCosts:
         self.hop = 0.0 if self._on_path else self._hop
         """Seconds of a message that overlaps compute; 0 where `stages` include waiting for messages."""
         self.passes = {held: weighted_sum(parts(blocks, held)) for held in set(placed.contents)}
-        waits = self.data(spec, placed.by_rank[0]).each_microbatch if spec.layout.pp == 1 else 0.0
+        waits = self.data(spec, placed.by_rank[0]).microbatch if spec.layout.pp == 1 else 0.0
         known = {held: self._stage(held, waits) for held in self.passes}
         self.stages = tuple(known[held] for held in placed.contents)
         seconds = {held: cost.forward + cost.input + cost.weight for held, cost in known.items()}
@@ -255,12 +255,13 @@ def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
     """Parameters on one tensor rank."""
     model = blocks.spec.model
     ends = (held.embed or (held.head and model.head_embeds)) + (held.head and not model.tied)
-    whole, experts = float(ends * blocks.rows * model.hidden), 0.0
+    at_ends = float(ends * blocks.rows * model.hidden)
+    whole, experts = at_ends, 0.0
     whole += held.head * model.mtp_num_layers * 2 * model.hidden**2
     for count, kind in held.by_kind(blocks.kinds):
         mine = blocks.held(kind)
         whole, experts = whole + count * mine[0], experts + count * mine[1]
-    found = StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
+    found = StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends, at_ends)
     if (trained := held.trained) is None:
         return found
     layout, weights = blocks.spec.layout, []

@@ -175,7 +175,7 @@ class StepTime:
         parts = {
             "matrix products": first.matmul,
             "attention": first.attention,
-            "memory-bound": first.moved,
+            "memory-bound": first.moved + sum(own.data.copies.values()),
             "host": first.host,
             "recomputation": work.again.total,
             "forwards ahead": self.model.stages.ahead(self.spec),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from meshwright.hardware.attention_backend import AttentionBackends, planned_backends
 from meshwright.planner.cost.exchange import ExchangeFigures, exchange_json, refuse_other_stacks
 from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
@@ -116,6 +117,11 @@ class Candidate:
     def causal_mfu(self) -> float:
         """The MFU with what a causal mask leaves of attention's FLOPs: half of them without a window."""
         return self.mfu * flops_per_token(self.spec, causal=True) / flops_per_token(self.spec)
+
+    @property
+    def attention(self) -> AttentionBackends | None:
+        """The kernels of attention that the seconds are of; None for other programs, which have one."""
+        return planned_backends(self.spec, self.cluster.device) if self.costs.stack.ours else None
 
     @cached_property
     def memory(self) -> Memory:
@@ -232,6 +238,7 @@ class Candidate:
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "causal_mfu": self.causal_mfu,
+            "attention": self.attention and self.attention.to_json(),
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,
             "offloaded": self.offloaded,

@@ -1,0 +1,127 @@
+"""Bytes that memory-bound operators of this program read and write on a GPU, by the part of a step.
+
+Operators are not fused, so each reads its inputs from memory and writes its results there. A number here is
+one for each operator that a dry run records (`dryrun/trace.py`), and `tests/dryrun/test_operator_bytes.py`
+holds the parts to such a record: blocks, the embedding, the head with its loss, and copies of units. Where an
+operator of a part is fused or added, its number changes with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.planner.rank_view import widths
+from meshwright.planner.traffic.layer_shape import LayerShape
+from meshwright.spec import RunSpec
+from meshwright.spec.layers import LayerKind
+from meshwright.spec.tiling import loss_rows
+
+
+class Both(NamedTuple):
+    """Of a forward and a backward: passes over a tensor, each a read or a write, or bytes."""
+
+    forward: float
+    backward: float
+
+    def plus(self, other: Both, times: float = 1.0) -> Both:
+        """The sum with `times` x `other`."""
+        return Both(self.forward + times * other.forward, self.backward + times * other.backward)
+
+
+# Passes over a tensor. Counted: the operators of a block in a dry run.
+
+NORM = Both(2, 3)
+RESIDUAL = Both(3, 3)
+"""Of the hidden state at one sum of a block."""
+SHARED_INPUT = 3.0
+"""Over a product's input in the backward, for each further product of it, whose gradients are added up."""
+ROTATION = Both(5, 5)
+"""Over queries and keys: a product with cosines, and the other halves added by sines."""
+GATED = Both(5, 11)
+"""Over the inner channels: activation and product, which the backward computes again beside its own."""
+UNGATED = Both(2, 3)
+EXPERT_INNER = Both(7, 15)
+"""Over the inner channels of the rows of experts, which are also weighted by the router."""
+EXPERT_ROWS = Both(7.5, 7)
+"""Over the rows of experts on their way there and back."""
+
+# Bytes. Counted: the head, the embedding and copies of units in a dry run in 16 bits, sums in fp32.
+
+LOGIT = 36.0
+"""Of a logit: it is widened, its log-softmax taken, exponentiated and scaled, and the gradient narrowed."""
+CAPPED = 6.0
+"""Passes over the logits that a soft cap and its slope add."""
+FIRST_PRODUCT, FURTHER_PRODUCT = 6.0, 10.0
+"""Of a weight of the head, as the gradient of a chunk of tokens is written to its sum, or added."""
+SCALED = 14.0
+"""Of a weight of the head: its gradient is scaled and narrowed."""
+
+
+def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> Both:
+    """Bytes of the norms, activations, residuals and rotations of a layer in a microbatch."""
+    model, width = spec.model, shape.width
+    stream, tokens = shape.own * model.hidden * width, shape.tokens * width
+    found = Both(0.0, 0.0).plus(NORM, model.block_norms * stream).plus(RESIDUAL, 2 * stream)
+    if spec.layout.tp == 1:  # tensor ranks take the gradients of several products together
+        products = (2 if model.mla is None else 1) + (model.gated and not kind.has_experts)
+        found = found.plus(Both(0, SHARED_INPUT), products * shape.tokens * model.hidden * width)
+    if model.position == "rope":
+        found = found.plus(ROTATION, tokens * (shape.q + shape.kv))
+    if model.qk_norm:
+        found = found.plus(NORM, tokens * (shape.q + shape.kv))
+    inner = shape.moe.shared_ffn if kind.has_experts else model.ffn
+    found = found.plus(GATED if model.gated else UNGATED, tokens * inner / spec.layout.tp)
+    if kind.has_experts:
+        rows = shape.copies * width
+        found = found.plus(EXPERT_INNER, rows * shape.moe.ffn / spec.layout.etp)
+        found = found.plus(EXPERT_ROWS, rows * model.hidden)
+    return found
+
+
+def head_chunks(shape: LayerShape) -> dict[int, int]:
+    """Tokens whose logits are there at one time -> chunks of so many, of a microbatch."""
+    whole, rest = divmod(shape.tokens, rows := loss_rows(shape.rows, cpu=False)[0])
+    return {rows: whole} | ({rest: 1} if rest else {})
+
+
+def head_bytes(spec: RunSpec, shape: LayerShape) -> Both:
+    """Bytes of the loss, and of the sum of the head's gradient over chunks of tokens."""
+    weight = shape.rows * spec.model.hidden
+    chunks = sum(head_chunks(shape).values())
+    logit = LOGIT + (CAPPED * shape.width if spec.model.logit_softcap is not None else 0.0)
+    sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
+    return Both(shape.tokens * shape.rows * logit + weight * sums, weight * SCALED)
+
+
+def embedding_bytes(spec: RunSpec, shape: LayerShape) -> Both:
+    """Bytes of the lookup, and of its gradient, which is as large as the embedding."""
+    stream = shape.stream * shape.width
+    return Both(2 * stream, stream + shape.rows * spec.model.hidden * shape.width)
+
+
+class UnitCopies(NamedTuple):
+    """Bytes of a parameter as units are gathered, and their gradients put together."""
+
+    cast: float
+    """As a rank's part of a gather is narrowed to the compute format, for each of its own."""
+    unpacked: float
+    """As it is copied out of a gather."""
+    packed: float
+    """As its gradient is laid out to be sent, or begins a sum."""
+    added: float
+    """As its gradient is added to what is there, more than `packed`."""
+    summed: float
+    """As the sum of ranks is added to that of microbatches before, for each of its own."""
+
+
+def unit_copies(spec: RunSpec) -> UnitCopies:
+    """The bytes of a run's formats."""
+    formats = widths(spec)
+    compute, exact = formats.compute, formats.exact
+    return UnitCopies(
+        cast=0.0 if compute >= exact else exact + compute,
+        unpacked=2.0 * compute,
+        packed=compute + exact,
+        added=float(exact),
+        summed=3.0 * exact,
+    )
