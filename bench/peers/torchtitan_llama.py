@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from peer import CLIP, Job, adamw, held, job, run, settings, share, world
 
 
-def pretend_cpu() -> None:
-    """Let torchtitan import and find a CPU."""
+def pretend(device: str) -> None:
+    """Let torchtitan import and find a device of this type."""
     utilities: Any = torch._utils
-    utilities._get_available_device_type = lambda: "cpu"
+    utilities._get_available_device_type = lambda: device
     sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     given = job()
     settings(given)
     world(alone=True)
-    pretend_cpu()
+    pretend("cpu")
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import clip_grad_norm_
 
