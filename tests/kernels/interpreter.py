@@ -19,7 +19,8 @@ def _interpret() -> None:
 
 
 def _round_to_bf16() -> None:
-    """Let the interpreter round fp32 to the nearest number in bf16, as GPUs do; Triton 3.7's cuts bits off."""
+    """Let the interpreter round fp32 to the nearest number in bf16, as GPUs do; that of Triton 3.7 cuts bits
+    off."""
     import torch
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -20,7 +20,7 @@ IGNORED = -100
 FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 FP32 = torch.finfo(torch.float32).eps / 2
 WIDTHS = (1, 31, 1003, 16384, 20001)
-"""Of less than a block, of one, and of several with a rest."""
+"""Less than a block, one, and several with a rest."""
 
 
 def case_of(columns: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -146,13 +146,14 @@ def parts_of_a_vocabulary() -> None:
             for slopes in (None, torch.tensor([0.5, -2, 0, 1, 0.25, 3])):
                 factors = torch.tensor([1.0, 0.5, 0, 2, -1, 0.25])
                 at_targets = torch.tensor([-1.0, -0.5, 0, -0.125, 1, 4])
-                found = torch.cat(
-                    [
-                        _gradient_of_part(softmax_gradient_, x, targets, log_sum, factors, at_targets, slopes, g)
-                        for x, g in zip(parts, given, strict=True)
-                    ],
-                    1,
-                )
+                by_row = log_sum.float(), factors, at_targets, slopes
+                pieces = []
+                for part, (first, rows, _) in zip(parts, given, strict=True):
+                    piece = part.clone()
+                    softmax_gradient_(piece, targets, *by_row, first, rows, softcap)
+                    assert not piece[:, rows:].any()
+                    pieces.append(piece[:, :rows])
+                found = torch.cat(pieces, 1)
                 logs = z - z.logsumexp(-1, keepdim=True)
                 by = factors.double()[:, None]
                 if slopes is not None:
@@ -163,17 +164,6 @@ def parts_of_a_vocabulary() -> None:
                 if softcap is not None:
                     wanted *= 1 - (z / softcap) ** 2
                 hold(found, wanted, logits.nan_to_num(neginf=0), 4.0, (dtype, softcap, slopes))
-
-
-def _gradient_of_part(
-    compute: Any, logits: Tensor, targets: Tensor, log_sum: Tensor, factors: Tensor, at_targets: Tensor,
-    slopes: Tensor | None, given: tuple[int, int, float | None],
-) -> Tensor:  # fmt: skip
-    """The gradient by the columns of one part, behind which padding has none."""
-    found = logits.clone()
-    compute(found, targets, log_sum.float(), factors, at_targets, slopes, *given)
-    assert not found[:, given[1] :].any()
-    return found[:, : given[1]]
 
 
 def products() -> None:
@@ -206,8 +196,8 @@ def _drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def _in_parts(
     compute: Callable[[VocabularyPart, Tensor], list[Tensor]], weight: Tensor
 ) -> list[list[Tensor]]:
-    """What `compute` returns for two parts of a vocabulary, the second padded by a row, which exchange
-    numbers: it is called once for each to send them, and once more to receive."""
+    """Results of `compute` for two parts of a vocabulary, the second padded by a row, which exchange numbers:
+    it is called once for each to send them, and once more to receive."""
     rows = [weight[:70], torch.cat([weight[70:], torch.full_like(weight[:1], 7.0)])]
     sent: list[list[Tensor]] = [[], []]
 
@@ -243,44 +233,39 @@ def head() -> None:
         torch.library.impl(f"meshwright::{name}", "CPU", getattr(kernels, name))
     cross_entropy.takes_triton = lambda _device: True
 
-    def loss(given: Any, chunk: int | None, softcap: float | None, part: Any = None) -> list[Tensor]:
-        x, weight = (each.detach().clone().requires_grad_() for each in given[:2])
-        found = linear_cross_entropy(x, weight, given[2], chunk, part, 0.125, softcap=softcap)
+    def loss(x: Tensor, targets: Tensor, chunk: Any, softcap: Any, part: Any, weight: Tensor) -> list[Tensor]:
+        x, weight = (each.detach().clone().requires_grad_() for each in (x, weight))
+        found = linear_cross_entropy(x, weight, targets, chunk, part, 0.125, softcap=softcap)
         return [found.detach(), *torch.autograd.grad(found * 0.37, (x, weight))]
 
-    def log_probs(given: Any, chunk: int | None, softcap: float | None, part: Any = None) -> list[Tensor]:
-        x, weight = (each.detach().clone().requires_grad_() for each in given[:2])
-        found = linear_log_probs(x, weight, given[2], chunk, part, softcap, entropy=True)
+    def log_probs(
+        x: Tensor, targets: Tensor, chunk: Any, softcap: Any, part: Any, weight: Tensor
+    ) -> list[Tensor]:
+        x, weight = (each.detach().clone().requires_grad_() for each in (x, weight))
+        found = linear_log_probs(x, weight, targets, chunk, part, softcap, entropy=True)
         by = 2 + torch.arange(2 * len(x)).cos()
         value = (torch.cat(found).double() * by).sum()
         return [value.detach(), *torch.autograd.grad(value, (x, weight))]
 
-    for dtype in FORMATS:
+    for dtype in (torch.bfloat16, torch.float32):
         x, weight, targets = _drawn(dtype)
         # Gradients of entropies are differences, of which more is lost.
         for compute, times in ((loss, 1), (log_probs, 2)):
             for softcap in (None, 8.0):
-                exact = compute((x.double(), weight.double(), targets), None, softcap)
+                exact = compute(x.double(), targets, None, softcap, None, weight.double())
                 roundings = 2 * float((x.double() @ weight.double().T).abs().max()) + 4
                 bound = times * roundings * torch.finfo(dtype).eps / 2
                 for chunk in (None, 4):
-                    found = compute((x, weight, targets), chunk, softcap)
+                    found = compute(x, targets, chunk, softcap, None, weight)
                     assert found[1].dtype == found[2].dtype == dtype
                     _close(found, exact, bound)
-                parts = _in_parts(partial(_of_part, compute, x, targets, 4, softcap), weight)
+                parts = _in_parts(partial(compute, x, targets, 4, softcap), weight)
                 for part in parts:
                     _close([part[0], *_whole_gradients(parts)], exact, bound)
         with torch.no_grad():
             alone = linear_cross_entropy(x, weight, targets, 4, scale=0.125)
         assert not alone.requires_grad
-        _close([alone], loss((x.double(), weight.double(), targets), None, None)[:1], bound)
-
-
-def _of_part(
-    compute: Any, x: Tensor, targets: Tensor, chunk: int | None, softcap: float | None, part: Any, rows: Tensor
-) -> list[Tensor]:
-    found: list[Tensor] = compute((x, rows, targets), chunk, softcap, part)
-    return found
+        _close([alone], loss(x.double(), targets, None, None, None, weight.double())[:1], bound)
 
 
 def _close(found: list[Tensor], exact: list[Tensor], bound: float) -> None:

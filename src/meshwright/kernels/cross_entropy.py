@@ -4,7 +4,8 @@ Of a whole vocabulary `cross_entropy_` is the loss and its gradient together. Of
 gradient, or for a gradient that the backward brings, `softmax_statistics` gives the numbers of each row that
 parts exchange, and `softmax_gradient_` makes the gradient of the same logits. Both read the logits as they
 lie and write gradients in their place; sums and exponentials are in fp32. The kernels are in
-`kernels/triton/cross_entropy.py`; formats wider than fp32, and devices without Triton, keep torch's operators.
+`kernels/triton/cross_entropy.py`; formats wider than fp32, and machines without Triton, keep operators of
+torch.
 
 Shapes: N tokens, V columns of logits, the first `rows` of which are of the vocabulary: those are its rows
 from `first` on. A token with the target `ignored` is not predicted. With a soft cap c a logit x stands for

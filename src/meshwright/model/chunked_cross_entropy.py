@@ -6,7 +6,9 @@ chunk, and the backward multiplies them by the incoming gradient (Wijmans et al.
 Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
 
 A chunk has two sizes (`spec/tiling.py`). Its products take many tokens, since the gradient of the weight, as
-large as the weight, is added up in fp32 once for each chunk. Its softmax in fp32 is taken piece by piece.
+large as the weight, is added up in fp32 once for each chunk. Its softmax in fp32 is taken piece by piece; on
+CUDA by one kernel for all of the chunk, which replaces logits by gradients (`kernels/cross_entropy.py`).
+There most microbatches are one chunk, whose product is the gradient of the weight in its own format.
 
 The weight of a target in the objective enters before anything is rounded to the format of the logits; it
 should be a power of two, which is exact in every format. bf16 has 8 bits, so a later product with 1/N, itself
@@ -52,6 +54,11 @@ class VocabularyPart:
     gather: Callable[[Tensor], Tensor]
     rank: int
     ranks: int
+
+    def joined(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp and the target's logit (N,) of the whole, by those of this part (2, N)."""
+        parts = self.gather(numbers)
+        return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -167,10 +174,7 @@ def _loss_by_kernel(
         return cross_entropy.cross_entropy_(logits, targets, IGNORE, scale, softcap).sum()
     first, rows = (0, logits.shape[1]) if part is None else (part.first, part.rows)
     numbers = cross_entropy.softmax_statistics(logits, targets, IGNORE, first, rows, softcap, False)
-    log_sum, target = numbers
-    if part is not None:
-        parts = part.gather(numbers)
-        log_sum, target = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+    log_sum, target = numbers if part is None else part.joined(numbers)
     valid = targets != IGNORE
     target_log = torch.where(valid, target - log_sum, 0)
     if with_grad:
@@ -201,8 +205,7 @@ def _loss(
     target_log = log_probabilities.gather(1, index).squeeze(1)
     if part is not None:
         own = logits[:, 0].to(exact) - log_probabilities[:, 0]
-        parts = part.gather(torch.stack([own, torch.where(here, target_log + own, 0)]))
-        whole, target = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        whole, target = part.joined(torch.stack([own, torch.where(here, target_log + own, 0)]))
         log_probabilities += (own - whole).unsqueeze(1)
         target_log = target - whole
     loss = -torch.where(valid, target_log, 0).sum()

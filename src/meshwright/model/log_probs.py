@@ -94,8 +94,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Gradients(NamedTuple):
-    """What the gradients of logits are made of, (N,) each: numbers that the forward found, and gradients of
-    log-probabilities and of entropies, which are None where nobody asked for entropies."""
+    """Numbers of tokens (N,) for the gradients of their logits: those that the forward found, and gradients
+    by log-probabilities and by entropies, which are None where nobody asked for entropies."""
 
     targets: Tensor
     log_sum: Tensor
@@ -110,7 +110,7 @@ class _Gradients(NamedTuple):
 
     @property
     def at_targets(self) -> Tensor:
-        """The gradients at the targets: 1 - p there, from the logarithm, is exact also where p is close to 1."""
+        """The gradients at the targets: p - 1, from the logarithm, is exact also where p is close to 1."""
         found = self.log_probs.expm1() * self.by_log_probs
         if self.by_entropies is not None:
             found += self.log_probs.exp() * (self.log_probs + self.entropies) * self.by_entropies

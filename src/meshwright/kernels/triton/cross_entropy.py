@@ -228,27 +228,35 @@ def _warps(block: int) -> int:
     return max(4, block // (32 * _ELEMENTS_A_THREAD))
 
 
-def _specialisations() -> list[Specialisation]:
-    """Each kernel in each format with the largest block, and with whatever it may do besides."""
-    numbers = ("stride", "tokens", "ignored", "first", "columns", "width")
-    types = {name: "i32" for name in numbers} | {"targets": "*i64", "factor": "fp32", "softcap": "fp32"}
-    results = {
-        name: "*fp32" for name in ("losses", "numbers", "log_sums", "factors", "at_targets", "slopes")
-    }
+_TYPES = {
+    **dict.fromkeys(("stride", "tokens", "ignored", "first", "columns", "width"), "i32"),
+    **dict.fromkeys(("losses", "numbers", "log_sums", "factors", "at_targets", "slopes"), "*fp32"),
+    "targets": "*i64", "factor": "fp32", "softcap": "fp32",
+}  # fmt: skip
+
+
+def _of_rows(kernel: Any, option: str | None) -> list[Specialisation]:
+    """A kernel in each format with the largest block, with its `option` and a cap, and without."""
     found = []
-    for kernel, option in (
-        (_cross_entropy, None), (_softmax_statistics, "MEAN"), (_softmax_gradient, "SLOPED"),
-    ):  # fmt: skip
-        for form, more in (("bf16", False), ("fp16", True), ("fp32", False), ("fp32", True)):
-            constants = {"CAPPED": more, "BLOCK": _MOST_BLOCK} | ({option: more} if option else {})
-            every = types | results | {"logits": f"*{form}"}
-            fits = ("logits", "stride", *(name for name in ("columns", "width") if name in kernel.arg_names))
-            aligned = () if form == "fp16" else fits
-            found.append(Specialisation(kernel, every, constants, _warps(_MOST_BLOCK), aligned=aligned))
-    for form in ("bf16", "fp32"):
-        multiplied = {"x": f"*{form}", "factor": "*fp32", "elements": "i64"}
-        found.append(Specialisation(_multiply, multiplied, {"BLOCK": _MULTIPLIED}, aligned=("x", "elements")))
+    for form, with_all in (("bf16", False), ("fp16", True), ("fp32", False), ("fp32", True)):
+        constants = {"CAPPED": with_all, "BLOCK": _MOST_BLOCK} | ({option: with_all} if option else {})
+        # Vocabularies are multiples of 16, but for a few.
+        sized = ("logits", "stride", "columns", "width") if form != "fp16" else ()
+        aligned = tuple(name for name in sized if name in kernel.arg_names)
+        types = _TYPES | {"logits": f"*{form}"}
+        found.append(Specialisation(kernel, types, constants, _warps(_MOST_BLOCK), aligned=aligned))
     return found
 
 
-SPECIALISATIONS = _specialisations()
+SPECIALISATIONS = [
+    *_of_rows(_cross_entropy, None),
+    *_of_rows(_softmax_statistics, "MEAN"),
+    *_of_rows(_softmax_gradient, "SLOPED"),
+    *(
+        Specialisation(
+            _multiply, {"x": f"*{form}", "factor": "*fp32", "elements": "i64"}, {"BLOCK": _MULTIPLIED},
+            aligned=("x", "elements"),
+        )
+        for form in ("bf16", "fp32")
+    ),
+]  # fmt: skip
