@@ -19,7 +19,9 @@ from layout_cases import BASE, CASES
 from layouts import draw
 from meshwright import api
 from meshwright.cli.main import main
-from meshwright.dryrun.rank_step import STATES
+from meshwright.dryrun.rank_step import STATES, rehearse
+from meshwright.dryrun.trace import Trace
+from meshwright.dryrun.trace_counts import LAUNCHED
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.library import TorchBuild
 from meshwright.fake_cuda.process import FakeCudaProcess
@@ -386,6 +388,56 @@ def test_what_a_step_launches_only_falls(process: FakeCudaProcess, name: str) ->
     grown = {key: value for key, value in found.items() if value > recorded.get(key, -1)}
     assert not grown, f"more than cuda_counts.toml has for '{name}': {grown}"
     assert found == recorded, f"less than cuda_counts.toml has for '{name}': write the new numbers there"
+
+
+HEAD: dict[str, object] = LARGE | {
+    "model.preset": "llama3-8b", "model.layers": 1, "data.seq_len": 8192, "train.batch_tokens": 131072,
+    "layout.dp": 8, "layout.zero": 3,
+}  # fmt: skip
+"""The head of llama3-8b, with two microbatches of 8,192 tokens."""
+
+
+def work_of_head(spec: RunSpec) -> tuple[int, float, set[str]]:
+    """Launches of a step in its head, but for products; bytes of those that compute; and their names."""
+    trace = Trace(torch.device("cuda", 0))
+    rehearse(spec, 0, torch.device("cuda"), trace)
+    found = [e for e in trace.events if e.module == "head" and e.kind in LAUNCHED and e.work is None]
+    computing = [e for e in found if not e.direction]  # others copy parameters and gradients of ZeRO
+    return len(found), sum(e.bytes for e in computing), {e.name.partition("::")[2] for e in computing}
+
+
+def test_a_head_reads_and_writes_its_logits_once(process: FakeCudaProcess) -> None:
+    """With torch's operators, piece by piece: 1,294 launches, 91 GB."""
+    spec = load(None, [(key, str(value)) for key, value in HEAD.items()])
+    launches, moved, names = process.call(work_of_head, spec)
+    logits = 2 * 2 * 8192 * spec.model.vocab_size
+    assert launches < 60 and 2 * logits <= moved < 12e9 and "cross_entropy_" in names
+
+
+PARTS = {"softmax_statistics", "softmax_gradient_"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "launched", "times", "kernels"),
+    [
+        ({"layout.dp": 1, "layout.tp": 8, "train.batch_tokens": 16384}, 60, 3, PARTS),
+        ({"model.logit_softcap": 30.0}, 60, 2, {"cross_entropy_"}),
+        ({"precision.compute": "fp32"}, 60, 2, {"cross_entropy_"}),
+        ({"preference.loss": "dpo", "lora.rank": 4}, 300, 4, PARTS),
+    ],
+    ids=str,
+)
+def test_other_heads_take_the_kernels(
+    process: FakeCudaProcess, flags: dict[str, object], launched: int, times: int, kernels: set[str]
+) -> None:
+    """Parts of a vocabulary read their logits twice; so do answers, whose reference's are read once more."""
+    spec = load(None, [(key, str(value)) for key, value in (HEAD | flags).items()])
+    launches, moved, names = process.call(work_of_head, spec)
+    width = 4 if spec.precision.compute == "fp32" else 2
+    logits = width * 2 * 8192 * spec.model.vocab_size / spec.layout.tp
+    norms = 24 * width * 2 * 8192 * spec.model.hidden
+    assert launches < launched and kernels <= names
+    assert times * logits <= moved <= times * logits + norms
 
 
 # As a user asks -----------------------------------------------------------------------------------------

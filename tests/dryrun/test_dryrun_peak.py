@@ -11,6 +11,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.dryrun import rank_step as dryrun
 from meshwright.dryrun.memory_tracker import FakeMemory
+from meshwright.fake_cuda import library
+from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.hardware.find import cluster
+from meshwright.kernels import cross_entropy
 from meshwright.optim.offload import MomentMemory
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.planner.cost.model import CostModel
@@ -64,9 +68,12 @@ class SecondStep(Trainer):
 
 
 def rehearsed(spec: RunSpec, rank: int = 0) -> dryrun.Rehearsal:
-    """A dry run whose loss has chunks as large as on a GPU."""
+    """A dry run whose loss is taken as on a GPU, in chunks as large."""
     usual = Tiling()
-    with tiled(replace(usual, logits_cpu=usual.logits, loss_logits_cpu=usual.loss_logits)):
+    with (
+        patch.object(cross_entropy, "takes_triton", lambda _device: True),
+        tiled(replace(usual, logits_cpu=usual.logits, loss_logits_cpu=usual.loss_logits)),
+    ):
         return dryrun.rehearse(spec, rank, CPU)
 
 
@@ -204,3 +211,31 @@ def test_adding_formats_takes_a_copy_on_a_cpu() -> None:
     cpu = replace(on, device=replace(on.device, kind="cpu"))
     (there,) = memory_model(CostModel(cpu)).ranks(spec)
     assert there.allocated > planned(spec).allocated
+
+
+def peak_on_gpu(spec: RunSpec) -> int:
+    """The peak of a dry run, where a GPU is faked."""
+    return dryrun.rehearse(spec, 0, torch.device("cuda")).peak
+
+
+@pytest.mark.skipif(library.torch_build().toolkit is not None, reason="torch is built for GPUs")
+def test_a_plan_has_the_peak_of_a_dry_run_on_a_faked_gpu(process: FakeCudaProcess) -> None:
+    """Runs with one chunk of logits, several, a part of the vocabulary, wider and capped logits, and answers'
+    log-probabilities."""
+    long = {"data__seq_len": 32768, "model__max_seq_len": 32768, "layout__dp": 2, "layout__zero": 3}
+    runs: list[dict[str, object]] = [
+        {"layout__zero": 3},
+        {"layout__zero": 1, "train__batch_tokens": 2 * 64 * 8192, "recompute__policy": "none"},
+        long | {"train__batch_tokens": 2 * 32768},
+        {"layout__dp": 1, "layout__tp": 8, "layout__zero": 0, "train__batch_tokens": 2 * 8192},
+        {"layout__zero": 3, "precision__compute": "fp32", "model__kv_heads": 32},
+        {"layout__zero": 3, "model__logit_softcap": 30.0},
+        {"layout__zero": 3, "preference__loss": "dpo", "lora__rank": 4},
+    ]
+    for flags in runs:
+        masked = "preference__loss" in flags
+        given = {"train__batch_tokens": 64 * 8192} | flags
+        spec = llama(**given, data__document_mask=str(masked).lower())
+        mask = 2 * 8192**2 if masked else 0  # of all scores, which is planned, and which a GPU does not keep
+        found = process.call(peak_on_gpu, spec)
+        assert planned(spec).allocated - mask == pytest.approx(found, rel=0.01), flags

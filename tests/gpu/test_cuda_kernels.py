@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels import cross_entropy
 from meshwright.kernels.attention_flash import Packed
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_mla import LatentAttention
-from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
+from meshwright.model.chunked_cross_entropy import IGNORE, VocabularyPart, linear_cross_entropy
 from meshwright.model.grouped_mm import grouped_mm, grouped_outer
 from meshwright.model.hooks import AttentionHooks
+from meshwright.model.log_probs import linear_log_probs
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.model.rope import rope_table, rotate
@@ -205,6 +208,81 @@ def test_chunked_cross_entropy(chunk: int | None, dtype: torch.dtype) -> None:
     chunks = 1 if chunk is None else -(-tokens // chunk)
     most = bound(dtype, 2 * largest + 2 + math.sqrt(chunks), tokens)
     assert max(both(compute, inputs, torch.tensor(1.0))) <= most
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+@pytest.mark.parametrize("vocabulary", [31, 1003, 50257, 128256])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_the_kernel_of_the_loss(dtype: torch.dtype, vocabulary: int, softcap: float | None) -> None:
+    """Losses and gradients of the same logits: those are off by some roundoffs of fp32 for each unit of the
+    largest logit, and gradients are rounded once."""
+    logits = draw(17, vocabulary, dtype=dtype, seed=0) * 3
+    targets = torch.randint(0, vocabulary, (17,), generator=torch.Generator().manual_seed(2))
+    targets[::7] = IGNORE
+    assert cross_entropy.takes(logits.to(DEVICE))
+    exact = logits.double().requires_grad_()
+    capped = exact if softcap is None else softcap * torch.tanh(exact / softcap)
+    losses = F.cross_entropy(capped, targets, ignore_index=IGNORE, reduction="none")
+    (wanted,) = torch.autograd.grad(losses.sum() / 8, exact)
+    found = logits.to(DEVICE)
+    ours = cross_entropy.cross_entropy_(found, targets.to(DEVICE), IGNORE, 1 / 8, softcap)
+    roundings = 16 + 8 * float(capped.abs().max())
+    assert float((ours.double().cpu() - losses).abs().max()) <= roundings * roundoff(torch.float32)
+    relative = roundoff(dtype) + roundings * roundoff(torch.float32)
+    assert errors([found.double().cpu()], [wanted])[0] <= relative
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("head", ["loss", "log-probabilities"])
+def test_parts_of_a_vocabulary(head: str, dtype: torch.dtype) -> None:
+    """The roundings of `test_chunked_cross_entropy`, and of both parts' shares of the gradient of x."""
+    (x, weight), targets = case_of_loss(777, dtype)
+    rows = [weight[:600], torch.cat([weight[600:], weight[:5]])]
+    parts = [(0, 600), (600, 403)]
+
+    def found(device: str, dtype: torch.dtype) -> list[Tensor]:
+        sent: list[list[Tensor]] = [[], []]
+        heads = [_PartOfHead(head, first, size, rank) for rank, (first, size) in enumerate(parts)]
+        given = [(x.to(device, dtype), each.to(device, dtype), targets.to(device)) for each in rows]
+        for each, inputs, numbers in zip(heads, given, sent, strict=True):
+            each(inputs, lambda own, numbers=numbers: numbers.append(own.clone()) or torch.stack([own, own]))
+        both = [torch.stack(numbers) for numbers in zip(*sent, strict=True)]
+        got = [each(inputs, partial(_next, iter(both))) for each, inputs in zip(heads, given, strict=True)]
+        (loss, of_x, first), (_, of_x_too, second) = ([y.double().cpu() for y in each] for each in got)
+        return [loss, of_x + of_x_too, first, second]
+
+    largest = float((x.double() @ weight.double().T).abs().max())
+    most = bound(dtype, 2 * largest + 4, 777)
+    assert max(errors(found(DEVICE, dtype), found("cpu", torch.float64))) <= most
+
+
+class _PartOfHead:
+    """One rank's loss, or weighted sum of log-probabilities and entropies, and its gradients."""
+
+    def __init__(self, head: str, first: int, rows: int, rank: int) -> None:
+        self._head, self._place, self._rank = head, (first, rows), rank
+
+    def __call__(self, inputs: tuple[Tensor, ...], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in inputs[:2]]
+        part = VocabularyPart(*self._place, gather, self._rank, 2)
+        if self._head == "loss":
+            out = linear_cross_entropy(*leaves, inputs[2], part=part, scale=1 / 512)
+        else:
+            both = torch.cat(linear_log_probs(*leaves, inputs[2], part=part, entropy=True))
+            out = both @ (2 + torch.arange(len(both), device=both.device).cos()).to(both.dtype) / 512
+        return [out.detach(), *torch.autograd.grad(out, leaves)]
+
+
+def _next(received: Iterator[Tensor], _own: Tensor) -> Tensor:
+    return next(received)
+
+
+def test_a_gradient_is_multiplied_in_place() -> None:
+    x, by = draw(5000, dtype=torch.bfloat16, seed=0), torch.tensor(0.37)
+    for factor in (by, torch.tensor(1.0)):
+        found = x.to(DEVICE, copy=True)
+        cross_entropy.multiply_(found, factor.to(DEVICE))
+        assert torch.equal(found.cpu(), (x.float() * factor).bfloat16())
 
 
 @pytest.mark.parametrize("tokens", [691, 777, 1201])

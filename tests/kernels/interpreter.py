@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 
 def interpreter() -> ProcessPoolExecutor:
@@ -14,3 +15,22 @@ def interpreter() -> ProcessPoolExecutor:
 
 def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, and when kernels are decorated
+    _round_to_bf16()
+
+
+def _round_to_bf16() -> None:
+    """Let the interpreter round fp32 to the nearest number in bf16, as GPUs do; that of Triton 3.7 cuts bits
+    off."""
+    import torch
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    others = InterpreterBuilder.cast_impl
+
+    def cast(self: Any, value: Any, to: Any) -> Any:
+        if (value.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return others(self, value, to)
+        rounded = torch.from_numpy(value.data.astype("float32")).bfloat16()
+        return TensorHandle(rounded.view(torch.uint16).numpy(), to.scalar)
+
+    InterpreterBuilder.cast_impl = cast

@@ -276,9 +276,9 @@ def test_a_step_has_several_tiles_of_each_kind(seed: int, narrowed: bool) -> Non
     usual = Tiling()
     with tiled(small_tiles(spec)):
         tokens = spec.micro_batch * length // layout.cp
-        for cpu in (True, False):
-            chunk, piece = loss_rows(-(-model.vocab_size // layout.tp), cpu)
-            assert -(-tokens // chunk) >= 2 and (-(-chunk // piece) >= 2 or chunk == 1)
+        for cpu, by_kernel in ((True, False), (False, False), (False, True)):
+            chunk, piece = loss_rows(-(-model.vocab_size // layout.tp), cpu, by_kernel)
+            assert -(-tokens // chunk) >= 2 and (-(-chunk // piece) >= 2 or chunk == 1 or by_kernel)
         assert -(-length // query_rows(spec.micro_batch, model.heads // layout.tp, length, 8)) >= 2
         if layout.cp > 1 and exchanging in (1, layout.cp):
             places = torch.arange(length) if exchanging > 1 else zigzag(length, layout.cp, layout.cp - 1)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from meshwright.dryrun.kernel_shapes import KernelWork, counted_flops, work_of
 from meshwright.dryrun.memory_tracker import launches, waits_for_device
 from meshwright.fake_cuda.runtime import RUNTIME
+from meshwright.kernels.cross_entropy import multiply_
 
 _aten = torch.ops.aten
 Kind = Literal[
@@ -93,6 +94,8 @@ _LOOKS_UP = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select, _at
 _SCATTERS = {_aten.scatter_, _aten.scatter_add_, _aten.index_add_, _aten.index_put_, _aten._index_put_impl_,
              _aten.index_copy_}  # fmt: skip
 """Operators that write of their first argument no more than they read of the others."""
+_UNLESS_ONE = {multiply_.overloadpacket}
+"""Operators that move nothing where their factor is 1, as gradients of losses in training are."""
 
 
 @cache
@@ -255,6 +258,8 @@ class Trace:
         """Bytes that an operator moves between the device's memory and its processors, or over the bus."""
         if direction in ("host to device", "device to host"):
             return _moved(writes) or _moved(reads)
+        if packet in _UNLESS_ONE:
+            return 0
         if packet in _LOOKS_UP:
             return 2 * _moved(writes) + _moved(reads[1:])
         if packet in _SCATTERS:

@@ -6,7 +6,9 @@ chunk, and the backward multiplies them by the incoming gradient (Wijmans et al.
 Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
 
 A chunk has two sizes (`spec/tiling.py`). Its products take many tokens, since the gradient of the weight, as
-large as the weight, is added up in fp32 once for each chunk. Its softmax in fp32 is taken piece by piece.
+large as the weight, is added up in fp32 once for each chunk. Its softmax in fp32 is taken piece by piece; on
+CUDA by one kernel for all of the chunk, which replaces logits by gradients (`kernels/cross_entropy.py`).
+There most microbatches are one chunk, whose product is the gradient of the weight in its own format.
 
 The weight of a target in the objective enters before anything is rounded to the format of the logits; it
 should be a power of two, which is exact in every format. bf16 has 8 bits, so a later product with 1/N, itself
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels import elementwise_cpu
+from meshwright.kernels import cross_entropy, elementwise_cpu
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.kernels.score_changes import cap_, cap_slope
 from meshwright.model.soft_targets import SoftTargetLoss, SoftTargets, VocabularyRows
@@ -53,6 +55,11 @@ class VocabularyPart:
     rank: int
     ranks: int
 
+    def joined(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp and the target's logit (N,) of the whole, by those of this part (2, N)."""
+        parts = self.gather(numbers)
+        return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -74,8 +81,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_x, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x) if of_x else None
         # Sums over chunks are kept in fp32, also for bf16 weights.
+        sums = weight.dtype if len(x) <= chunk and cross_entropy.takes(x) else exact
         empty = torch.empty_like if len(x) else torch.zeros_like
-        grad_weight = empty(weight, dtype=exact) if of_weight else None
+        grad_weight = empty(weight, dtype=sums) if of_weight else None
         for first in range(0, len(x), chunk):
             rows = slice(first, first + chunk)
             logits = x[rows] @ weight.T
@@ -112,10 +120,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss was differentiated before, and its gradients were used up")
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
+            grad_weight = _multiply_(grad_weight, grad).to(ctx.weight_dtype)
         if grad_x is not None:
-            grad_x = grad_x.mul_(grad.to(grad_x.dtype))
+            grad_x = _multiply_(grad_x, grad)
         return grad_x, grad_weight, *[None] * 8
+
+
+def _multiply_(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient by a number in place; returns it."""
+    if cross_entropy.takes(gradient):
+        cross_entropy.multiply_(gradient, factor)
+        return gradient
+    return gradient.mul_(factor.to(gradient.dtype))
 
 
 def _capped_loss(
@@ -129,6 +145,8 @@ def _capped_loss(
     softcap: float | None,
 ) -> tuple[Tensor, SoftTargetLoss | None]:
     """`_soft_loss`, or `_loss` with None, of capped logits; the gradient is by those before the cap."""
+    if soft is None and cross_entropy.takes(logits):
+        return _loss_by_kernel(logits, targets, with_grad, part, scale, softcap), None
     slope = None
     if softcap is not None:
         cap_(logits, softcap)
@@ -141,6 +159,31 @@ def _capped_loss(
     if slope is not None:
         logits.mul_(slope)
     return loss, of_piece
+
+
+def _loss_by_kernel(
+    logits: Tensor,
+    targets: Tensor,
+    with_grad: bool,
+    part: VocabularyPart | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """`_loss` of logits that `softcap` caps, by kernels that read and write them as they are."""
+    if part is None and with_grad:
+        return cross_entropy.cross_entropy_(logits, targets, IGNORE, scale, softcap).sum()
+    first, rows = (0, logits.shape[1]) if part is None else (part.first, part.rows)
+    numbers = cross_entropy.softmax_statistics(logits, targets, IGNORE, first, rows, softcap, False)
+    log_sum, target = numbers if part is None else part.joined(numbers)
+    valid = targets != IGNORE
+    target_log = torch.where(valid, target - log_sum, 0)
+    if with_grad:
+        factors = valid.to(log_sum.dtype).mul_(scale)
+        at_targets = target_log.expm1() * factors
+        cross_entropy.softmax_gradient_(
+            logits, targets, log_sum, factors, at_targets, None, first, rows, softcap
+        )
+    return -target_log.sum()
 
 
 def _loss(
@@ -162,8 +205,7 @@ def _loss(
     target_log = log_probabilities.gather(1, index).squeeze(1)
     if part is not None:
         own = logits[:, 0].to(exact) - log_probabilities[:, 0]
-        parts = part.gather(torch.stack([own, torch.where(here, target_log + own, 0)]))
-        whole, target = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        whole, target = part.joined(torch.stack([own, torch.where(here, target_log + own, 0)]))
         log_probabilities += (own - whole).unsqueeze(1)
         target_log = target - whole
     loss = -torch.where(valid, target_log, 0).sum()
@@ -193,7 +235,7 @@ def _soft_loss(
     part: VocabularyPart | None,
     scale: float,
 ) -> tuple[Tensor, SoftTargetLoss]:
-    """`_loss` with of_piece targets; the second result knows the gradient by x."""
+    """`_loss` with soft targets; the second result knows the gradient by x."""
     rows = logits.shape[1] if part is None else part.rows
     place = VocabularyRows(0, 0, 1) if part is None else VocabularyRows(part.first, part.rank, part.ranks)
     valid = targets != IGNORE
@@ -229,7 +271,8 @@ def linear_cross_entropy(
     part's share, to be summed. With `soft` of the tokens (N, C) a token's loss is that of
     `soft_targets.py`. Logits are capped by `softcap`.
     """
-    rows, piece = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
+    by_kernel = soft is None and cross_entropy.takes(x_ND)
+    rows, piece = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu", by_kernel)
     if soft is not None:  # what is kept of a piece until its products is larger than they are
         rows = piece
     if chunk is not None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.kernels import cross_entropy
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.kernels.score_changes import cap_, cap_slope
 from meshwright.model.chunked_cross_entropy import IGNORE, VocabularyPart
@@ -62,12 +63,8 @@ class _LinearLogProbs(torch.autograd.Function):
         exact, first = torch.promote_types(x.dtype, torch.float32), 0 if part is None else part.first
         numbers = torch.zeros(3, len(x), dtype=exact, device=x.device)
         for rows in _chunks(len(x), chunk):
-            z = _logits(x[rows], _own(weight, part), softcap, exact)
-            here, index = _places(targets[rows], first, z.shape[1])
-            numbers[0, rows] = z.logsumexp(-1)
-            numbers[1, rows] = torch.where(here, z.gather(1, index), 0).squeeze(1)
-            if entropy:
-                numbers[2, rows] = (z - numbers[0, rows].unsqueeze(1)).exp_().mul_(z).sum(-1)
+            found = _statistics(x[rows], _own(weight, part), targets[rows], first, softcap, entropy)
+            numbers[: len(found), rows] = found
         log_sum, target, mean = numbers if part is None else _joined(part.gather(numbers))
         valid = targets != IGNORE
         log_probs = torch.where(valid, target - log_sum, 0)
@@ -85,30 +82,82 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_x = torch.empty_like(x) if of_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if of_weight else None
         valid = targets != IGNORE
-        grad, grad_entropy = (torch.where(valid, each, 0).unsqueeze(1) for each in (grad, grad_entropy))
+        grad, grad_entropy = (torch.where(valid, each, 0) for each in (grad, grad_entropy))
+        of_each = _Gradients(targets, log_sum, log_probs, grad, entropies, grad_entropy if entropy else None)
         for rows in _chunks(len(x), chunk):
-            z = _logits(x[rows], _own(weight, part), softcap, exact)
-            slope = None if softcap is None else cap_slope(z, softcap)
-            logs, log_p, of_target = z.sub_(log_sum[rows, None]), log_probs[rows, None], grad[rows]
-            here, index = _places(targets[rows], first, logs.shape[1])
-            # 1 - p at the target, from the logarithm: exact also where p is close to 1.
-            at_target = log_p.expm1() * of_target
-            if entropy:
-                h, of_h = entropies[rows, None], grad_entropy[rows]
-                at_target += log_p.exp() * (log_p + h) * of_h
-                of_logits = (logs + h).mul_(of_h).add_(of_target).mul_(logs.exp_())
-            else:
-                of_logits = logs.exp_().mul_(of_target)
-            at_target = torch.where(here, at_target, of_logits.gather(1, index))
-            of_logits.scatter_(1, index, at_target).neg_()
-            if slope is not None:
-                of_logits.mul_(slope)
-            of_logits = of_logits.to(x.dtype)
+            of_logits = _gradient(x[rows], _own(weight, part), of_each.of(rows), first, softcap).to(x.dtype)
             if grad_x is not None:
                 torch.mm(of_logits, _own(weight, part), out=grad_x[rows])
             if grad_weight is not None:
                 RunningSum(_own(grad_weight, part), True).add_product(of_logits.T, x[rows])
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+
+
+class _Gradients(NamedTuple):
+    """Numbers of tokens (N,) for the gradients of their logits: those that the forward found, and gradients
+    by log-probabilities and by entropies, which are None where nobody asked for entropies."""
+
+    targets: Tensor
+    log_sum: Tensor
+    log_probs: Tensor
+    by_log_probs: Tensor
+    entropies: Tensor
+    by_entropies: Tensor | None
+
+    def of(self, rows: slice) -> _Gradients:
+        """Those of some tokens."""
+        return _Gradients(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
+
+    @property
+    def at_targets(self) -> Tensor:
+        """The gradients at the targets: p - 1, from the logarithm, is exact also where p is close to 1."""
+        found = self.log_probs.expm1() * self.by_log_probs
+        if self.by_entropies is not None:
+            found += self.log_probs.exp() * (self.log_probs + self.entropies) * self.by_entropies
+        return found.neg_()
+
+
+def _statistics(
+    x: Tensor, weight: Tensor, targets: Tensor, first: int, softcap: float | None, entropy: bool
+) -> Tensor:
+    """(2, N): log-sum-exp, and the target's logit, 0 where it is not in this part; with `entropy` (3, N), the
+    mean logit, too."""
+    logits = x @ weight.T
+    if cross_entropy.takes(logits):
+        where = IGNORE, first, logits.shape[1]
+        return cross_entropy.softmax_statistics(logits, targets, *where, softcap, entropy)
+    z = _exact(logits, softcap)
+    del logits
+    here, index = _places(targets, first, z.shape[1])
+    found = [z.logsumexp(-1), torch.where(here, z.gather(1, index), 0).squeeze(1)]
+    if entropy:
+        found.append((z - found[0].unsqueeze(1)).exp_().mul_(z).sum(-1))
+    return torch.stack(found)
+
+
+def _gradient(x: Tensor, weight: Tensor, of: _Gradients, first: int, softcap: float | None) -> Tensor:
+    """The gradient by logits (N, V), in their format or in wider numbers."""
+    logits = x @ weight.T
+    if cross_entropy.takes(logits):
+        factors, slopes = -of.by_log_probs, None
+        if of.by_entropies is not None:
+            factors, slopes = factors - of.entropies * of.by_entropies, -of.by_entropies
+        numbers = of.log_sum, factors, of.at_targets, slopes
+        cross_entropy.softmax_gradient_(logits, of.targets, *numbers, first, logits.shape[1], softcap)
+        return logits
+    z = _exact(logits, softcap)
+    del logits
+    slope = None if softcap is None else cap_slope(z, softcap)
+    logs, by_log_probs = z.sub_(of.log_sum.unsqueeze(1)), of.by_log_probs.unsqueeze(1)
+    here, index = _places(of.targets, first, logs.shape[1])
+    if of.by_entropies is None:
+        found = logs.exp_().mul_(by_log_probs)
+    else:
+        found = (logs + of.entropies.unsqueeze(1)).mul_(of.by_entropies.unsqueeze(1)).add_(by_log_probs)
+        found.mul_(logs.exp_())
+    found.neg_()
+    found.scatter_(1, index, torch.where(here, of.at_targets.unsqueeze(1), found.gather(1, index)))
+    return found if slope is None else found.mul_(slope)
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
@@ -120,10 +169,10 @@ def _own(rows_VD: Tensor, part: VocabularyPart | None) -> Tensor:
     return rows_VD if part is None else rows_VD[: part.rows]
 
 
-def _logits(x: Tensor, weight: Tensor, softcap: float | None, exact: torch.dtype) -> Tensor:
-    """Logits that the caller may change, in the `exact` format."""
-    logits = x @ weight.T
-    return (logits if softcap is None else cap_(logits, softcap)).to(exact)
+def _exact(logits: Tensor, softcap: float | None) -> Tensor:
+    """Capped logits that the caller may change, in fp32 at least."""
+    capped = logits if softcap is None else cap_(logits, softcap)
+    return capped.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _places(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +202,8 @@ def linear_log_probs(
     Both are 0 where the target is IGNORE, entropies also without `entropy`. `chunk`, `part` and `softcap` are
     as in `linear_cross_entropy`; the gradient of x is this part's share of the vocabulary, to be summed.
     """
-    piece = chunk or loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")[1]
+    by_kernel = cross_entropy.takes(x_ND)
+    piece = chunk or loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu", by_kernel)[1]
     found: tuple[Tensor, Tensor] = _LinearLogProbs.apply(
         x_ND, weight_VD, targets_N, piece, part, softcap, entropy
     )

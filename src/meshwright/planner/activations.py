@@ -140,7 +140,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     masks = {window: b * _mask(spec, window) for window in windows}
     host = 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0
     own = model.kind_of(last)
-    further = further_kept(s, _block(s, last), tables[own.rope] + masks[own.window] + host)
+    further = further_kept(s, _block(s, last), tables[own.rope] + masks[own.window] + host, cpu)
     return Activations(
         tuple(map(sub, whole, moved)),
         moved,
@@ -150,7 +150,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
         plan=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
         embed=9 * s.tokens if layout.tp > 1 and embedding_is_trained(spec) else 0,
         host=len(windows) * host,
-        head=head_kept(s) + further.kept,
+        head=head_kept(s, cpu) + further.kept,
         in_block=in_layer - whole[last] + sum(moved[-2:-1]) + waiting_gradient(s),
         at_head=max(*head_peaks(s, cpu), further_peak(s, further, in_layer, cpu)),
         further=further,

@@ -2,7 +2,7 @@
 
 For N tokens of D channels, n of them on the rank between the layers, in b bytes, and V rows of the
 vocabulary, in sums of e bytes, the head keeps its input, n D b, and the gradients that its forward computed,
-N D b + V D e.
+N D b + V D e, or N D b + V D b where one product gives all of the weight's.
 A layer that predicts further tokens (`model/multi_token_prediction.py`) keeps the embeddings and the hidden
 states that it joins, 2 n D b, both side by side where nothing is recomputed, what its block keeps, its
 result, and the gradients of the head once more. The backward begins with it: of the head's weight and of the
@@ -16,23 +16,36 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshwright.planner.activations_sizes import Sizes
-from meshwright.planner.rank_view import embedding_is_trained
+from meshwright.planner.rank_view import embedding_is_trained, loss_by_kernel
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.tiling import loss_rows
 from meshwright.spec.training_flops import head_is_trained
 
 
-def gradients_kept(s: Sizes) -> int:
+def _loss_rows(s: Sizes, cpu: bool) -> tuple[int, int]:
+    """Tokens of a chunk of logits, and of a piece of it whose softmax is taken at one time."""
+    chunk, piece = loss_rows(s.rows, cpu, loss_by_kernel(s.spec, cpu))
+    return min(s.tokens, chunk), min(s.tokens, piece)
+
+
+def weight_width(s: Sizes, cpu: bool) -> int:
+    """Bytes of a number of the weight's gradient that the head's forward computes: of a sum over chunks, or
+    of the only product."""
+    whole = loss_by_kernel(s.spec, cpu) and _loss_rows(s, cpu)[0] == s.tokens
+    return s.width.compute if whole else s.width.exact
+
+
+def gradients_kept(s: Sizes, cpu: bool) -> int:
     """Bytes of the gradients that the head's forward computes, of its input and of its weight."""
     if s.spec.preference is not None:
         return s.width.compute * s.whole + 3 * s.width.exact * s.tokens
     weight = s.rows * s.spec.model.hidden * head_is_trained(s.spec)
-    return s.width.compute * s.whole + s.width.exact * weight
+    return s.width.compute * s.whole + weight_width(s, cpu) * weight
 
 
-def head_kept(s: Sizes) -> int:
+def head_kept(s: Sizes, cpu: bool) -> int:
     """Bytes that the head keeps of the loss of the next tokens."""
-    return s.width.compute * s.stream + s.numbers(1, s.own) + gradients_kept(s)
+    return s.width.compute * s.stream + s.numbers(1, s.own) + gradients_kept(s, cpu)
 
 
 class FurtherBytes(NamedTuple):
@@ -49,7 +62,7 @@ class FurtherBytes(NamedTuple):
         return self.layer + self.around
 
 
-def further_kept(s: Sizes, block: int, shared: int) -> FurtherBytes:
+def further_kept(s: Sizes, block: int, shared: int, cpu: bool) -> FurtherBytes:
     """Bytes that the tokens after the next ones keep, whose layer keeps `block` as a block of the model does,
     and `shared` for its table of positions and its mask."""
     spec, stream = s.spec, s.width.compute * s.stream
@@ -61,7 +74,7 @@ def further_kept(s: Sizes, block: int, shared: int) -> FurtherBytes:
     elif not isinstance(spec.recompute, SelectiveRecompute) or "matmul" not in spec.recompute.save:
         layer -= stream  # the block's input is computed again
     lookup = 9 * s.tokens if spec.layout.tp > 1 and embedding_is_trained(spec) else 0
-    around = 3 * stream + s.numbers(1, s.own) + lookup + shared + gradients_kept(s)
+    around = 3 * stream + s.numbers(1, s.own) + lookup + shared + gradients_kept(s, cpu)
     return FurtherBytes(layer, around)
 
 
@@ -72,18 +85,19 @@ def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
     On a CPU adding numbers of one format to another's takes a copy of them.
     """
     b, exact, hidden = s.width.compute, s.width.exact, s.spec.model.hidden
-    chunk, piece = (min(s.tokens, rows) * s.rows for rows in loss_rows(s.rows, cpu))
+    kernel, (chunk, piece) = loss_by_kernel(s.spec, cpu), (rows * s.rows for rows in _loss_rows(s, cpu))
     weight, mixed = s.rows * hidden * head_is_trained(s.spec), b != exact
     slope = b * piece if s.spec.model.logit_softcap is not None else 0
     if s.spec.preference is not None:
-        softmax = (b + exact) * piece + slope
+        softmax = b * piece if kernel else (b + exact) * piece + slope
         return b * s.whole + weight * (b + exact) + softmax, weight * b if mixed else 0, in_norm(s)
-    softmax = b * chunk + piece * (2 * exact if mixed else exact) + slope
-    added = b * chunk + (weight * (b + (exact if cpu else 0)) if mixed else 0)
+    softmax = b * chunk + (0 if kernel else piece * (2 * exact if mixed else exact) + slope)
+    summed = weight_width(s, cpu)
+    product = weight * (b + (exact if cpu else 0)) if summed != b else 0
     return (
-        b * (s.stream + s.gathered) + max(softmax, added),
-        weight * b if mixed else 0,
-        in_norm(s) - exact * weight,  # the weight's gradient was freed
+        b * (s.stream + s.gathered) + max(softmax, b * chunk + product),
+        weight * b if summed != b else 0,
+        in_norm(s) - summed * weight,  # the weight's gradient was freed
     )
 
 
@@ -108,7 +122,7 @@ def further_peak(s: Sizes, further: FurtherBytes, in_layer: int, cpu: bool) -> i
         return 0
     b, exact = s.width.compute, s.width.exact
     weight = s.rows * s.spec.model.hidden
-    freed = gradients_kept(s) + b * s.stream
+    freed = gradients_kept(s, cpu) + b * s.stream
     at_layer = in_layer - further.layer - freed + b * weight
     gradient = added = b * weight
     if cpu and exact != b:  # a CPU adds up in wider numbers

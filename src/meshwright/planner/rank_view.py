@@ -66,6 +66,12 @@ def added_by_products(spec: RunSpec, cpu: bool, routed: bool = False) -> bool:
     return (routed or (own and not spec.train.compile)) and (layout.zero == 0 or ranks == 1)
 
 
+def loss_by_kernel(spec: RunSpec, cpu: bool) -> bool:
+    """True if kernels take the loss of the logits where they lie (`kernels/cross_entropy.py`): on a GPU, but
+    in fp64, and without a teacher."""
+    return not cpu and widths(spec).compute < 8 and spec.distil is None
+
+
 def moment_width(spec: RunSpec) -> float:
     """Bytes of the moments of a number of a matrix of a block; in 8 bits, with the largest blocks."""
     width = widths(spec).exact

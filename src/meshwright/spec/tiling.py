@@ -20,6 +20,10 @@ class Tiling:
     """Logits that one product of the head makes: its weight's gradient, as large as the weight, is added up
     once for each."""
     logits_cpu: int = 2**25
+    kernel_logits: int = 2**30
+    """Logits of such a product where one kernel takes their loss and its gradient in their place: all of most
+    microbatches, whose gradient of the weight is then one product, in its own format. In bf16 they are 2 GiB;
+    sums in fp32 for several products take as much for a vocabulary of 131,072 and 4,096 channels."""
     loss_logits: int = 2**25
     """Logits whose softmax is taken at one time, in fp32: what fills a device."""
     loss_logits_cpu: int = 2**21
@@ -95,18 +99,20 @@ ALIGN = 16
 """Rows that each expert's are a multiple of."""
 
 
-def loss_rows(vocabulary: int, cpu: bool) -> tuple[int, int]:
+def loss_rows(vocabulary: int, cpu: bool, by_kernel: bool) -> tuple[int, int]:
     """Tokens whose logits over `vocabulary` columns are there at one time, and those of them whose softmax is
-    taken at one time."""
+    taken at one time: all of them where that is done `by_kernel` in the place of the logits."""
     sizes = tiling()
+    if by_kernel:
+        return (max(sizes.least_loss_rows, sizes.kernel_logits // vocabulary),) * 2
     logits, loss = (sizes.logits_cpu, sizes.loss_logits_cpu) if cpu else (sizes.logits, sizes.loss_logits)
     piece = max(sizes.least_loss_rows, loss // vocabulary)
     return max(piece, logits // vocabulary), piece
 
 
-def loss_pieces(tokens: int, vocabulary: int, cpu: bool) -> Counter[int]:
+def loss_pieces(tokens: int, vocabulary: int, cpu: bool, by_kernel: bool) -> Counter[int]:
     """Tokens of a piece of the loss -> pieces of so many, of a microbatch of `tokens`."""
-    chunk, piece = loss_rows(vocabulary, cpu)
+    chunk, piece = loss_rows(vocabulary, cpu, by_kernel)
     found: Counter[int] = Counter()
     for size, chunks in ((chunk, tokens // chunk), (tokens % chunk, 1)):
         found[piece] += chunks * (size // piece)

@@ -32,6 +32,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
     small = Tiling(
         logits=chunk * rows,
         logits_cpu=chunk * rows,
+        kernel_logits=chunk * rows,
         loss_logits=_several(chunk) * rows,
         loss_logits_cpu=_several(chunk) * rows,
         least_loss_rows=1,

@@ -80,7 +80,9 @@ def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> Both:
 
 def head_chunks(shape: LayerShape) -> dict[int, int]:
     """Tokens whose logits are there at one time -> chunks of so many, of a microbatch."""
-    whole, rest = divmod(shape.tokens, rows := loss_rows(shape.rows, cpu=False)[0])
+    whole, rest = divmod(
+        shape.tokens, rows := loss_rows(shape.rows, False, shape.loss_by_kernel)[0]
+    )
     return {rows: whole} | ({rest: 1} if rest else {})
 
 
@@ -88,6 +90,13 @@ def head_bytes(spec: RunSpec, shape: LayerShape) -> Both:
     """Bytes of the loss, and of the sum of the head's gradient over chunks of tokens."""
     weight = shape.rows * spec.model.hidden
     chunks = sum(head_chunks(shape).values())
+    if shape.loss_by_kernel:  # sums read it, gradients read and write it, by one kernel where a row is whole
+        of_answers = Both(1, 2) if shape.log_probs else Both(2 if spec.layout.tp == 1 else 3, 0)
+        kernel = Both(0, 0).plus(of_answers, shape.tokens * shape.rows * shape.width)
+        if chunks == 1:
+            return kernel
+        sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
+        return kernel.plus(Both(weight * sums, weight * SCALED))
     logit = LOGIT + (CAPPED * shape.width if spec.model.logit_softcap is not None else 0.0)
     sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
     return Both(shape.tokens * shape.rows * logit + weight * sums, weight * SCALED)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.activations import Activations, at_mask, backward_peaks
-from meshwright.planner.activations_head import head_peaks
+from meshwright.planner.activations_head import head_peaks, weight_width
 from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.group_shapes import step_axes
 from meshwright.planner.memory.states import StateShard, packed_width, waits
@@ -77,7 +77,7 @@ class _Step:
         self.sizes = Sizes(view.spec)
         self.stream = self.width.compute * self.sizes.stream
         self.weight = self.sizes.rows * view.spec.model.hidden
-        self.head = head_peaks(self.sizes, on_cpu)
+        self.head, self.weight_width = head_peaks(self.sizes, on_cpu), weight_width(self.sizes, on_cpu)
         self.joined = "head" not in self.groups
         """True if both ends are one unit."""
         model = view.spec.model
@@ -248,9 +248,9 @@ class _Step:
             self.trained("embed" if self.joined else "head"),
             self.weight * head_is_trained(self.spec),
         )
-        exact, packed = self.width.exact * weight, self.width.compute * weight
+        summed, packed = self.weight_width * weight, self.width.compute * weight
         self.look(self.head[1])
-        self.activations -= exact
+        self.activations -= summed
         for unit in () if self.joined else units:
             self.pack(unit)
         self.look(packed)
@@ -260,26 +260,26 @@ class _Step:
         for unit in units:
             self.pack(unit)
         held = packed if self.spec.model.tied else 0  # until the embedding's gradient is added
-        self.look(self.head[2] + exact + held)
-        self.activations -= self.kept.head - self.kept.further.kept - exact - held
+        self.look(self.head[2] + summed + held)
+        self.activations -= self.kept.head - self.kept.further.kept - summed - held
         for unit in () if self.joined else units:
             self.done(unit, last, self.stream)
 
     def _further(self, layer: int, last: bool) -> None:
         """From the loss of further tokens to what comes before their layer."""
         kept, weight = self.kept.further, self.weight * head_is_trained(self.spec)
-        exact, packed = self.width.exact * weight, self.width.compute * weight
+        summed, packed = self.weight_width * weight, self.width.compute * weight
         self.look(self.head[1])
-        self.activations -= exact - packed  # which waits for the gradient that the next tokens have
+        self.activations -= summed - packed  # which waits for the gradient that the next tokens have
         for unit in self.trained("embed"):  # the norm's
             self.pack(unit)
-        self.look(self.head[2] + exact)
+        self.look(self.head[2] + summed)
         gone = self.stream + self.width.compute * self.sizes.whole
         self.activations -= gone
         self._layer(layer, last, kept.layer)
         gradient, added = self._lookup_gradient()
         self.look(max(self.stream, self.width.compute * self.sizes.whole) + added)
-        self.activations -= kept.around - gone - exact
+        self.activations -= kept.around - gone - summed
         if not self.spec.model.tied:
             self.activations += gradient
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.group_shapes import Axes, GroupShape, axes
-from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, recomputed, widths
+from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, loss_by_kernel, recomputed, widths
 from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
 
 ROW_KEY = 8
@@ -43,6 +43,8 @@ class LayerShape:
     """Bytes of the key of a row's token, by which adapters of routed experts drop some of what it brings."""
     log_probs: bool = False
     """True if the head gives log-probabilities of targets to a loss of whole answers."""
+    loss_by_kernel: bool = False
+    """True if kernels take the loss of all logits of a chunk at once."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -133,7 +135,8 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     if (lora := spec.lora) is not None:
         drops = lora.dropout > 0
         shape = replace(shape, rank=lora.rank, drops=drops, row_key=ROW_KEY * drops)
-    return replace(shape, log_probs=spec.preference is not None)
+    by_kernel = loss_by_kernel(spec, on_cpu)
+    return replace(shape, log_probs=spec.preference is not None, loss_by_kernel=by_kernel)
 
 
 def routed_tokens(spec: RunSpec) -> int:

@@ -205,7 +205,8 @@ def end_messages(shape: LayerShape, head: bool) -> list[Message]:
     summed, gathered = (Phase.INPUT, Phase.FORWARD) if head else (Phase.FORWARD, Phase.INPUT)
     listed = [around(shape.reduction, phase=summed)]
     listed += [around("all_gather", phase=gathered)] * shape.layout.sequence_parallel
-    each, pieces = 2, loss_pieces(shape.tokens, shape.rows, shape.on_cpu) if head else {}
+    how = shape.on_cpu, shape.loss_by_kernel
+    each, pieces = 2, loss_pieces(shape.tokens, shape.rows, *how) if head else {}
     if shape.log_probs and head:
         each, pieces = 3, {shape.tokens: 1}
     for tokens, count in pieces.items():
