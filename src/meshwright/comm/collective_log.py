@@ -70,7 +70,8 @@ class GroupProgress(NamedTuple):
             *numbers, axis, operation = _FIELDS.unpack_from(memory, start)
             if not numbers[0]:
                 break
-            found.append(cls(*numbers, axis.rstrip(b"\0").decode(), operation.rstrip(b"\0").decode()))
+            texts = (text.rstrip(b"\0").decode() for text in (axis, operation))
+            found.append(cls._make([*numbers, *texts]))
         return found
 
 
