@@ -81,7 +81,7 @@ def test_a_message_has_the_number_of_its_pair(tmp_path: Path) -> None:
 
 
 def test_a_dump_of_torchs_own_is_read(tmp_path: Path) -> None:
-    """Of gloo, whose collectives have no events: each stays scheduled."""
+    """It is of gloo, whose collectives have no events: each stays scheduled."""
     made = subprocess.run([sys.executable, "-c", TORCHS_OWN], capture_output=True, check=True)
     (tmp_path / "rank_0").write_bytes(made.stdout)
     found = first_uncompleted(tmp_path / "rank_0")

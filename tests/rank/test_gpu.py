@@ -64,6 +64,19 @@ def test_two_ranks_with_one_gpu_are_refused_in_a_sentence(monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_HOSTID", "a host for each rank")]
+)
+def test_ranks_may_share_a_gpu_where_nccl_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    see(monkeypatch, "GPU-0")
+    store = dist.HashStore()
+    for rank in range(2):
+        refuse_shared(store, rank, device_index(rank))
+
+
 # NUMA ---------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ A load: `directory` lists steps, `reader` checks and reads one, `weights` takes 
 `gather_full` whole tensors, and `identity` tells which weights it holds.
 One writer: `lease` is a lock with a heartbeat, which `claim` takes for all ranks.
 Which and when: `retention` removes old ones, `interval` computes the steps between saves.
-Snapshots: `snapshots` in memory outlive the ranks in `slots`, and `peer_snapshots` keeps copies on the
-next host.
+Snapshots: `snapshots` in memory outlive the ranks in `slots`, `side_copies` takes them from a GPU beside
+training, into `pinned_memory`, `peer_snapshots` keeps copies on the next host, and `no_snapshots` none.
 `inspect` lists and checks without a model; `errors` are the exceptions.
 """
 

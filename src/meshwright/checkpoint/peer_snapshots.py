@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.slots import PACKED_BYTES, Image, Slot, SlotHeader
+from meshwright.comm import process_groups
 from meshwright.comm.collectives import start_all_to_all, start_shift
 from meshwright.comm.control import Control
 from meshwright.comm.mesh import Axis, TrafficCounter
@@ -70,7 +71,8 @@ def host_axis(world: Axis) -> Axis:
     """
     if world.group is None or world.device.type == "cpu":
         return world
-    group = dist.new_group(dist.get_process_group_ranks(world.group), backend="gloo")
+    ranks = dist.get_process_group_ranks(world.group)
+    group = dist.new_group(ranks, process_groups.TIMEOUT, "gloo")
     return replace(world, group=group, device=torch.device("cpu"), wire=TrafficCounter())
 
 

@@ -22,8 +22,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.disk import rank_file
@@ -144,8 +145,12 @@ class Snapshots(NoSnapshots):
         devices = devices_of(chunks)
         if devices:
             self._side = self._side or SideCopies(*devices)
-            copies = taking.image.copies(chunks)
-            self._side.start(copies, lambda: self._write(taking, lambda: taking.image.rows(sum64)))
+            try:
+                copies = taking.image.copies(chunks)
+            except OSError as error:
+                self._write(taking, partial(_fail, error))
+            else:
+                self._side.start(copies, lambda: self._write(taking, lambda: taking.image.rows(sum64)))
             self._tell_unpinned(taking.slot)
         else:
             self._write(taking, lambda: taking.image.keep(chunks, sum64))
@@ -370,6 +375,10 @@ class Snapshots(NoSnapshots):
         if self._ranks.any(any(wanted.values())):
             assert self._world is not None
             fetch_pieces(wanted, self._images_of(found), self._world, self._ranks)
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def _manifest(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:

@@ -42,7 +42,7 @@ Ended = Callable[[], bool]
 
 
 class GroupProgress(NamedTuple):
-    """What one rank has done in one process group."""
+    """The collectives that one rank has started and finished in one process group."""
 
     identity: int
     """Equal on the ranks of the group."""
@@ -57,25 +57,26 @@ class GroupProgress(NamedTuple):
     finished: int
     """Those that have ended, with all before them."""
     bytes: int
-    """What the rank sends in the first that has not ended; 0 if all have."""
+    """Those that the rank sends in the first that has not ended; 0 if all have."""
     axis: str
     operation: str
     """The operation of the first that has not ended, or of the last."""
 
     @classmethod
     def all_of(cls, memory: memoryview, offset: int) -> list[GroupProgress]:
-        """Return what a rank has published from byte `offset` on."""
+        """Return the groups that a rank has published from byte `offset` on."""
         found = []
         for start in range(offset, offset + BYTES, GROUP_BYTES):
             *numbers, axis, operation = _FIELDS.unpack_from(memory, start)
             if not numbers[0]:
                 break
-            found.append(cls(*numbers, axis.rstrip(b"\0").decode(), operation.rstrip(b"\0").decode()))
+            texts = (text.rstrip(b"\0").decode() for text in (axis, operation))
+            found.append(cls._make([*numbers, *texts]))
         return found
 
 
 class AxisInfo(Protocol):
-    """What the log needs to know of an axis (`mesh.Axis`)."""
+    """The facts about an axis that the log needs (`mesh.Axis`)."""
 
     @property
     def name(self) -> str:
@@ -149,7 +150,7 @@ class _Group:
             self.finished += 1
 
     def progress(self) -> GroupProgress:
-        """What is published."""
+        """The record that is published."""
         first = self.flights[0] if self.flights else None
         axis, operation = self.last if first is None else (first.axis, first.operation)
         at = 0

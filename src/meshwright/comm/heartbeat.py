@@ -45,7 +45,7 @@ class Beat(NamedTuple):
     label: str
     """Axis and operation of the last collective that it waited for."""
     groups: tuple[GroupProgress, ...] = ()
-    """What it has done in each process group, where that is published."""
+    """Its collectives in each process group, where they are published."""
 
     @property
     def progress(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Sum(Protocol):
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What is sent, and what messages are received in."""
+        """The tensors that are sent and received in."""
         ...
 
     def total(self) -> Tensor:
@@ -63,7 +63,7 @@ class ExactSum:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What is summed in place."""
+        """The tensor that is summed in place."""
         return (self.buffer,)
 
     def total(self) -> Tensor:

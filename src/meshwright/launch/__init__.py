@@ -1,7 +1,8 @@
 """Ranks are started, watched and started again here, for every verb.
 
 `supervisor` supervises the ranks of a host: `zygote` forks them, `start` is one start of all of them, and
-`call` the program of each. `hang` and `slow` find ranks that do not move or hold others up, `restarts`
-says what is tried again. With `elastic` hosts leave and join, by the files of `membership`;
-`island_supervisor` supervises step groups that are worlds of their own.
+`call` the program of each. `hang` and `slow` find ranks that do not move or hold others up,
+`stalled_collective` the collective that a run hangs in, and `restarts` says what is tried again. With
+`elastic` hosts leave and join, by the files of `membership`; `island_supervisor` supervises step groups that
+are worlds of their own.
 """

@@ -28,7 +28,7 @@ class StalledCollective:
     waiting: tuple[int, ...]
     late: tuple[int, ...]
     deed: Literal["started", "reached", "finished"]
-    """What the late ranks have not done."""
+    """The deed that the late ranks have not done."""
     unseen: int
     """Ranks of the group on other hosts."""
     ended_on_some: bool = False

@@ -335,7 +335,7 @@ class Start:
 
 
 def _recorded(dump: Path) -> str:
-    """What a dump of NCCL's flight recorder says, in words."""
+    """A dump of NCCL's flight recorder in words."""
     try:
         found = first_uncompleted(dump)
     except BadDumpError as error:

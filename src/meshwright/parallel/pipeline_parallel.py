@@ -206,7 +206,8 @@ class _Run:
     def _send(self, operation: Operation) -> None:
         action, receiver = operation.action, operation.peer
         result = self.to_send.pop(action)
-        self.sent[action] = start_send(result, receiver, *self._lane(action, self.rank, receiver))
+        pending = start_send(result, receiver, *self._lane(action, self.rank, receiver))
+        self.sent[action] = pending
 
     # Computing --------------------------------------------------------------------------------------
 

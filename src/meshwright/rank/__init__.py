@@ -3,7 +3,7 @@
 `env` reads the rank's place from what a launcher set, of which `slurm_mpi` knows srun and mpirun, and
 `child` is its main program. `rendezvous` and `network` say where ranks meet, `process_group` and `world`
 join them, and `auto_layout` plans a layout where none is given. `device_defaults` are keys that the device
-decides, and `machine` tells where a run is. `shared_memory` is what a rank has in common with its
-supervisor, `processes` what the kernel says of processes, `scratch` temporary folders. `failure` and
-`out_of_memory` are the reports of ranks that end early.
+decides, `gpu` is the one that a rank takes, and `machine` tells where a run is. `shared_memory` is what a
+rank has in common with its supervisor, `processes` what the kernel says of processes, `scratch` temporary
+folders. `failure`, `out_of_memory` and NCCL's `flight_recorder` are the reports of ranks that end early.
 """

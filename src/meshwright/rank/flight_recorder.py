@@ -46,7 +46,7 @@ def record_collectives(environment: MutableMapping[str, str], folder: Path | Non
         settings |= {_DUMPS: str(folder / DUMP), _PIPES: str(folder / PIPE)}
     for names, value in settings.items():
         if not any(name in environment for name in names):
-            environment |= dict.fromkeys(names, value)
+            environment.update(dict.fromkeys(names, value))
 
 
 def ask_for_dump(folder: Path, rank: int) -> bool:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from meshwright.host import content
+from meshwright.host import content, is_switched_on
 from meshwright.spec import UserError
 
 SYSFS = Path("/sys")
+SHARED_ON_PURPOSE = "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID"
 
 
 def device_index(local_rank: int) -> int:
@@ -36,7 +37,12 @@ def device_index(local_rank: int) -> int:
 
 
 def refuse_shared(store: Store, rank: int, index: int) -> None:
-    """Raise `UserError` if a rank of the world that came before has the same GPU, by its UUID."""
+    """Raise `UserError` if a rank of the world that came before has the same GPU, by its UUID.
+
+    NCCL takes several ranks on one if it is told to, by either variable of `SHARED_ON_PURPOSE`.
+    """
+    if any(is_switched_on(name) for name in SHARED_ON_PURPOSE):
+        return
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     first = int(store.compare_set(f"gpu/{uuid}", "", str(rank)))
     if first != rank:
