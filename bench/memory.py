@@ -66,8 +66,9 @@ class Watch:
 
     def _gather(self, honest: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            arriving = _bytes(u._gathering[1] for u in self.units if u._gathering and u.shards)
-            honest()  # lays out what arrived: for a moment it is there twice
+            under_way = [u._gathering[1] for u in self.units if u._gathering and u.shards]
+            arriving = _bytes(message for message in under_way if message is not None)
+            honest()  # lays out what arrived encoded: for a moment it is there twice
             self._look(arriving)
 
         return run

@@ -78,6 +78,17 @@ def all_operations(mesh: Mesh, shared: bool) -> None:
         assert torch.equal(largest, given.amax(0))
 
 
+def operations_of_groups_of_calls(mesh: Mesh) -> None:
+    """As over NCCL, whose calls gloo takes, too, one tensor after another."""
+    with patch.object(collectives, "_has_groups_of_calls", lambda axis: True):
+        all_operations(mesh, False)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_tensors_in_a_group_of_calls(ranks: Ranks, size: int) -> None:
+    ranks.run(Layout(tp=size), operations_of_groups_of_calls)
+
+
 @pytest.mark.parametrize(
     "shared", [pytest.param(True, id="shared memory", marks=shares_memory), pytest.param(False, id="gloo")]
 )
