@@ -288,15 +288,17 @@ class LayerCost:
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
             format, length = self.precision.products, self.document
             return self.kernels.attention(format, flops, length, backward, self.attention), 0.0
-        batch = max(1, self.tokens // self.length) * heads
+        sequences = max(1, self.tokens // self.length)
+        batch = sequences * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]
         core = sum(self.kernels.matmul(self.sixteen, *p) for p in shapes)
         # counted: softmax reads and writes 2 bytes twice; dropout its result, and a mask of 1 byte
         scored = (13 if self.stack.dropout else 8) * pairs
         if blocked:  # half of the pairs; counted: the cap reads and writes scores three times, its slope, too
-            times = 2 if backward else 1
-            return core * (2.5 if backward else 1) / 2, self.kernels.moved(times * 10 * pairs)
+            times, computed = 2 if backward else 1, pairs / (batch * length**2)
+            core *= (2.5 if backward else 1) / 2 * computed
+            return core, self.kernels.moved(times * 10 * pairs)
         return core * (2 if backward else 1), self.kernels.moved(scored)
 
     def _measured_core(self, backward: bool) -> float | None:
