@@ -54,7 +54,7 @@ def recorded(spec: RunSpec) -> dict[str, float]:
 
 
 def counted(spec: RunSpec) -> dict[str, float]:
-    """The same by the planner's numbers, of a dense model under ZeRO-3 or 1 without a pipeline."""
+    """Bytes of these parts by the planner's numbers, of a dense model without a pipeline."""
     costs = estimate(spec, cluster("h100", spec.layout.world_size)).costs
     blocks = costs.blocks(spec)
     (kind,) = spec.model.kinds
@@ -121,7 +121,7 @@ def test_each_part_moves_the_bytes_that_plans_count(
 def test_terms_of_plans_are_those_of_the_clocks(
     process: FakeCudaProcess, name: str, flags: dict[str, object]
 ) -> None:
-    """What a GPU computes takes as long in plans as by the clocks of the recorded step, within a tenth."""
+    """Plans and the clocks of the recorded step agree within a tenth on what a GPU computes."""
     result = process.call(api.dryrun, run(**flags), device="cuda", cluster=name)
     rows = result["ranks"][0]["timeline"]["planner"]["terms"]
     terms = {row["term"]: row["ratio"] for row in rows}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.hardware.attention_backend import AttentionBackends
+from meshwright.kernels.attention_backend import attention_backend
 from meshwright.kernels.attention_flash import FLASH, Packed, part_operators
 from meshwright.kernels.attention_intervals import attention_intervals
-from meshwright.kernels.flash_implementation import flash_implementation
 from meshwright.kernels.partial_attention import TILES
 from meshwright.kernels.score_changes import ScoreChanges
 from meshwright.model.attention import attend, attention_mask
@@ -31,21 +34,35 @@ pytestmark = [
 HEADS, LENGTH = 4, 640
 
 
-@pytest.fixture(autouse=True, params=["FA2", "FA3", "FA4"])
-def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Flash attention of torch, and of each package that is there for this GPU."""
+@pytest.fixture(autouse=True, params=["auto", "cudnn", "FA2", "FA3", "FA4"])
+def backends(request: pytest.FixtureRequest) -> Iterator[AttentionBackends]:
+    """Kernels of torch, and of each package that is there for this GPU."""
+    keys = [("train.attention_backend", request.param), ("precision.compute", "bf16")]
     with ExitStack() as stack:
         try:
-            stack.enter_context(flash_implementation(request.param, torch.device("cuda")))
+            found = attention_backend(load(None, keys), torch.device("cuda"))
+            chosen = stack.enter_context(found)
         except UserError as error:
             pytest.skip(str(error))
-        yield
+        yield chosen
 
 
-def draw(kv_heads: int, dim: int, seed: int = 0) -> list[Tensor]:
+class Operators(TorchDispatchMode):
+    """Names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def draw(kv_heads: int, dim: int, seed: int = 0, length: int = LENGTH) -> list[Tensor]:
     """q, k, v and the output's gradient in bf16."""
     make = torch.Generator().manual_seed(seed)
-    shapes = [(2, LENGTH, heads, dim) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    shapes = [(2, length, heads, dim) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     return [torch.randn(s, generator=make).to("cuda", torch.bfloat16) for s in shapes]
 
 
@@ -65,6 +82,23 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Errors of tensors, relative to the norm (or to 1: a query that sees one key has a gradient of 0)."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, exact, strict=True)]
     return [float((a - b).norm() / b.norm().clamp(min=1)) for a, b in pairs]
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("length", [1, 77, 128, 641, 1024])
+def test_whole_sequences_are_those_of_float64(
+    length: int, kv_heads: int, dim: int, backends: AttentionBackends
+) -> None:
+    """By the kernel that was chosen, also for lengths that 128 does not divide."""
+    *inputs, grad = draw(kv_heads, dim, length=length)
+    with Operators() as called:
+        found = differentiated(inputs, grad, None)
+    exact = differentiated([x.double() for x in inputs], grad.double(), None)
+    assert max(errors(found, exact)) <= 0.02, errors(found, exact)
+    kernel = "cudnn" if backends.plain == "cudnn" else "flash"
+    if length > 1:
+        assert any(f"_{kernel}_attention" in name for name in called.names), called.names
 
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 128])

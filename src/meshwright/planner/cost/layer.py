@@ -22,7 +22,7 @@ from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, wei
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.operator_bytes import (
-    Both,
+    ForwardBackward,
     block_bytes,
     embedding_bytes,
     head_bytes,
@@ -288,15 +288,17 @@ class LayerCost:
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
             format, length = self.precision.products, self.document
             return self.kernels.attention(format, flops, length, backward, self.attention), 0.0
-        batch = max(1, self.tokens // self.length) * heads
+        sequences = max(1, self.tokens // self.length)
+        batch = sequences * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]
         core = sum(self.kernels.matmul(self.sixteen, *p) for p in shapes)
         # counted: softmax reads and writes 2 bytes twice; dropout its result, and a mask of 1 byte
         scored = (13 if self.stack.dropout else 8) * pairs
         if blocked:  # half of the pairs; counted: the cap reads and writes scores three times, its slope, too
-            times = 2 if backward else 1
-            return core * (2.5 if backward else 1) / 2, self.kernels.moved(times * 10 * pairs)
+            times, computed = 2 if backward else 1, pairs / (batch * length**2)
+            core *= (2.5 if backward else 1) / 2 * computed
+            return core, self.kernels.moved(times * 10 * pairs)
         return core * (2 if backward else 1), self.kernels.moved(scored)
 
     def _measured_core(self, backward: bool) -> float | None:
@@ -315,11 +317,11 @@ class LayerCost:
         """Bytes moved per parameter and microbatch to lay out its gradient."""
         return unit_copies(self.spec).packed if self.counted else self.stack.packed
 
-    def _bytes(self, kind: LayerKind) -> Both:
+    def _bytes(self, kind: LayerKind) -> ForwardBackward:
         """Bytes that norms, activations, residuals and copies of the forward move, and of the backward."""
         if self.counted:
             found = block_bytes(self.spec, self.shape, kind)
-            return found.plus(Both(1, 2), self._ring_bytes())
+            return found.plus(ForwardBackward(1, 2), self._ring_bytes())
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
@@ -337,7 +339,7 @@ class LayerCost:
             moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         moved *= self.stack.elementwise
-        return Both(moved, 2 * moved)  # counted: the forward's tensors, and their gradients
+        return ForwardBackward(moved, 2 * moved)  # counted: the forward's tensors, and their gradients
 
     def _ring_bytes(self) -> float:
         """Bytes that the sums of the outputs for each rank's keys move."""
@@ -472,7 +474,11 @@ class LayerCost:
         """Seconds of the lookup, and of adding up its gradient."""
         stream, sent = self.shape.stream * self.width, self._around(head=False)
         # counted: a row read, written, and read by what follows; the gradient in fp32
-        sizes = embedding_bytes(self.spec, self.shape) if self.counted else Both(3 * stream, 6 * stream)
+        sizes = (
+            embedding_bytes(self.spec, self.shape)
+            if self.counted
+            else ForwardBackward(3 * stream, 6 * stream)
+        )
         moved, back = map(self.kernels.moved, sizes)
         packed = self.kernels.moved(self.packed * self.largest_unit)
         host = self.stack.ends / 2 * self.launch

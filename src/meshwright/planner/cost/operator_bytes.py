@@ -17,54 +17,54 @@ from meshwright.spec.layers import LayerKind
 from meshwright.spec.tiling import loss_rows
 
 
-class Both(NamedTuple):
-    """Of a forward and a backward: passes over a tensor, each a read or a write, or bytes."""
+class ForwardBackward(NamedTuple):
+    """Passes over a tensor, each a read or a write, or bytes, of a forward and of its backward."""
 
     forward: float
     backward: float
 
-    def plus(self, other: Both, times: float = 1.0) -> Both:
+    def plus(self, other: ForwardBackward, times: float = 1.0) -> ForwardBackward:
         """The sum with `times` x `other`."""
-        return Both(self.forward + times * other.forward, self.backward + times * other.backward)
+        return ForwardBackward(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
 # Passes over a tensor. Counted: the operators of a block in a dry run.
 
-NORM = Both(2, 3)
-RESIDUAL = Both(3, 3)
-"""Of the hidden state at one sum of a block."""
+NORM = ForwardBackward(2, 3)
+RESIDUAL = ForwardBackward(3, 3)
+"""Passes over the hidden state at one sum of a block."""
 SHARED_INPUT = 3.0
-"""Over a product's input in the backward, for each further product of it, whose gradients are added up."""
-ROTATION = Both(5, 5)
-"""Over queries and keys: a product with cosines, and the other halves added by sines."""
-GATED = Both(5, 11)
-"""Over the inner channels: activation and product, which the backward computes again beside its own."""
-UNGATED = Both(2, 3)
-EXPERT_INNER = Both(7, 15)
-"""Over the inner channels of the rows of experts, which are also weighted by the router."""
-EXPERT_ROWS = Both(7.5, 7)
-"""Over the rows of experts on their way there and back."""
+"""Passes over a product's input in the backward for each further product of it, as gradients are added."""
+ROTATION = ForwardBackward(5, 5)
+"""Passes over queries and keys: a product with cosines, and the other halves added by sines."""
+GATED = ForwardBackward(5, 11)
+"""Passes over the inner channels: activation and product, which the backward computes again, too."""
+UNGATED = ForwardBackward(2, 3)
+EXPERT_INNER = ForwardBackward(7, 15)
+"""Passes over the inner channels of the rows of experts, which the router weighs."""
+EXPERT_ROWS = ForwardBackward(7.5, 7)
+"""Passes over the rows of experts on their way there and back."""
 
 # Bytes. Counted: the head, the embedding and copies of units in a dry run in 16 bits, sums in fp32.
 
 LOGIT = 36.0
-"""Of a logit: it is widened, its log-softmax taken, exponentiated and scaled, and the gradient narrowed."""
+"""Bytes of a logit: widened, its log-softmax taken, exponentiated and scaled, the gradient narrowed."""
 CAPPED = 6.0
 """Passes over the logits that a soft cap and its slope add."""
 FIRST_PRODUCT, FURTHER_PRODUCT = 6.0, 10.0
-"""Of a weight of the head, as the gradient of a chunk of tokens is written to its sum, or added."""
+"""Bytes of a weight of the head, as the gradient of a chunk of tokens is written to its sum, or added."""
 SCALED = 14.0
-"""Of a weight of the head: its gradient is scaled and narrowed."""
+"""Bytes of a weight of the head, whose gradient is scaled and narrowed."""
 
 
-def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> Both:
+def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> ForwardBackward:
     """Bytes of the norms, activations, residuals and rotations of a layer in a microbatch."""
     model, width = spec.model, shape.width
     stream, tokens = shape.own * model.hidden * width, shape.tokens * width
-    found = Both(0.0, 0.0).plus(NORM, model.block_norms * stream).plus(RESIDUAL, 2 * stream)
+    found = ForwardBackward(0.0, 0.0).plus(NORM, model.block_norms * stream).plus(RESIDUAL, 2 * stream)
     if spec.layout.tp == 1:  # tensor ranks take the gradients of several products together
         products = (2 if model.mla is None else 1) + (model.gated and not kind.has_experts)
-        found = found.plus(Both(0, SHARED_INPUT), products * shape.tokens * model.hidden * width)
+        found = found.plus(ForwardBackward(0, SHARED_INPUT), products * shape.tokens * model.hidden * width)
     if model.position == "rope":
         found = found.plus(ROTATION, tokens * (shape.q + shape.kv))
     if model.qk_norm:
@@ -86,7 +86,7 @@ def head_chunks(shape: LayerShape) -> dict[int, int]:
     return {rows: whole} | ({rest: 1} if rest else {})
 
 
-def head_bytes(spec: RunSpec, shape: LayerShape) -> Both:
+def head_bytes(spec: RunSpec, shape: LayerShape) -> ForwardBackward:
     """Bytes of the loss, and of the sum of the head's gradient over chunks of tokens."""
     weight = shape.rows * spec.model.hidden
     chunks = sum(head_chunks(shape).values())
@@ -99,13 +99,13 @@ def head_bytes(spec: RunSpec, shape: LayerShape) -> Both:
         return kernel.plus(Both(weight * sums, weight * SCALED))
     logit = LOGIT + (CAPPED * shape.width if spec.model.logit_softcap is not None else 0.0)
     sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
-    return Both(shape.tokens * shape.rows * logit + weight * sums, weight * SCALED)
+    return ForwardBackward(shape.tokens * shape.rows * logit + weight * sums, weight * SCALED)
 
 
-def embedding_bytes(spec: RunSpec, shape: LayerShape) -> Both:
+def embedding_bytes(spec: RunSpec, shape: LayerShape) -> ForwardBackward:
     """Bytes of the lookup, and of its gradient, which is as large as the embedding."""
     stream = shape.stream * shape.width
-    return Both(2 * stream, stream + shape.rows * spec.model.hidden * shape.width)
+    return ForwardBackward(2 * stream, stream + shape.rows * spec.model.hidden * shape.width)
 
 
 class UnitCopies(NamedTuple):
