@@ -421,7 +421,10 @@ class LayerCost:
         product = partial(self.kernels.matmul, self.sixteen)
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
-        logits, back = (self.kernels.moved(n * rows * each) for each in self._bytes_of_a_logit())
+        # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
+        # made of the fp32 copy, and read by both products; a cap reads and writes three times, its slope, too
+        capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
+        logits, back = (self.kernels.moved(n * rows * (each + capped)) for each in (16.0, 10.0))
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
         host, forward = self.stack.ends / 2 * self.launch, product(n, rows, model.hidden)
         again = forward if self.shape.log_probs else 0.0  # whose backward computes the logits once more
@@ -430,17 +433,6 @@ class LayerCost:
             Seconds(matmul=again + product(n, model.hidden, rows), moved=back, tensor=sent),
             Seconds(matmul=product(rows, model.hidden, n), moved=packed),
         )
-
-    def _bytes_of_a_logit(self) -> tuple[float, float]:
-        """Bytes that the loss moves for each logit, forward and backward, beside the products."""
-        if self.stack.own and self.shape.loss_by_kernel:  # counted: sums read it, gradients read and write it
-            if self.shape.log_probs:
-                return self.width, 2.0 * self.width
-            return (2.0 if self.spec.layout.tp == 1 else 3.0) * self.width, 0.0  # both at once, if whole
-        # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
-        # made of the fp32 copy, and read by both products; a cap reads and writes three times, its slope, too
-        capped = 6.0 * self.width if self.spec.model.logit_softcap is not None else 0.0
-        return 16.0 + capped, 10.0 + capped
 
     def _embedding(self) -> PassSeconds:
         """Seconds of the lookup, and of adding up its gradient."""
