@@ -128,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _multiply_(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a gradient by a number in place; returns it."""
-    if cross_entropy.takes(gradient):
+    if cross_entropy.takes(gradient) and gradient.is_contiguous():
         cross_entropy.multiply_(gradient, factor)
         return gradient
     return gradient.mul_(factor.to(gradient.dtype))
