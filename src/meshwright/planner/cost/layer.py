@@ -306,7 +306,7 @@ class LayerCost:
         if kind.has_experts:
             # counted: rows permuted there and back; the activation reads its gates and writes one
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
-            moved += self.shape.copies * b * (4 * d + inner)
+            moved += self.shape.sent()[0] * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         return moved * self.stack.elementwise
 
