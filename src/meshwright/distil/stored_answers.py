@@ -156,7 +156,7 @@ class StoredAnswers:
     def __call__(self, batch: Batch) -> SoftTargets | None:
         rows = self.check(batch.ids.numpy())
         log_p, tokens = (
-            share(torch.from_numpy(file[rows]), self._mesh.context).to(self._mesh.device)
+            share(torch.from_numpy(file[rows]), self._mesh.context).to(self._mesh.device, non_blocking=True)
             for file in (self._log_p, self._tokens)
         )
         return SoftTargets(self._how, log_p, tokens.long())

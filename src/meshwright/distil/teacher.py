@@ -87,7 +87,9 @@ class Teacher:
         samples = len(batch.tokens) * self.student.layout.data_ranks
         questions, replies = self._exchanges(samples)
         device, length = self._mesh.device, self.spec.data.seq_len
-        fields = torch.stack([batch.tokens, batch.positions, batch.documents], -1).to(device)
+        fields = torch.stack([batch.tokens, batch.positions, batch.documents], -1).to(
+            device, non_blocking=True
+        )
         asked = questions(fields.flatten(0, 1)).unflatten(0, (-1, length)).unbind(-1)
         tokens, positions, documents = asked
         numbers = torch.arange(len(tokens))

@@ -95,11 +95,11 @@ class TokenExchange:
         each.
         """
         device = rows_NC.device
-        parts = [rows_NC[index.to(device)] for index in self.sent]
+        parts = [rows_NC[index.to(device, non_blocking=True)] for index in self.sent]
         if select is not None:
             parts = [select(to, part) for to, part in enumerate(parts)]
         sent = torch.cat(parts)
-        places = torch.cat(self.received).to(device)
+        places = torch.cat(self.received).to(device, non_blocking=True)
         received = sent.new_empty(len(places), sent.shape[1])
         counts = [[len(index) for index in each] for each in (self.received, self.sent)]
         start_all_to_all(received, sent, self._axis, *counts).wait()
