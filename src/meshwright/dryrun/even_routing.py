@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.dryrun.kernel_shapes import EVEN_ROWS
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Dispatch
-from meshwright.model.token_dispatcher import TokenDispatcher
+from meshwright.model.token_dispatcher import TokenDispatcher, padded_sizes
 from meshwright.parallel.expert_parallel import AllToAllDispatcher, BoundedDispatcher, ExpertDispatch
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.spec import RunSpec
@@ -62,4 +63,9 @@ class _EvenAllToAllDispatcher(_EvenDispatcher, AllToAllDispatcher):
 
 
 class _EvenBoundedDispatcher(_EvenAllToAllDispatcher, BoundedDispatcher):
-    """Routes so in messages of a fixed size, where experts are computed one by one."""
+    """Routes so in messages of a fixed size; the trace is told how many rows hold copies."""
+
+    def _plan(self, order: Tensor, position_Nk: Tensor) -> None:
+        super()._plan(order, position_Nk)
+        arriving = self._listed(len(self.groups.ends))[self._axis.size :]
+        setattr(self.groups.ends, EVEN_ROWS, sum(padded_sizes(arriving)))

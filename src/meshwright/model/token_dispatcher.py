@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels import expert_rows
 from meshwright.kernels.with_backward import with_backward
 from meshwright.spec.tiling import ALIGN
 
@@ -43,8 +44,9 @@ class RowGroups(NamedTuple):
     def to_the_end(self, rows: int) -> RowGroups:
         """The groups where the last expert's rows, which are so many of all, go to the end."""
         if self.sizes is None:
-            self.ends[-1:].fill_(rows)
-            return self
+            ends = self.ends.clone()
+            ends[-1:].fill_(rows)
+            return self._replace(ends=ends)
         sizes = *self.sizes[:-1], rows - sum(self.sizes[:-1])
         return self._replace(sizes=sizes)
 
@@ -114,7 +116,7 @@ class TokenDispatcher:
 
     def send(self, *columns: Column) -> Any:
         """Start to send rows to the experts, side by side; pass the result to `receive`."""
-        return [self._take(values, index) for values, index in columns]
+        return [expert_rows.gather(values, index, self.holes) for values, index in columns]
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         """The columns' rows (R, .) at the experts of this rank; the content of padding rows is arbitrary."""
@@ -128,17 +130,12 @@ class TokenDispatcher:
         """The columns' rows of this rank's copies, which `copy_rows` indexes."""
         return sent
 
-    def _take(self, values: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-        """The rows `index` of `values`, in `out` where that is given; zeros for -1 where there are holes."""
-        if not self.holes:
-            return torch.index_select(values, 0, index, out=out)
-        taken = torch.index_select(values, 0, index.clamp(min=0), out=out)
-        return taken.masked_fill_((index < 0).unsqueeze(1), 0)
-
     def sum_copies(self, rows: Tensor) -> Tensor:
         """(N, C): the sum over each token's admitted copies of their rows from `receive_back`."""
         if not len(rows):
             return rows.new_zeros(self.tokens, rows.shape[1])
+        if expert_rows.takes(rows):
+            return expert_rows.sum_rows(rows, self._rows_or_holes())
         copy_rows, admitted = self._summed_rows()
         if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
             weights = None if admitted is None else admitted.to(rows.dtype)
@@ -160,6 +157,9 @@ class TokenDispatcher:
         copies."""
         if not len(values):
             return values.new_zeros(self.tokens, self.top_k)
+        if expert_rows.takes(values):
+            index = self._rows_or_holes().view(self.tokens * self.top_k, -1)
+            return expert_rows.sum_rows(values.unsqueeze(1), index).view(self.tokens, self.top_k)
         copy_rows, admitted = self._summed_rows()
         found = values[copy_rows] if admitted is None else values[copy_rows].masked_fill_(~admitted, 0)
         return found.view(self.tokens, self.top_k, -1).sum(2)
@@ -172,6 +172,13 @@ class TokenDispatcher:
             return self.copy_rows, None
         slices = self.copy_rows.shape[1] // self.top_k
         return self.copy_rows, self.admitted.unsqueeze(2).expand(-1, -1, slices).flatten(1)
+
+    def _rows_or_holes(self) -> Tensor:
+        """(N, k or more): the rows whose sum a token gets, -1 for those that do not count."""
+        if self.holes:
+            return self.copy_rows
+        copy_rows, admitted = self._summed_rows()
+        return copy_rows if admitted is None else copy_rows.masked_fill(~admitted, -1)
 
     def _mask_padding(self, values_R: Tensor) -> Tensor:
         """`values_R` with 0 in padding rows."""

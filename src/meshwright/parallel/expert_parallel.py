@@ -32,6 +32,7 @@ from torch import Tensor
 
 from meshwright.comm.collectives import start_all_to_all
 from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.kernels import expert_rows
 from meshwright.kernels.with_backward import with_backward
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.low_precision_linear import Products
@@ -58,14 +59,14 @@ class _Sent(NamedTuple):
     columns: list[tuple[torch.dtype, int]]
     """The format of each column, and how many elements of the first one's it takes."""
 
-    def arrived(self, take: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, ...]:
-        """The columns, or the rows of them that `take` returns."""
+    def arrived(self, index: Tensor | None = None, holes: bool = False) -> tuple[Tensor, ...]:
+        """The columns, or the rows `index` of them, among which may be `holes`."""
         self.pending.wait()
-        parts = self.received.split([width for _, width in self.columns], 1)
-        rows = parts if take is None else [take(part) for part in parts]
+        widths, rows = [width for _, width in self.columns], self.received
+        parts = rows.split(widths, 1) if index is None else expert_rows.separate(rows, widths, index, holes)
         return tuple(
             part if part.dtype == dtype else part.contiguous().view(dtype)
-            for part, (dtype, _) in zip(rows, self.columns, strict=True)
+            for part, (dtype, _) in zip(parts, self.columns, strict=True)
         )
 
 
@@ -130,7 +131,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return self._start(columns, self._received_rows, self._sent_rows)
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
-        return self._cache.run("matmul", lambda: sent.arrived(lambda part: self._take(part, self._source)))
+        return self._cache.run("matmul", lambda: sent.arrived(self._source, self.holes))
 
     def send_back(self, *columns_R: Tensor) -> _Sent | None:
         if self._cache.recomputing:
@@ -143,16 +144,14 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _start(self, columns: Sequence[Column], received_rows: list[int], sent_rows: list[int]) -> _Sent:
         """Start one message with the bytes of all columns, each row's next to each other."""
-        (first, index), *_ = columns
-        parts = [(values.dtype, values.contiguous().view(first.dtype), index) for values, index in columns]
-        widths = [values.shape[1] for _, values, _ in parts]
-        sent = first.new_empty(len(index), sum(widths))
-        for place, (_, values, index) in zip(sent.split(widths, 1), parts, strict=True):
-            self._take(values, index, place)
+        first = columns[0][0].dtype
+        parts = [(values.contiguous().view(first), index) for values, index in columns]
+        sent = expert_rows.join(parts, self.holes)
         received = sent.new_empty(sum(received_rows), sent.shape[1])
         rows = (received_rows, sent_rows) if self._uneven else ()
         pending = start_all_to_all(received, sent, self._axis, *rows)
-        formats = [dtype for dtype, *_ in parts]
+        widths = [values.shape[1] for values, _ in parts]
+        formats = [values.dtype for values, _ in columns]
         return _Sent(pending, received, sent, list(zip(formats, widths, strict=True)))
 
 
