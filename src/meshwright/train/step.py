@@ -256,7 +256,8 @@ class Trainer:
         """
         self._due_factor = self.due.exchange(self.gradient_factor)
         targets = self._own_targets(following) if following is not None else 0
-        found = torch.stack([self.states.squares(), self.buffers.judged(loss)])
+        loss = self.buffers.judged(loss)
+        found = torch.stack([self.states.squares(), loss])
         counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
         more = [
