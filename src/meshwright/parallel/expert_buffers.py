@@ -124,7 +124,7 @@ class ExpertBuffers(StepPart):
         return iter([] if self._lacking is None else [(None, self._lacking)])
 
     def of_gradients(self) -> tuple[list[object], list[Tensor]]:
-        """The same number."""
+        """The number of copies without room."""
         return [self], [] if self._lacking is None else [self._lacking]
 
 

@@ -75,7 +75,7 @@ class AllToAllDispatcher(TokenDispatcher):
     one."""
 
     _uneven = True
-    """Whether a rank sends other numbers of rows to each, which the host has to know."""
+    """True if numbers of rows differ between ranks, so that the host has to know them."""
 
     def __init__(self, axis: Axis, slices: int, cache: RecomputeCache, *routing: Any) -> None:
         """`routing` are the arguments of `TokenDispatcher`."""

@@ -65,6 +65,7 @@ def _sum_rows(rows, index, out, columns, stride, COPIES: tl.constexpr, BLOCK: tl
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:
+    """The rows of `values` at `index`."""
     values, index = _plain(values), index.contiguous()
     out = values.new_empty(len(index), values.shape[1])
     _move(values, index, out, None)
@@ -72,6 +73,7 @@ def take_rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def pack_rows(first: Tensor, index: Tensor, second: Tensor, second_index: Tensor) -> Tensor:
+    """The rows of two tensors at an index each, side by side."""
     first, second = _plain(first), _plain(second)
     joined = first.new_empty(len(index), first.shape[1] + second.shape[1])
     own, others = joined.split([first.shape[1], second.shape[1]], 1)
@@ -80,6 +82,7 @@ def pack_rows(first: Tensor, index: Tensor, second: Tensor, second_index: Tensor
 
 
 def unpack_rows(packed: Tensor, index: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The rows at `index`, the first `width` channels apart from the others."""
     packed, index = _plain(packed), index.contiguous()
     first, second = packed.split([width, packed.shape[1] - width], 1)
     outs = tuple(packed.new_empty(len(index), part.shape[1]) for part in (first, second))
@@ -88,6 +91,7 @@ def unpack_rows(packed: Tensor, index: Tensor, width: int) -> tuple[Tensor, Tens
 
 
 def sum_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """The sum of the rows at each row of `index`."""
     rows, index = _plain(rows), index.contiguous()
     tokens, copies = index.shape
     out = rows.new_empty(tokens, rows.shape[1])
