@@ -54,10 +54,11 @@ def measure_as_run(mesh: Mesh, spec: RunSpec, pause: float = 0.003) -> tuple[int
 
     def forward_backward(number: int) -> None:
         micro = micros[number]
-        with record_function(_FORWARD):
-            trainer.states.begin_microbatch(False)
-            loss = trainer.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents)
-        loss.backward()
+        with trainer.buffers.used():
+            with record_function(_FORWARD):
+                trainer.states.begin_microbatch(False)
+                loss = trainer.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents)
+            loss.backward()
 
     forward_backward(0)  # makes the buffers of gradients, which are no activations
     gc.collect()  # or what an earlier model kept is freed while this one is measured

@@ -365,6 +365,10 @@ BUDGETS: dict[str, dict[str, object]] = {
         "model.preset": "mixtral-8x7b", "layout.dp": 8, "layout.ep": 8, "layout.zero": 3,
         "recompute.policy": "full",
     },
+    "mixtral-8x7b, ep 8, bounded messages": {
+        "model.preset": "mixtral-8x7b", "layout.dp": 8, "layout.ep": 8, "layout.zero": 3,
+        "layout.expert_buffer_factor": 1.25, "recompute.policy": "full",
+    },
 }  # fmt: skip
 
 

@@ -37,6 +37,9 @@ BASE = {
     "model.layers": 4, "model.vocab_size": 61, "model.kv_heads": 2, "data.seq_len": 16, "train.steps": 2,
     "train.warmup_steps": 1, "layout.micro_batch": 1, "train.batch_tokens": 64,
 }  # fmt: skip
+EXPERTS: dict[str, object] = {
+    "model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "recompute__policy": "full",
+}  # fmt: skip
 CASES: dict[str, dict[str, object]] = {
     "pp2-1f1b": {"layout__pp": 2, "layout__schedule": "1f1b"},
     "pp2-zb-v": {"layout__pp": 2, "layout__schedule": "zb-v"},
@@ -46,6 +49,8 @@ CASES: dict[str, dict[str, object]] = {
     "dp2-zero2": {"layout__dp": 2, "layout__zero": 2},
     "dp2-zero3": {"layout__dp": 2, "layout__zero": 3},
     "cp2-ring": {"layout__cp": 2},
+    "ep2": {"layout__dp": 2, "layout__ep": 2} | EXPERTS,
+    "ep2-bounded": {"layout__dp": 2, "layout__ep": 2, "layout__expert_buffer_factor": 1.5} | EXPERTS,
 }
 
 
@@ -63,7 +68,9 @@ def verify_cases(names: list[str], device: torch.device) -> dict[str, float]:
     groups, found = Groups(device.type), {}
     for name in names:
         spec = spec_of(BASE, **CASES[name])
-        mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups, experts=False)
+        mesh = build_mesh(
+            spec.layout, device, spec.model.kv_heads, groups, experts=spec.model.moe is not None
+        )
         assert mesh is not None
         result = verify(spec, mesh, 2)
         if result is not None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from meshwright.kernels import expert_rows
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.model.moe import Moe
@@ -36,6 +37,8 @@ def mixture(**moe: object) -> Moe:
         {},
         {"router": "sigmoid", "groups": 4, "top_groups": 2, "bias": True},
         {"top_k": 1, "renormalise": False},
+        {"capacity_factor": 0.75},
+        {"expert_bias": True, "router_bias": True, "activation": "clamped_swiglu"},
     ],
     ids=str,
 )
@@ -58,6 +61,51 @@ def test_grouped_products_are_those_of_the_cpu(
         )
         # In fewer bits a token whose best experts are nearly tied may take another, and its rows differ.
         assert off.median() <= error, number
+
+
+@pytest.mark.parametrize("moe", [{}, {"capacity_factor": 0.75}], ids=str)
+def test_a_layer_in_bf16_does_not_wait_for_the_device(moe: dict[str, object]) -> None:
+    layer = mixture(**moe).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 200, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for mode in ("default", "error"):  # the first time loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            layer(x).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_rows_that_are_not_computed_reach_no_gradient() -> None:
+    """Memory that the allocator hands out again holds NaN."""
+    layer, found = mixture().to("cuda", torch.bfloat16), []
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 200, 128, generator=make).to("cuda", torch.bfloat16).requires_grad_()
+    for _ in range(2):
+        y = layer(x)
+        found.append([y, *torch.autograd.grad(y.float().square().mean(), [x, *layer.parameters()])])
+        torch.full((2**28,), float("nan"), device="cuda")
+    for first, again in zip(*found, strict=True):
+        assert bool(again.isfinite().all())
+        torch.testing.assert_close(first, again, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("channels", "others"), [(4096, 2), (2100, 1)])
+def test_rows_are_moved_and_summed_as_on_the_cpu(dtype: torch.dtype, channels: int, others: int) -> None:
+    make = torch.Generator().manual_seed(channels)
+    first, second = (torch.randn(300, width, generator=make).to(dtype) for width in (channels, others))
+    own, its, back = (torch.randint(-1, most, (900,), generator=make) for most in (300, 300, 900))
+    found = []
+    for device in ("cpu", "cuda"):
+        columns = [(first.to(device), own.to(device)), (second.to(device), its.to(device))]
+        joined = expert_rows.join(columns, holes=True)
+        parts = expert_rows.separate(joined, [channels, others], back.to(device), holes=True)
+        found.append([joined.cpu(), *(part.cpu() for part in parts)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    index = own.view(-1, 2)
+    rows = first[index.clamp(min=0)].double().masked_fill((index < 0).unsqueeze(2), 0)
+    summed = expert_rows.sum_rows(first.cuda(), index.cuda()).cpu()
+    torch.testing.assert_close(summed, rows.sum(1).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_experts_without_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -146,24 +147,54 @@ def test_every_copy_has_a_row_of_its_expert_and_comes_home(
     torch.testing.assert_close(home, x * copies.unsqueeze(1), rtol=1e-14, atol=1e-14)
 
 
-@given(st.integers(1, 40), st.integers(1, 3), st.integers(3, 9))
-def test_bounded_rows_hold_every_copy_whatever_is_chosen(tokens: int, top_k: int, experts: int) -> None:
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(3, 9), st.booleans())
+def test_rows_whose_number_stays_on_the_device_hold_every_copy(
+    tokens: int, top_k: int, experts: int, limited: bool
+) -> None:
     draw = torch.Generator().manual_seed(tokens)
     picked = torch.rand(tokens, experts, generator=draw).argsort(-1)[:, :top_k]
-    exact, bounded = (TokenDispatcher(picked, None, experts, bound) for bound in (False, True))
-    assert bounded.groups.sizes is None and torch.equal(bounded.row, exact.row)
-    assert torch.equal(bounded.groups.ends[:-1], exact.groups.ends[:-1])
-    assert (
-        int(bounded.groups.ends[-1]) == len(bounded.copy) >= len(exact.copy)
-        and len(bounded.copy) % ALIGN == 0
-    )
-    assert TokenDispatcher(picked, torch.ones_like(picked).bool(), experts, True).groups.sizes is not None
+    admitted = torch.rand(tokens, top_k, generator=draw) < 0.7 if limited else None
+    exact, bounded = (TokenDispatcher(picked, admitted, experts, takes_ends) for takes_ends in (False, True))
+    assert bounded.groups.sizes is None and torch.equal(bounded.groups.ends, exact.groups.ends)
+    assert torch.equal(bounded.row[bounded.row >= 0], exact.row)
+    assert len(bounded.copy) % ALIGN == 0 and len(bounded.copy) >= len(exact.copy)
+    x = torch.randn(tokens, 5, dtype=torch.float64, generator=draw)
+    homes = []
+    for dispatcher in (exact, bounded):
+        (rows,) = dispatcher.receive(dispatcher.send((x, dispatcher.token)))
+        homes.append(dispatcher.sum_copies(*dispatcher.receive_back(dispatcher.send_back(rows))))
+    assert torch.equal(*homes)
+    assert (rows[bounded.copy < 0] == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek"])
-def test_one_kernel_for_all_experts_gives_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's grouped product stands in for CUDA's, in fp32: no expert's rows are counted on the host."""
-    layer = mixture(**KINDS[kind]).float()
+def uncomputed(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CUDA's grouped product by the CPU's: rows behind the last group's are left as memory was."""
+
+    def product(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        end = int(offs[-1])
+        if right.ndim == 2:  # the sum over rows
+            return honest(left[:, :end], right[:end], offs=offs)
+        found = left.new_full((len(left), right.shape[2]), float("nan"))
+        found[:end] = honest(left[:end].contiguous(), right, offs=offs)
+        return found
+
+    return product
+
+
+GPT_OSS = {"router_bias": True, "expert_bias": True, "activation": "clamped_swiglu"}
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [KINDS["mixtral"], KINDS["deepseek"], KINDS["capacity"], GPT_OSS],
+    ids=["mixtral", "deepseek", "capacity", "gpt-oss"],
+)
+def test_one_kernel_for_all_experts_gives_the_same(
+    moe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's grouped product stands in for CUDA's, in fp32: no expert's rows are counted on the host, and
+    rows that are not computed, which are NaN, reach no result."""
+    layer = mixture(**moe).float()
     x = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(1))
     weigh = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     wanted_by, results = [x.requires_grad_(), *layer.parameters()], []
@@ -171,6 +202,7 @@ def test_one_kernel_for_all_experts_gives_the_same(kind: str, monkeypatch: pytes
         if replaced:
             monkeypatch.setattr("meshwright.model.moe.one_kernel", lambda _x: True)
             monkeypatch.setattr("meshwright.model.grouped_mm.one_kernel", lambda _x: True)
+            monkeypatch.setattr(torch, "_grouped_mm", uncomputed(torch._grouped_mm))
             monkeypatch.setattr(TokenDispatcher, "_to_host", None)
         y = layer(x)
         results.append([y, *torch.autograd.grad((y * weigh).sum(), wanted_by)])

@@ -168,6 +168,7 @@ EXPERTS: list[dict[str, object]] = [
     {"layout__tp": 2, "layout__etp": 2, "layout__sequence_parallel": "false"},
     LARGE | {"model__moe__activation": "clamped_swiglu", "model__moe__expert_bias": "true"},
     {"layout__tp": 2, "layout__ep": 2, "model__moe__shared_gate": "true", "model__moe__shared_ffn": 256},
+    LARGE | {"layout__dp": 2, "layout__ep": 2, "layout__expert_buffer_factor": 1.5},
     {
         "layout__dp": 2, "layout__ep": 2, "layout__expert_parts": 2, "precision__compute": "fp32",
         "model__moe__z_loss": 0.1, "model__moe__capacity_factor": 1.0, "model__moe__aux_loss": 0.0,

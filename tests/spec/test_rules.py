@@ -66,6 +66,11 @@ RULES = [
     ({"layout": {"ep": 2}}, ["layout.ep: 2", "no experts", "set layout.ep = 1, or give model.moe"]),
     ({"layout": {"etp": 2}}, ["layout.etp: 2", "no experts"]),
     ({"layout": {"expert_parts": 2}}, ["layout.expert_parts: 2", "no effect"]),
+    ({"layout": {"expert_buffer_factor": 1.5}}, ["layout.expert_buffer_factor: 1.5", "no experts", "'none'"]),
+    (
+        {"model": MOE, "layout": TWO | {"expert_buffer_factor": 2}, "outer": {"staleness": 1}},
+        ["layout.expert_buffer_factor: 2", "outer.staleness = 1", "as none"],
+    ),
     (
         {"model": MOE | {"moe": {"every": 99}}},
         ["model.moe.every", "none of model.layers = 4", "every = 3 or"],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import name
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.spec import load
 
@@ -28,8 +29,24 @@ def waits(**flags: object) -> float:
     return rehearse(spec, 0, torch.device("cpu")).counts["step"]["device_waits"] - 1
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_experts_of_one_kernel_wait_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+ROUTED: list[dict[str, object]] = [
+    *({"recompute__policy": policy} for policy in POLICIES),
+    {"recompute__policy": "none", "model__moe__capacity_factor": 1.0},
+    *(
+        {"recompute__policy": policy, "layout__dp": 2, "layout__ep": 2, "layout__expert_buffer_factor": 1.5}
+        for policy in POLICIES
+    ),
+    {
+        "recompute__policy": "full", "layout__dp": 4, "layout__ep": 2, "layout__etp": 2,
+        "layout__expert_parts": 2, "layout__expert_buffer_factor": 2, "model__moe__capacity_factor": 1.0,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ROUTED, ids=name)
+def test_experts_of_one_kernel_wait_for_nothing(
+    flags: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CPU's kernel stands in for CUDA's: both take the groups' ends from the device."""
 
     def always(_x: Tensor) -> bool:
@@ -37,7 +54,7 @@ def test_experts_of_one_kernel_wait_for_nothing(policy: str, monkeypatch: pytest
 
     monkeypatch.setattr("meshwright.model.moe.one_kernel", always)
     monkeypatch.setattr("meshwright.model.grouped_mm.one_kernel", always)
-    assert waits(recompute__policy=policy) == 0
+    assert waits(**flags) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.dryrun.kernel_shapes import EVEN_ROWS
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Dispatch
-from meshwright.model.token_dispatcher import TokenDispatcher
-from meshwright.parallel.expert_parallel import AllToAllDispatcher
+from meshwright.model.token_dispatcher import TokenDispatcher, padded_sizes
+from meshwright.parallel.expert_parallel import AllToAllDispatcher, BoundedDispatcher, ExpertDispatch
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.spec import RunSpec
 
@@ -24,8 +25,9 @@ def route_evenly(decoder: Decoder, spec: RunSpec) -> None:
     share = admitted(spec, moe)
     for _, mixture in decoder.each_mixture():
         dispatch: Dispatch = partial(_EvenDispatcher, share)
-        if isinstance(mixture.hooks.dispatch, partial):
-            dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
+        if isinstance(own := mixture.hooks.dispatch, ExpertDispatch):
+            exact, bounded = partial(_EvenAllToAllDispatcher, share), partial(_EvenBoundedDispatcher, share)
+            dispatch = replace(own, exact=exact, bounded=bounded)
         mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
 
 
@@ -58,3 +60,12 @@ class _EvenAllToAllDispatcher(_EvenDispatcher, AllToAllDispatcher):
         owners = [rank // self._slices for rank in range(ranks)]
         leaving = [counts[owner * here : (owner + 1) * here] for owner in owners]
         return [*leaving, *[leaving[self._axis.rank]] * ranks]
+
+
+class _EvenBoundedDispatcher(_EvenAllToAllDispatcher, BoundedDispatcher):
+    """Routes so in messages of a fixed size; the trace is told how many rows hold copies."""
+
+    def _plan(self, order: Tensor, position_Nk: Tensor) -> None:
+        super()._plan(order, position_Nk)
+        arriving = self._listed(len(self.groups.ends))[self._axis.size :]
+        setattr(self.groups.ends, EVEN_ROWS, sum(padded_sizes(arriving)))

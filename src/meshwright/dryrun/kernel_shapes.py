@@ -19,6 +19,8 @@ FORMATS = {
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
 """Formats of operands, by the names that devices have peaks for."""
+EVEN_ROWS = "even_rows"
+"""Attribute of the ends of groups of rows: how many rows even routing fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class KernelWork:
 def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations by torch's formulas, attention's without regard to its mask."""
     if func.overloadpacket is _aten._grouped_mm:  # of which torch has no formula
-        left, right = args[:2]
-        return 2 * left.numel() * right.shape[-1]
+        left, right = _computed(args[:2], args, kwargs)
+        return 2 * left.numel() * right[-1]
     formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
     args = [each for each in args if not isinstance(each, torch.dtype)]  # of products in another format
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
@@ -56,8 +58,10 @@ def work_of(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork | None:
         return _attention(func, args, kwargs, flops)
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     shape = _SHAPES.get(name.partition("::")[2].partition(".")[0], _last_two)
-    left, right = shape(tensors)
-    return KernelWork(FORMATS.get(left.dtype, "bf16"), flops, _product(left, right))
+    operands = shape(tensors)
+    return KernelWork(
+        FORMATS.get(operands[0].dtype, "bf16"), flops, _product(*_computed(operands, args, kwargs))
+    )
 
 
 def _first_two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -76,14 +80,26 @@ _SHAPES: dict[str, Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]] = {
 """Operators of products with further tensors behind their operands."""
 
 
-def _product(left: Tensor, right: Tensor) -> Product:
+def _computed(operands: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[torch.Size, torch.Size]:
+    """The shapes of two operands, without rows behind those of the last group where their number is known."""
+    left, right = (each.shape for each in operands)
+    known = (getattr(each, EVEN_ROWS, None) for each in (*args, *kwargs.values()))
+    rows = next((each for each in known if each is not None), None)
+    if rows is None:
+        return left, right
+    if len(right) == 2:  # the sum over rows
+        return torch.Size((left[0], rows)), torch.Size((rows, right[1]))
+    return torch.Size((rows, left[1])), right
+
+
+def _product(left: torch.Size, right: torch.Size) -> Product:
     """The shape of a product, of a batch of them, or of one for each expert, with equally many rows each."""
-    k, n = int(left.shape[-1]), int(right.shape[-1])
+    k, n = int(left[-1]), int(right[-1])
     rows = int(left.numel()) // max(1, k)
-    if left.dim() == right.dim():
-        batch = int(left.shape[:-2].numel())
+    if len(left) == len(right):
+        batch = int(left[:-2].numel())
         return Product(rows // max(1, batch), n, k, batch)
-    experts = int(right.shape[0])
+    experts = int(right[0])
     return Product(max(1, rows // experts), n, k, experts)
 
 

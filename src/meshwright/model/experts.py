@@ -51,6 +51,8 @@ class Experts(nn.Module):
         biases = (self.gate_bias, self.up_bias, self.down_bias)
         adapters = [each or NO_ADAPTER for each in (self.gate_adapter, self.up_adapter, self.down_adapter)]
         factors = [factor for adapter in adapters for factor in adapter.factors]
+        if self.hooks.products.low:  # a scale is of all rows, so each has to be computed
+            groups = groups.to_the_end(len(x_RD))
         how = groups, self.activation, self.hooks, adapters
         return _Experts.apply(x_RD, weight_R, *weights, *biases, *how, *factors)
 
@@ -200,8 +202,9 @@ def sum_rows(x_RO: Tensor, groups: RowGroups, weight_R: Tensor | None = None) ->
     if weight_R is not None:
         x_RO = x_RO * weight_R.to(x_RO.dtype).unsqueeze(1)
     if groups.sizes is None:
-        every = torch.arange(len(groups.ends), device=x_RO.device).unsqueeze(1)
-        return (every == groups.expert_of_rows(len(x_RO))).to(x_RO.dtype) @ x_RO
+        summed = grouped_outer(x_RO, x_RO.new_ones(len(x_RO), 1), groups)
+        assert summed is not None
+        return summed.squeeze(2)
     found = x_RO.new_empty(len(groups.ends), x_RO.shape[1])
     for expert, rows in slices_of(groups):
         torch.sum(x_RO[rows], 0, out=found[expert])

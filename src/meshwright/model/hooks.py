@@ -46,8 +46,8 @@ Admit = Callable[[MoeSpec, int, Routing, int], tuple[Tensor, Tensor | None]]
 """(moe, layer, routing, B) -> weights (N, k), and which copies (N, k) their experts admit; None for all."""
 
 Dispatch = Callable[[Tensor, Tensor | None, int, bool], TokenDispatcher]
-"""(experts (N, k), admitted copies (N, k) or None, number of experts, whether they may be computed without
-their sizes on the host) -> the dispatcher of these tokens."""
+"""(experts (N, k), admitted copies (N, k) or None, number of experts, whether the kernel of all experts takes
+the ends of their rows from the device) -> the dispatcher of these tokens."""
 
 Mask = Callable[[int, int, int | None, Tensor | None, Tensor, int | None], Any]
 """`attention_mask`'s parameters -> the mask that `Attend` takes."""

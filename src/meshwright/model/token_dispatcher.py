@@ -5,8 +5,8 @@ the experts compute on: copies sorted by expert, each expert's padded with rows 
 ALIGN.
 
 A device is waited for where the host needs the numbers of rows: for the splits of messages, and where experts
-are computed one by one. Else R is the most that there could be (`bounded`), and the last expert's rows go to
-the end.
+are computed one by one. Else R is the most that there could be. Then an index of -1 stands for a row that
+holds no copy (`holes`): such rows are zeros as they come, and those behind the last expert's not computed.
 
 Dispatch copies a token's row to each of its experts; combine sums the copies' outputs in at least fp32. Each
 is the transpose of the other, so the backward of one runs the other. Both have a start and a finish, so that
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels import expert_rows
 from meshwright.kernels.with_backward import with_backward
 from meshwright.spec.tiling import ALIGN
 
@@ -40,6 +41,15 @@ class RowGroups(NamedTuple):
     keys: Tensor | None = None
     """Key of each row's token (R,) in int64, by which adapters drop numbers; None where they drop none."""
 
+    def to_the_end(self, rows: int) -> RowGroups:
+        """The groups where the last expert's rows, which are so many of all, go to the end."""
+        if self.sizes is None:
+            ends = self.ends.clone()
+            ends[-1:].fill_(rows)
+            return self._replace(ends=ends)
+        sizes = *self.sizes[:-1], rows - sum(self.sizes[:-1])
+        return self._replace(sizes=sizes)
+
     def expert_of_rows(self, rows: int) -> Tensor:
         """The expert of each of so many rows (R,), from the device alone."""
         places = torch.arange(rows, device=self.ends.device, dtype=self.ends.dtype)
@@ -50,17 +60,20 @@ class TokenDispatcher:
     """Dispatches one layer's tokens to experts on one device; `groups` are the rows of each expert."""
 
     groups: RowGroups
+    holes = False
+    """True if an index of -1 stands for a row that holds no copy."""
 
     def __init__(
-        self, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int, bounded: bool = False
+        self, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int, takes_ends: bool = False
     ) -> None:
         """`experts_Nk` holds expert indices below `experts`; copies outside `admitted_Nk` are dropped.
 
-        `bounded` allows rows as many as there could be, with their sizes on the device alone.
+        `takes_ends` says that one kernel computes all experts, which takes the ends of their rows from the
+        device.
         """
         self.tokens, self.top_k = experts_Nk.shape
         self.admitted = admitted_Nk
-        self.bounded = bounded and admitted_Nk is None
+        self.takes_ends = takes_ends
         self.dispatching: Any = None
         self.combining: Any = None
         chosen = experts_Nk if admitted_Nk is None else experts_Nk.masked_fill(~admitted_Nk, experts)
@@ -77,18 +90,18 @@ class TokenDispatcher:
         experts), `groups`, and `copy_rows` (N, k or more): the rows of a token's copies in what comes back.
         """
         counts_1E = self.counts.view(1, -1)
-        if self.bounded:
-            copies, sizes = len(order), None
-            rows = (copies + len(self.counts) * (ALIGN - 1)) // ALIGN * ALIGN
-        else:
-            listed = self._to_host(counts_1E).tolist()
-            copies, sizes = sum(listed[0]), padded_sizes(listed)
-            rows = sum(sizes)
+        if self.takes_ends:
+            self.holes = True
+            self.row, source, ends = place_rows(counts_1E, len(order))
+            self.groups, self.copy_rows = RowGroups(ends, None), self.row[position_Nk]
+            self.copy = order[source.clamp(min=0)].masked_fill_(source < 0, -1)
+            self.token = self.copy.div(self.top_k, rounding_mode="floor")
+            return
+        listed = self._to_host(counts_1E).tolist()
+        copies, sizes = sum(listed[0]), padded_sizes(listed)
         self.row, ends = assign_rows(counts_1E, copies)
-        if self.bounded:
-            ends[-1:].fill_(rows)
         self.groups = RowGroups(ends, sizes)
-        self.copy = order.new_zeros(rows)
+        self.copy = order.new_zeros(sum(sizes))
         self.copy[self.row] = order[:copies]
         self.token = self.copy // self.top_k
         if copies < len(order):
@@ -103,7 +116,7 @@ class TokenDispatcher:
 
     def send(self, *columns: Column) -> Any:
         """Start to send rows to the experts, side by side; pass the result to `receive`."""
-        return [values.index_select(0, index) for values, index in columns]
+        return [expert_rows.gather(values, index, self.holes) for values, index in columns]
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         """The columns' rows (R, .) at the experts of this rank; the content of padding rows is arbitrary."""
@@ -121,17 +134,16 @@ class TokenDispatcher:
         """(N, C): the sum over each token's admitted copies of their rows from `receive_back`."""
         if not len(rows):
             return rows.new_zeros(self.tokens, rows.shape[1])
-        slices = self.copy_rows.shape[1] // self.top_k
-        admitted = self.admitted
-        if admitted is not None:
-            admitted = admitted.unsqueeze(2).expand(-1, -1, slices).flatten(1)
+        if expert_rows.takes(rows):
+            return expert_rows.sum_rows(rows, self._rows_or_holes())
+        copy_rows, admitted = self._summed_rows()
         if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
             weights = None if admitted is None else admitted.to(rows.dtype)
-            return F.embedding_bag(self.copy_rows, rows, mode="sum", per_sample_weights=weights)
+            return F.embedding_bag(copy_rows, rows, mode="sum", per_sample_weights=weights)
         # The CPU's kernel would round ties away from zero, which makes sums of two 0.08% too large.
-        total, last = rows.new_empty(0), self.copy_rows.shape[1] - 1
+        total, last = rows.new_empty(0), copy_rows.shape[1] - 1
         for index in range(last + 1):
-            added = rows.index_select(0, self.copy_rows[:, index])
+            added = rows.index_select(0, copy_rows[:, index])
             if admitted is not None:
                 added.masked_fill_(~admitted[:, index : index + 1], 0)
             if index == 0:
@@ -145,11 +157,33 @@ class TokenDispatcher:
         copies."""
         if not len(values):
             return values.new_zeros(self.tokens, self.top_k)
-        summed = values[self.copy_rows].view(self.tokens, self.top_k, -1).sum(2)
-        return summed if self.admitted is None else summed.masked_fill(~self.admitted, 0)
+        if expert_rows.takes(values):
+            index = self._rows_or_holes().view(self.tokens * self.top_k, -1)
+            return expert_rows.sum_rows(values.unsqueeze(1), index).view(self.tokens, self.top_k)
+        copy_rows, admitted = self._summed_rows()
+        found = values[copy_rows] if admitted is None else values[copy_rows].masked_fill_(~admitted, 0)
+        return found.view(self.tokens, self.top_k, -1).sum(2)
+
+    def _summed_rows(self) -> tuple[Tensor, Tensor | None]:
+        """(N, k or more) each: the rows whose sum a token gets, and which of them count; None for all."""
+        if self.holes:
+            return self.copy_rows.clamp(min=0), self.copy_rows >= 0
+        if self.admitted is None:
+            return self.copy_rows, None
+        slices = self.copy_rows.shape[1] // self.top_k
+        return self.copy_rows, self.admitted.unsqueeze(2).expand(-1, -1, slices).flatten(1)
+
+    def _rows_or_holes(self) -> Tensor:
+        """(N, k or more): the rows whose sum a token gets, -1 for those that do not count."""
+        if self.holes:
+            return self.copy_rows
+        copy_rows, admitted = self._summed_rows()
+        return copy_rows if admitted is None else copy_rows.masked_fill(~admitted, -1)
 
     def _mask_padding(self, values_R: Tensor) -> Tensor:
         """`values_R` with 0 in padding rows."""
+        if self.holes:
+            return values_R  # they came as 0
         masked = torch.zeros_like(values_R)
         masked[self.row] = values_R[self.row]
         return masked
@@ -233,6 +267,28 @@ def assign_rows(counts_SE: Tensor, copies: int) -> tuple[Tensor, Tensor]:
     shift_SE = counts_SE.cumsum(0) - arrived_SE + (ends_E - sizes_E)  # from places in order of arrival
     moved = shift_SE.flatten().repeat_interleave(counts_SE.flatten(), output_size=copies)
     return moved.add_(torch.arange(copies, device=moved.device)), ends_E
+
+
+def place_rows(counts_SE: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where copies go that arrive in `rows` rows from each of S ranks, each rank's sorted by expert.
+
+    `counts_SE` are the copies from each rank for each expert, on their device. Returns the row at the experts
+    of each that arrives (S rows,), -1 where it holds no copy; which is in each row at the experts (R,), -1
+    for none; and where each expert's rows end (E,), in int32.
+    """
+    ranks, experts = counts_SE.shape
+    most = (ranks * rows + experts * (ALIGN - 1)) // ALIGN * ALIGN
+    sizes_E = counts_SE.sum(0).add_(ALIGN - 1).bitwise_and_(-ALIGN)
+    ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+    arrived_SE = counts_SE.cumsum(1)
+    shift_SE = counts_SE.cumsum(0) - arrived_SE + (ends_E - sizes_E)  # from places in order of arrival
+    place = torch.arange(rows, device=counts_SE.device).repeat(ranks, 1)
+    expert = torch.searchsorted(arrived_SE, place, right=True)
+    absent = (expert == experts).flatten()
+    row = place.add_(shift_SE.gather(1, expert.clamp_(max=experts - 1))).flatten()
+    source = row.new_full((most + 1,), -1)  # the last stands for no row
+    source.scatter_(0, row.masked_fill(absent, most), torch.arange(len(row), device=row.device))
+    return row.masked_fill_(absent, -1), source[:most], ends_E
 
 
 def add_counts_(total: Tensor, index: Tensor) -> Tensor:

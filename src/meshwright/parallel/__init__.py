@@ -10,7 +10,8 @@ Tensor: `tensor_parallel` splits the layers of `tensor_linears`, with the messag
 `heads_norm` norms the queries of all ranks together, and `vocab_parallel` splits the embedding and the loss.
 Context: `context_parallel` splits a sequence by `ring_attention` or `ulysses`.
 Pipeline: `pipeline_parallel` runs a schedule; `deferred_wgrad` computes gradients of weights later.
-Experts: `expert_parallel` sends tokens to their experts; `router_balance` keeps the load of experts even.
+Experts: `expert_parallel` sends tokens to their experts, in messages that `expert_buffers` may bound;
+`router_balance` keeps the load of experts even.
 
 Memory: `recompute` drops activations, for which `recompute_cache` keeps some results, and
 `activation_offload` moves activations to the host.

@@ -61,6 +61,10 @@ class DelayedScaling(StepPart):
         """Note the largest numbers from here on, which those of a validation are not among."""
         self.products.noting = True
 
+    def retract(self) -> None:
+        """Forget the step's largest numbers."""
+        self._seen.zero_()
+
     def after_update(self, end: StepEnd) -> None:
         """Take the largest numbers of all ranks into the history, unless the step was skipped.
 

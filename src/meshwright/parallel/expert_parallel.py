@@ -22,8 +22,8 @@ overlap with matmuls of another (`layout.expert_parts`), and all with the shared
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,11 +32,20 @@ from torch import Tensor
 
 from meshwright.comm.collectives import start_all_to_all
 from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.kernels import expert_rows
 from meshwright.kernels.with_backward import with_backward
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.low_precision_linear import Products
-from meshwright.model.token_dispatcher import Column, RowGroups, TokenDispatcher, assign_rows, padded_sizes
+from meshwright.model.token_dispatcher import (
+    Column,
+    RowGroups,
+    TokenDispatcher,
+    assign_rows,
+    padded_sizes,
+    place_rows,
+)
 from meshwright.parallel.deferred_wgrad import WeightGradStore
+from meshwright.parallel.expert_buffers import ExpertBuffers
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import gather_tokens
 
@@ -50,20 +59,23 @@ class _Sent(NamedTuple):
     columns: list[tuple[torch.dtype, int]]
     """The format of each column, and how many elements of the first one's it takes."""
 
-    def arrived(self, index: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The columns, or the rows `index` of them."""
+    def arrived(self, index: Tensor | None = None, holes: bool = False) -> tuple[Tensor, ...]:
+        """The columns, or the rows `index` of them, among which may be `holes`."""
         self.pending.wait()
-        parts = self.received.split([width for _, width in self.columns], 1)
-        rows = parts if index is None else [part.index_select(0, index) for part in parts]
+        widths, rows = [width for _, width in self.columns], self.received
+        parts = rows.split(widths, 1) if index is None else expert_rows.separate(rows, widths, index, holes)
         return tuple(
             part if part.dtype == dtype else part.contiguous().view(dtype)
-            for part, (dtype, _) in zip(rows, self.columns, strict=True)
+            for part, (dtype, _) in zip(parts, self.columns, strict=True)
         )
 
 
 class AllToAllDispatcher(TokenDispatcher):
     """Dispatches tokens to experts on ep x etp ranks; its R rows come from all ranks that send to this
     one."""
+
+    _uneven = True
+    """True if numbers of rows differ between ranks, so that the host has to know them."""
 
     def __init__(self, axis: Axis, slices: int, cache: RecomputeCache, *routing: Any) -> None:
         """`routing` are the arguments of `TokenDispatcher`."""
@@ -91,9 +103,14 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _exchange_counts(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Copies from each rank, and those to and from each on the host: a recomputing forward reads both."""
+        received = self._received_counts(sent)
+        return received, self._to_host(torch.cat([sent, received]))
+
+    def _received_counts(self, sent: Tensor) -> Tensor:
+        """Copies from each rank for each expert (S, E), given those that this rank sends to each."""
         received = torch.empty_like(sent)
         start_all_to_all(received, sent.contiguous(), self._axis).wait()
-        return received, self._to_host(torch.cat([sent, received]))
+        return received
 
     def _rows_of_copies(self, position_Nk: Tensor, by_owner: Tensor) -> Tensor:
         """(N, k slices): positions of each copy's slices among all rows that this rank sends."""
@@ -114,7 +131,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return self._start(columns, self._received_rows, self._sent_rows)
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
-        return self._cache.run("matmul", lambda: sent.arrived(self._source))
+        return self._cache.run("matmul", lambda: sent.arrived(self._source, self.holes))
 
     def send_back(self, *columns_R: Tensor) -> _Sent | None:
         if self._cache.recomputing:
@@ -127,16 +144,89 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _start(self, columns: Sequence[Column], received_rows: list[int], sent_rows: list[int]) -> _Sent:
         """Start one message with the bytes of all columns, each row's next to each other."""
-        (first, index), *_ = columns
-        parts = [(values.dtype, values.contiguous().view(first.dtype), index) for values, index in columns]
-        widths = [values.shape[1] for _, values, _ in parts]
-        sent = first.new_empty(len(index), sum(widths))
-        for place, (_, values, index) in zip(sent.split(widths, 1), parts, strict=True):
-            torch.index_select(values, 0, index, out=place)
+        first = columns[0][0].dtype
+        parts = [(values.contiguous().view(first), index) for values, index in columns]
+        sent = expert_rows.join(parts, self.holes)
         received = sent.new_empty(sum(received_rows), sent.shape[1])
-        pending = start_all_to_all(received, sent, self._axis, received_rows, sent_rows)
-        formats = [dtype for dtype, *_ in parts]
+        rows = (received_rows, sent_rows) if self._uneven else ()
+        pending = start_all_to_all(received, sent, self._axis, *rows)
+        widths = [values.shape[1] for values, _ in parts]
+        formats = [values.dtype for values, _ in columns]
         return _Sent(pending, received, sent, list(zip(formats, widths, strict=True)))
+
+
+class BoundedDispatcher(AllToAllDispatcher):
+    """Dispatches in messages of `rows` rows for each rank, whose numbers of copies stay on the device.
+
+    Rows that hold no copy are sent as zeros.
+    """
+
+    _uneven = False
+
+    def __init__(self, buffers: ExpertBuffers, rows: int, *dispatch: Any) -> None:
+        """`dispatch` are the arguments of `AllToAllDispatcher`."""
+        self._buffers, self._rows = buffers, rows
+        super().__init__(*dispatch)
+
+    def _plan(self, order: Tensor, position_Nk: Tensor) -> None:
+        self.holes = True
+        ranks, slices, rows = self._axis.size, self._slices, self._rows
+        self._sent_rows = self._received_rows = [rows] * ranks
+        by_owner = self.counts.view(ranks // slices, -1)
+        due = by_owner.sum(1)
+        if not self._cache.recomputing:
+            self._buffers.note(due, rows, self.tokens * self.top_k * slices / ranks)
+        ends = by_owner.cumsum(1).clamp_(max=rows)
+        sent = torch.diff(ends, prepend=torch.zeros_like(ends[:, :1])).repeat_interleave(slices, 0)
+        self.row, self._source, ends_E, sizes = self._arriving(sent)
+        self.groups = RowGroups(ends_E, sizes)
+        place = torch.arange(rows, device=order.device)
+        first = due.cumsum(0) - due
+        copies = order[(first.unsqueeze(1) + place).clamp_(max=len(order) - 1)]
+        copies = copies.masked_fill_(place >= due.unsqueeze(1), -1)
+        self.copy = copies.repeat_interleave(slices, 0).flatten()
+        self.token = self.copy.div(self.top_k, rounding_mode="floor")
+        self.copy_rows = self._rows_of(position_Nk, first, due)
+
+    def _arriving(self, sent: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
+        """The row at the experts of each that arrives, its inverse, and the experts' `RowGroups`."""
+        ranks, sizes = self._axis.size, None
+        if self.takes_ends:
+            (received,) = self._cache.run(None, lambda: (self._received_counts(sent),))
+        else:
+            received, on_host = self._cache.run(None, lambda: self._exchange_counts(sent))
+            sizes = padded_sizes(on_host.tolist()[ranks:])
+        return *place_rows(received, self._rows), sizes
+
+    def _rows_of(self, position_Nk: Tensor, first: Tensor, due: Tensor) -> Tensor:
+        """(N, k slices): positions of each copy's slices among all rows that this rank sends, -1 for none."""
+        slices, rows = self._slices, self._rows
+        owner = torch.bucketize(position_Nk, first + due, right=True).clamp_(max=len(due) - 1)
+        place = position_Nk - first[owner]
+        absent = (place >= due[owner]) | (place >= rows)
+        each = (owner * slices).unsqueeze(2) + torch.arange(slices, device=owner.device)
+        found = each * rows + place.unsqueeze(2)
+        return found.masked_fill_(absent.unsqueeze(2), -1).flatten(1)
+
+
+@dataclass(frozen=True)
+class ExpertDispatch:
+    """Makes the dispatcher of a layer's tokens over the expert axis, whose messages may be bounded."""
+
+    axis: Axis
+    slices: int
+    cache: RecomputeCache
+    buffers: ExpertBuffers
+    exact: Callable[..., AllToAllDispatcher] = AllToAllDispatcher
+    bounded: Callable[..., AllToAllDispatcher] = BoundedDispatcher
+
+    def __call__(
+        self, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int, takes_ends: bool
+    ) -> TokenDispatcher:
+        """The arguments are those of `TokenDispatcher`."""
+        routing = self.axis, self.slices, self.cache, experts_Nk, admitted_Nk, experts, takes_ends
+        rows = self.buffers.rows(len(experts_Nk))
+        return self.exact(*routing) if rows is None else self.bounded(self.buffers, rows, *routing)
 
 
 def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
@@ -146,12 +236,18 @@ def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def expert_parallel_hooks(
-    mesh: Mesh, admit: Admit, cache: RecomputeCache, store: WeightGradStore, products: Products
+    mesh: Mesh,
+    admit: Admit,
+    cache: RecomputeCache,
+    store: WeightGradStore,
+    products: Products,
+    buffers: ExpertBuffers,
 ) -> MoeHooks:
     """Hooks of the MoE layers on one rank: dispatch over the expert axis, with `admit` of the load balancer.
 
-    `cache` keeps results for a recomputing forward; `store` takes deferred weight gradients, and says
-    where any are written. Each rank routes its own tokens, even where tensor ranks hold them all.
+    `buffers` say how many rows a message has, where that is bounded. `cache` keeps results for a recomputing
+    forward; `store` takes deferred weight gradients, and says where any are written. Each rank routes its own
+    tokens, even where tensor ranks hold them all.
     """
     layout, tensor = mesh.layout, mesh.tensor
 
@@ -171,7 +267,7 @@ def expert_parallel_hooks(
     )
     hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, shard=tensor.rank, experts=experts)
     if mesh.expert.size > 1:
-        hooks = replace(hooks, dispatch=partial(AllToAllDispatcher, mesh.expert, layout.etp, cache))
+        hooks = replace(hooks, dispatch=ExpertDispatch(mesh.expert, layout.etp, cache, buffers))
     if tensor.size > 1 and not layout.sequence_parallel:
         scatter, gather = partial(_own_tokens, axis=tensor), partial(gather_tokens, axis=tensor)
         hooks = replace(

@@ -19,6 +19,7 @@ from meshwright.parallel.adapter_dropout import AdapterDropout
 from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
+from meshwright.parallel.expert_buffers import ExpertBuffers
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.fsdp_unit import UnitObserver
@@ -48,6 +49,7 @@ class ParallelDecoder:
     decoder: Decoder
     states: DataParallel
     balance: RouterBalance
+    buffers: ExpertBuffers
     further: FurtherLoss
     pipeline: Pipeline
     products: Products
@@ -67,10 +69,10 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     # In compiled blocks operations that communicate are operators, which a policy knows by name.
     cache, store = None if spec.train.compile else RecomputeCache(), WeightGradStore()
     moe_cache = cache or RecomputeCache()
-    balance = RouterBalance(model, mesh, moe_cache)
+    balance, buffers = RouterBalance(model, mesh, moe_cache), ExpertBuffers(spec, mesh)
     products = products_of(spec.precision, mesh.device)
     further = further_loss_of(spec, mesh, schedule.rank_of[-1] == mesh.pipeline.rank)
-    hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, products)
+    hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, buffers, products)
     hooks = replace(hooks, further=further.attach)
     dropout = AdapterDropout(spec, mesh)
     with torch.device("meta"):
@@ -110,7 +112,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
         states.take,
         first_trained_stage(spec, every),
     )
-    return ParallelDecoder(decoder, states, balance, further, pipeline, products, dropout, offload)
+    return ParallelDecoder(decoder, states, balance, buffers, further, pipeline, products, dropout, offload)
 
 
 def decoder_hooks(
@@ -120,6 +122,7 @@ def decoder_hooks(
     moe_cache: RecomputeCache,
     store: WeightGradStore,
     balance: RouterBalance,
+    buffers: ExpertBuffers,
     products: Products,
 ) -> Hooks:
     """The operations that this rank's place on each axis puts in the place of one device's.
@@ -147,7 +150,8 @@ def decoder_hooks(
         ranks, attention = mesh.context.size, replace(attention, attend=attend)
         hooks = replace(hooks, attention=attention, mask=mask, whole_length=lambda length: ranks * length)
     if model.moe is not None:
-        hooks = replace(hooks, moe=expert_parallel_hooks(mesh, balance.admit, moe_cache, store, products))
+        mixture = expert_parallel_hooks(mesh, balance.admit, moe_cache, store, products, buffers)
+        hooks = replace(hooks, moe=mixture)
     return hooks
 
 

@@ -72,6 +72,9 @@ class StepPart:
         """`own`, this rank's tokens of a batch (`data.loader.Batch`), with what the part adds to them."""
         return own
 
+    def retract(self) -> None:
+        """Called where a step is computed again, before that: forget what the first time has left."""
+
     def after_update(self, end: StepEnd) -> None:
         """Called after the update of the parameters, or where there was none; gradients are there still."""
 

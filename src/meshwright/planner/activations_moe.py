@@ -35,8 +35,17 @@ def _parts(spec: RunSpec) -> list[int]:
 def routed_rows(spec: RunSpec, moe: MoeSpec) -> int:
     """Rows of the experts of this rank, over all parts, padding included."""
     here, ranks = moe.experts // spec.layout.ep, spec.layout.ep * spec.layout.etp
+    if spec.layout.bounds_dispatch:
+        return sum((rows + here * (ALIGN - 1)) // ALIGN * ALIGN for rows in _bounded(spec, moe))
     copies = [part * moe.top_k * admitted(spec, moe) * ranks / moe.experts for part in _parts(spec)]
     return sum(here * ceil(each / ALIGN) * ALIGN for each in copies)
+
+
+def _bounded(spec: RunSpec, moe: MoeSpec) -> list[int]:
+    """Rows that arrive in each part of messages that are bounded, and that leave."""
+    ranks, factor = spec.layout.ep * spec.layout.etp, spec.layout.expert_buffer_factor
+    assert factor is not None
+    return [ranks * moe.buffer_rows(part, spec.layout.ep, factor) for part in _parts(spec)]
 
 
 def _indices(spec: RunSpec, moe: MoeSpec) -> int:
@@ -46,6 +55,8 @@ def _indices(spec: RunSpec, moe: MoeSpec) -> int:
     arriving = round(leaving * admitted(spec, moe))
     if layout.ep * layout.etp == 1:
         return INDEX * (2 * rows + arriving + leaving)
+    if layout.bounds_dispatch:
+        arriving = sum(_bounded(spec, moe))
     return INDEX * (rows + 3 * arriving + leaving)
 
 

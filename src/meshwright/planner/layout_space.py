@@ -336,6 +336,7 @@ class LayoutSpace:
             ep=mesh.ep,
             etp=mesh.etp,
             expert_parts=self.fixed.get("expert_parts", 1),
+            expert_buffer_factor=self.fixed.get("expert_buffer_factor"),
             micro_batch=inner.micro_batch,
             order=mesh.order,
         )

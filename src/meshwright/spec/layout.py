@@ -73,6 +73,12 @@ class Layout(FrozenModel):
     expert_parts: int = Field(
         1, ge=1, description="parts of a microbatch of which one is sent to the experts as another computes"
     )
+    expert_buffer_factor: float | None = Field(
+        None,
+        ge=1,
+        description="most rows that an expert rank sends to another, in even shares, so that no dispatch "
+        "waits for their number; a step in which more are due is computed again without; by default none",
+    )
     order: Order = Field(
         "pp-replicate-dp-tp",
         description="axes from the outermost to the innermost, whose ranks are neighbours; cp is inside dp",
@@ -165,6 +171,11 @@ class Layout(FrozenModel):
     def expert_ranks(self) -> int:
         """Number of ranks of one stage and replica, which the expert axis is folded out of."""
         return self.dp * self.cp * self.tp
+
+    @property
+    def bounds_dispatch(self) -> bool:
+        """True if messages to experts have a size of their own, whatever the routing."""
+        return self.expert_buffer_factor is not None and self.ep * self.etp > 1
 
     @property
     def expert_data_ranks(self) -> int:

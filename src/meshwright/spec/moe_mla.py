@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Literal
 
 from pydantic import Field
@@ -67,6 +68,13 @@ class MoeSpec(FrozenModel):
         if self.capacity_factor is None:
             return None
         return max(1, -int(-self.capacity_factor * self.top_k * length // self.experts))
+
+    def buffer_rows(self, tokens: int, ranks: int, factor: float) -> int:
+        """Copies of `tokens` that have room on the way to one of `ranks` that share the experts: `factor`
+        even shares, but no more than there can be."""
+        return min(
+            ceil(factor * tokens * self.top_k / ranks), tokens * min(self.top_k, self.experts // ranks)
+        )
 
 
 class MlaSpec(FrozenModel):

@@ -217,6 +217,15 @@ def exchanges_are_compared(asked: VerifyOptions) -> None:
         )
 
 
+def late_gradients_are_exact(spec: Sections) -> None:
+    """Gradients that are put off are on their way before a step is known to be computed again."""
+    if spec.outer.staleness and (factor := spec.layout.expert_buffer_factor) is not None:
+        raise UserError(
+            f"layout.expert_buffer_factor: {factor:g} may have a step computed again, when outer.staleness = "
+            f"{spec.outer.staleness} has sent its gradients already; give one of the two as none"
+        )
+
+
 OUTER_RULES = (
     fragments_fit_the_period,
     errors_are_of_a_compression,
@@ -228,4 +237,5 @@ OUTER_RULES = (
     late_gradients_are_of_each_step,
     replicas_of_late_gradients_are_whole,
     late_gradients_are_judged_late,
+    late_gradients_are_exact,
 )

@@ -25,7 +25,7 @@ from meshwright.spec.verification import VerifyOptions
 
 
 def only_experts_are_shared(spec: Sections) -> None:
-    """The expert axis, and sending in parts, need experts."""
+    """The expert axis, sending in parts, and bounds of what is sent, need experts."""
     for key in ("ep", "etp", "expert_parts"):
         value = getattr(spec.layout, key)
         if spec.model.moe is None and value > 1:
@@ -33,6 +33,12 @@ def only_experts_are_shared(spec: Sections) -> None:
                 f"layout.{key}: {value} has no effect, as the model has no experts; set layout.{key} = 1, or "
                 f"give model.moe"
             )
+    factor = spec.layout.expert_buffer_factor
+    if spec.model.moe is None and factor is not None:
+        raise UserError(
+            f"layout.expert_buffer_factor: {factor:g} has no effect, as the model has no experts; set "
+            f"layout.expert_buffer_factor = 'none', or give model.moe"
+        )
 
 
 def expert_axis_divides(spec: Sections) -> None:

@@ -11,6 +11,7 @@ from meshwright.model.soft_targets import SoftTargetSource
 from meshwright.optim.clipping import Clipping
 from meshwright.optim.ema import ema_of
 from meshwright.parallel.delayed_scaling import DelayedScaling, delayed_scaling_of
+from meshwright.parallel.expert_buffers import expert_buffers_of
 from meshwright.parallel.parallelize import ParallelDecoder
 from meshwright.parallel.preference import Preference, preference_of
 from meshwright.parallel.router_balance import RouterBalance
@@ -50,6 +51,7 @@ def parts_of(
     return [
         *ema_of(spec, states),
         built.balance,
+        *expert_buffers_of(built.buffers),
         built.further,
         *delayed_scaling_of(spec, mesh, states, built.products),
         Clipping(spec, states),

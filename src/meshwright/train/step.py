@@ -89,7 +89,7 @@ class Trainer:
         built = parallelize(spec, mesh, observer)
         self.decoder, self.states, self.pipeline = built.decoder, built.states, built.pipeline
         self.balance, self.further, self.offload = built.balance, built.further, built.offload
-        self.dropout = built.dropout
+        self.buffers, self.dropout = built.buffers, built.dropout
         memory = memory or MomentMemory(spec.train, mesh.device, mesh.control)
         self.optimiser = OPTIMISER_CLASSES[spec.train.optimiser](self.states, spec, memory)
         self.parts = parts_of(self.run_spec, self.run_mesh, mesh, built, sources or Sources())
@@ -220,9 +220,10 @@ class Trainer:
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
         ahead, self._ahead = self._ahead, None
         own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
-        for part in self.parts:
-            own = part.with_answers(batch, own)
-        return self.backward(own, batch.tokens.shape[0] * self.spec.layout.data_ranks, power)
+        with self.buffers.used():
+            for part in self.parts:
+                own = part.with_answers(batch, own)
+            return self.backward(own, batch.tokens.shape[0] * self.spec.layout.data_ranks, power)
 
     def backward(self, own: Batch, sequences: int, power: float, micro_batch: int | None = None) -> Tensor:
         """Forward and backward of this rank's tokens `own` of a batch of `sequences` samples over all ranks.
@@ -257,6 +258,7 @@ class Trainer:
         """
         self._due_factor = self.due.exchange(self.gradient_factor)
         targets = self._own_targets(following) if following is not None else 0
+        loss = self.buffers.judged(loss)
         found = torch.stack([self.states.squares(), loss])
         counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
         numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
@@ -306,13 +308,25 @@ class Trainer:
         """
         loss = self.gradients(batch)
         asked = stop is not None and stop()
-        return self.apply(self.sums(loss, following, failed, asked), number)
+        sums = self.sums(loss, following, failed, asked)
+        rate = self._rate(number)
+        read = self._totals(sums, self._start_update(sums, rate))
+        if self.buffers.overflowed:  # nothing was updated
+            for part in self.parts:
+                part.retract()
+            self.states.end_step()
+            with self.buffers.exact():
+                loss = self.gradients(batch)
+            sums = self.sums(loss, following, failed, asked)
+            read = self._totals(sums, self._start_update(sums, rate))
+        return self._end(*read, number, rate)
 
     def _start_update(self, sums: Sums, rate: float) -> Callable[[], list[float]]:
         """Start to read the numbers of `sums`, and behind that the update where the device can decide on it.
 
         Then the device need not wait for the host. One more number is 1 if the device updates parameters.
         """
+        self.before_update()
         if self.due.steps or not (self.clipping.on_device and self.optimiser.takes_divisor):
             return sums.start_read()
         squares, loss = sums.on_device[:2]
@@ -328,11 +342,16 @@ class Trainer:
         The device decides on the update, where it can, and the host on what the device has skipped. `rate` is
         the learning rate, by default that of step `number`.
         """
-        if rate is None:
-            rate = learning_rate(self.spec.train, number)
-        rate /= self.spec.staleness_lr_divisor
-        self.before_update()
-        totals, updated = self._totals(sums, self._start_update(sums, rate))
+        rate = self._rate(number, rate)
+        return self._end(*self._totals(sums, self._start_update(sums, rate)), number, rate)
+
+    def _rate(self, number: int, given: float | None = None) -> float:
+        """The learning rate of step `number`, or the one that is `given`, as the optimiser takes it."""
+        rate = learning_rate(self.spec.train, number) if given is None else given
+        return rate / self.spec.staleness_lr_divisor
+
+    def _end(self, totals: Totals, updated: bool, number: int, rate: float) -> StepResult:
+        """Update the parameters unless the device has `updated` them, and drop the gradients."""
         self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.applied_factor
         # A late gradient is judged by itself: the loss is that of a later one.

@@ -74,7 +74,8 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
     things that a layout shares out are left for each rank, where the run has several, of all layouts.
     """
     tree = spec.to_json()
-    tree["layout"] |= Layout(order=spec.layout.order, expert_parts=spec.layout.expert_parts).model_dump()
+    kept = ("order", "expert_parts", "expert_buffer_factor")
+    tree["layout"] |= Layout(**{key: getattr(spec.layout, key) for key in kept}).model_dump()
     tree["layout"]["stages"] = spec.layout.stages if isinstance(spec.layout.stages, str) else "even"
     alone = RunSpec.model_validate(tree)
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK_OF_A_SWEEP:

@@ -92,7 +92,9 @@ def _cost(spec: RunSpec, case: dict[str, Any]) -> float:
 def _cases(spec: RunSpec, ranks: int) -> Iterator[dict[str, Any]]:
     """Yield the choices of each legal layout; the order of axes and how blocks are cut stay as they are."""
     cut = spec.layout.stages if isinstance(spec.layout.stages, str) else "even"
-    fixed = {"order": spec.layout.order, "stages": cut, "expert_parts": spec.layout.expert_parts}
+    layout = spec.layout
+    parts, factor = layout.expert_parts, layout.expert_buffer_factor
+    fixed = {"order": layout.order, "stages": cut, "expert_parts": parts, "expert_buffer_factor": factor}
     space = LayoutSpace(spec, ranks, fixed)
     folds = space.experts(ranks)
     for inner in space.inner():

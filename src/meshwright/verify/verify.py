@@ -211,6 +211,8 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     else:
         kept = ("master", "qat", "qat_group")
         tree["precision"] = {"compute": "fp64"} | {key: tree["precision"][key] for key in kept}
+    if spec.layout.bounds_dispatch:
+        tree["layout"]["expert_buffer_factor"] = float(spec.layout.ep)  # few tokens are uneven: room for all
     data = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask", "format")}
     tree["data"] = {"corpus": "synthetic", **data}
     total = max(spec.train.total_steps, steps)

@@ -341,6 +341,7 @@ def test_layouts_that_differ_look_different() -> None:
             "context_mode=gather, sequence_parallel=off,",
         ),
         ({"expert_parts": 2}, {}, "virtual=2, expert_parts=2, micro"),
+        ({"ep": 2, "expert_buffer_factor": 1.5}, {}, "virtual=2, expert_buffer_factor=1.5, micro"),
         ({}, {"policy": "selective", "save": ["attention"]}, "=selective, recompute.save=attention"),
         ({}, {"policy": "selective", "save": []}, "=selective, recompute.save=nothing"),
     ):

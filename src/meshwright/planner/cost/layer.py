@@ -336,7 +336,7 @@ class LayerCost:
         if kind.has_experts:
             # counted: rows permuted there and back; the activation reads its gates and writes one
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
-            moved += self.shape.copies * b * (4 * d + inner)
+            moved += self.shape.sent()[0] * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         moved *= self.stack.elementwise
         return ForwardBackward(moved, 2 * moved)  # counted: the forward's tensors, and their gradients

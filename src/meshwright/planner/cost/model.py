@@ -53,7 +53,8 @@ class CostModel:
         run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy, *attention
         context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
         dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)
-        key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
+        routed = layout.ep, layout.etp, layout.expert_parts, layout.expert_buffer_factor
+        key = (*dense, *routed, layout.dp if layout.ep > 1 else 1)
         if key not in self._blocks:
             format = self.format or spec.precision.compute
             known = self._dense.setdefault(dense, self.dense(spec.model))

@@ -150,7 +150,8 @@ class Candidate:
             return None
         rows = busiest(moe, spec.layout.ep)
         steps = (CostModel(costs.cluster, costs.stack, costs.format, more) for more in rows)
-        of_experts = expert_activations(shortened(spec), self.memory.rank)
+        bounded = spec.layout.bounds_dispatch  # then rows are as many whatever the routing
+        of_experts = 0 if bounded else expert_activations(shortened(spec), self.memory.rank)
         return {
             "rows": [*rows],
             "step_seconds": [self.time_on(each).seconds for each in steps],

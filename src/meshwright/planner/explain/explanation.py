@@ -99,6 +99,8 @@ def describe(spec: RunSpec) -> str:
         words.append("sequence_parallel=off")
     if layout.expert_parts > 1:
         words.append(f"expert_parts={layout.expert_parts}")
+    if layout.bounds_dispatch:
+        words.append(f"expert_buffer_factor={layout.expert_buffer_factor:g}")
     words += spec.exchange_words
     words += [f"micro_batch={spec.micro_batch}", f"recompute={recompute.policy}"]
     if isinstance(recompute, SelectiveRecompute) and recompute != SelectiveRecompute():

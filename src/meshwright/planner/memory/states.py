@@ -50,8 +50,9 @@ from meshwright.spec.tiling import tiling
 
 SLOTS = 3
 """Pieces of each offloaded moment on a device: one comes, one is updated, one goes back."""
-STEP_COUNT, EXACT_COUNT, BIAS, SCALE = 4, 8, 4, 4
-"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale."""
+STEP_COUNT, EXACT_COUNT, BIAS, SCALE, LACKING = 4, 8, 4, 4, 4
+"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale, of
+what bounded messages to experts lacked room for."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
     if moe is not None:
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
+        balance += LACKING * view.spec.layout.bounds_dispatch
     gradients = _gradients(view, trained)
     held = exchange.bytes_held(view)
     return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec), held)

@@ -94,6 +94,18 @@ class LayerShape:
         """Rows that a rank sends to the experts, or receives: top_k for each token, and each slice."""
         return self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp * self.busiest
 
+    def sent(self, parts: int = 1) -> list[float]:
+        """Rows in the message of each of the `parts` of a microbatch to the experts, and in that back, with
+        those that stay: as many as there are copies, or as there is room for."""
+        layout, tokens = self.layout, self.tokens // self.layout.tp
+        factor, count = layout.expert_buffer_factor, min(parts, tokens)
+        if factor is None or not layout.bounds_dispatch:
+            return [self.copies / count] * count
+        sizes = [tokens // count + (part < tokens % count) for part in range(count)]
+        return [
+            float(layout.ep * layout.etp * self.moe.buffer_rows(size, layout.ep, factor)) for size in sizes
+        ]
+
     @cached_property
     def ulysses(self) -> GroupShape:
         """Context ranks that exchange tokens for heads."""

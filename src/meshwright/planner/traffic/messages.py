@@ -168,7 +168,7 @@ def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator
     group, hidden = shape.groups.expert, shape.model.hidden
     if group.ranks == 1:
         return
-    sent, received = [n / share(group.ranks) for n in copies] if copies else [shape.copies] * 2
+    sent, received = [n / share(group.ranks) for n in copies] if copies else shape.sent() * 2
     call = partial(Message, "expert", "all_to_all", group=group, where="moe")
     weighted = hidden + shape.exact / shape.width
     keyed = weighted + shape.row_key * shape.training.adapts_experts / shape.width
@@ -295,11 +295,13 @@ def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | No
     if copies is not None:
         yield from (m for dispatch in copies for m in expert_messages(shape, dispatch))
     elif view.routed:
-        parts = min(shape.layout.expert_parts, shape.tokens // shape.layout.tp)
-        sent = shape.copies * admitted(view.spec, shape.moe) / parts * share(shape.groups.expert.ranks)
-        for (routed, training), count in view.kinds().items():
-            listed = expert_messages(replace(shape, training=training), Copies(sent, sent)) if routed else ()
-            yield from (m.times(view.spec.microbatches * count * parts) for m in listed)
+        bounded = shape.layout.bounds_dispatch
+        due = share(shape.groups.expert.ranks) * (1.0 if bounded else admitted(view.spec, shape.moe))
+        for rows, parts in Counter(shape.sent(shape.layout.expert_parts)).items():
+            dispatch = Copies(rows * due, rows * due)
+            for (routed, training), count in view.kinds().items():
+                listed = expert_messages(replace(shape, training=training), dispatch) if routed else ()
+                yield from (m.times(view.spec.microbatches * count * parts) for m in listed)
 
 
 def _edge_messages(view: RankView, shape: LayerShape) -> Iterator[Message]:
@@ -409,6 +411,7 @@ def _step_messages(view: RankView) -> Iterator[Message]:
         yield call("pipeline", "all_reduce", tied, exact, ends)
     numbers = _TOTALS + 2 * (spec.model.mtp_num_layers > 0)
     numbers += balance_counts(spec.model, moe) if moe is not None else 0
+    numbers += moe is not None and spec.layout.bounds_dispatch
     if spec.train.clip_parameter is not None:
         numbers += sum(len(unit) for unit in run_parameters(spec).values())
     world = step_world(spec)

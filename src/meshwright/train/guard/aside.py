@@ -30,7 +30,8 @@ def aside(trainer: Trainer) -> Iterator[None]:
     copies = [(tensor, tensor.clone()) for tensor in tensors]
     device = trainer.mesh.device
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with generators, trainer.buffers.exact():
             yield
     finally:
         trainer.states.end_step()
