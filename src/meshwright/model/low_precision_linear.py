@@ -23,6 +23,7 @@ from meshwright.kernels.low_precision import (
     E4M3,
     E5M2,
     PART,
+    rotate,
     round_nvfp4,
     round_tensor,
     round_tiles,
@@ -271,21 +272,3 @@ def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
     # torch's kernel for scales of rows returns bf16 only.
     kernels = precision.compute in ("fp8", "fp8-rowwise") and precision.high == "bf16"
     return (KernelProducts if kernels else LowPrecision)(precision)
-
-
-SIGNS = 1, 1, -1, 1, -1, -1, 1, 1, -1, 1, 1, 1, -1, -1, 1, -1
-"""Signs of the rotation; any that look random serve (NVIDIA 2025, §4.2)."""
-
-
-def rotate(x_RC: Tensor) -> Tensor:
-    """Each 16 rows of (..., R, C) rotated by a Hadamard matrix with random signs, which spreads outliers.
-
-    A product that sums over the rows of two operands is that of the rotated ones.
-    """
-    hadamard = x_RC.new_ones(1, 1)
-    for _ in range(4):
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    columns = zip(hadamard.unbind(1), SIGNS, strict=True)
-    turn = torch.stack([column * sign for column, sign in columns], 1) / 4
-    rows = x_RC.unflatten(-2, (-1, 16))
-    return (turn @ rows).view(x_RC.shape)
