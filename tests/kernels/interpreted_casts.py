@@ -14,7 +14,11 @@ from meshwright.kernels import low_precision_casts as plain
 
 SCALES = (2.0**-126, 2.0**-6, 2.0**120)
 CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    **{f"tensor {form} {scale:g}": ("tensor", (scale, form)) for form in ("e4m3", "e5m2") for scale in SCALES},
+    **{
+        f"tensor {form} {scale:g}": ("tensor", (scale, form))
+        for form in ("e4m3", "e5m2")
+        for scale in SCALES
+    },
     **{
         f"{side} {form}": ("rows", (form, side == "columns"))
         for side in ("rows", "columns")

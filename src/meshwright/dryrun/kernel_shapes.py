@@ -14,9 +14,11 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.planner.cost.breakdown import Product
 
 _aten = torch.ops.aten
+_NO_FORMULA = (_aten._grouped_mm, _aten._scaled_grouped_mm, _aten._scaled_mm_v2)
+"""Products of which torch has no formula."""
 FORMATS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float4_e2m1fn_x2: "fp4",
 }  # fmt: skip
 """Formats of operands, by the names that devices have peaks for."""
 
@@ -39,9 +41,9 @@ class KernelWork:
 
 def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations by torch's formulas, attention's without regard to its mask."""
-    if func.overloadpacket is _aten._grouped_mm:  # of which torch has no formula
+    if func.overloadpacket in _NO_FORMULA:
         left, right = args[:2]
-        return 2 * left.numel() * right.shape[-1]
+        return 2 * left.numel() * right.shape[-1] * (2 if left.dtype is torch.float4_e2m1fn_x2 else 1)
     formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
@@ -70,7 +72,9 @@ def _last_two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 _SHAPES: dict[str, Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]] = {
     "_grouped_mm": _first_two,
+    "_scaled_grouped_mm": _first_two,
     "_scaled_mm": _first_two,
+    "_scaled_mm_v2": _first_two,
 }
 """Operators of products with further tensors behind their operands."""
 
@@ -79,6 +83,8 @@ def _product(left: Tensor, right: Tensor) -> Product:
     """The shape of a product, of a batch of them, or of one for each expert, with equally many rows each."""
     k, n = int(left.shape[-1]), int(right.shape[-1])
     rows = int(left.numel()) // max(1, k)
+    if left.dtype is torch.float4_e2m1fn_x2:  # two numbers in a byte
+        k *= 2
     if left.dim() == right.dim():
         batch = int(left.shape[:-2].numel())
         return Product(rows // max(1, batch), n, k, batch)

@@ -1,9 +1,9 @@
-"""Operands in 8 and 4 bits, as the kernels of `torch._scaled_mm` take them: numbers, and scales in their layout.
+"""Operands in 8 and 4 bits as the kernels of `torch._scaled_mm` take them: numbers, and scales laid out.
 
 Products sum along the last dim of both operands. An operand x (R, C) is cast along its columns, for products
-that sum over these, or across, along its rows: then its transpose (C, R) is what a product takes. Each
-function returns both casts, or the one that is asked for. On CUDA it is one Triton kernel; without Triton, and
-on other devices, the functions of `kernels/low_precision.py`, which say what its bits are. x is in bf16.
+that sum over these, or across, along its rows: then what a product takes is its transpose (C, R). Functions
+return both casts, or the one that is asked for. On CUDA each is one Triton kernel; without Triton, and on
+other devices, it is made of those of `kernels/low_precision.py`, which say what its bits are. x is in bf16.
 
 Layouts of scales for numbers (M, K), with m = ceil(M / 128) and k = ceil(K / 128):
 
@@ -43,6 +43,8 @@ class Cast(NamedTuple):
 
     numbers: Tensor
     scales: Tensor
+    whole: Tensor | None = None
+    """The tensor's scale beside those of blocks."""
 
 
 class Casts(NamedTuple):
@@ -247,7 +249,7 @@ def by_tensor(
 
 
 def by_row(x: Tensor, form: Form, columns: bool = False) -> Cast:
-    """x (..., R, C) with a scale for each row; or its transpose (..., C, R), with one for each column of x."""
+    """x (..., R, C) with a scale for each row; or its transpose (..., C, R), with one for each column."""
     cast = cast_rows if takes_triton(x.device) else plain_rows
     return Cast(*cast(x, form is E5M2, columns))
 
@@ -255,8 +257,8 @@ def by_row(x: Tensor, form: Form, columns: bool = False) -> Cast:
 def by_tile(
     x: Tensor, form: Form, block: int, square: bool, mx: bool, rows: bool = True, columns: bool = True
 ) -> Casts:
-    """x (..., R, C) with a scale for each `block` numbers, or `block` x `block`; in the layout of blocks of 32
-    with `mx`."""
+    """x (..., R, C) with a scale for each `block` numbers, or `block` x `block`; with `mx` in the layout of
+    blocks of 32."""
     cast = cast_tiles if takes_triton(x.device) else plain_tiles
     return _pairs(cast(x, form is E5M2, block, square, mx, rows, columns), rows, columns)
 
@@ -268,8 +270,9 @@ def by_nvfp4(
     """x (R, C) in nvfp4 with the tensor's scale, a power of two. With `rotated` rows are before they are cast
     across; what is cast is noted in `seen`."""
     cast = cast_nvfp4 if takes_triton(x.device) else plain_nvfp4
-    return _pairs(cast(x, scale, [*seen], square, stochastic, rotated, rows, columns), rows, columns)
+    return _pairs(cast(x, scale, [*seen], square, stochastic, rotated, rows, columns), rows, columns, scale)
 
 
-def _pairs(found: Sequence[Tensor], rows: bool, columns: bool) -> Casts:
-    return Casts(Cast(*found[:2]) if rows else None, Cast(*found[-2:]) if columns else None)
+def _pairs(found: Sequence[Tensor], rows: bool, columns: bool, whole: Tensor | None = None) -> Casts:
+    along = Cast(found[0], found[1], whole) if rows else None
+    return Casts(along, Cast(found[-2], found[-1], whole) if columns else None)

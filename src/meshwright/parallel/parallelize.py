@@ -12,8 +12,9 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
 from meshwright.model.lora import attach_adapters
-from meshwright.model.low_precision_linear import LowPrecision, Products, products_of
+from meshwright.model.low_precision_linear import LowPrecision, Products
 from meshwright.model.moe import Moe
+from meshwright.model.scaled_products import products_of
 from meshwright.parallel.activation_offload import ActivationOffload
 from meshwright.parallel.adapter_dropout import AdapterDropout
 from meshwright.parallel.context_parallel import context_parallel_hooks

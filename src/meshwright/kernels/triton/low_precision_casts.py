@@ -1,10 +1,13 @@
-"""Casts of operands to 8 and 4 bits, each in one kernel: the numbers, their scales, and the transpose of both.
+"""Casts of operands to 8 and 4 bits, each in one kernel: numbers, scales, and the transpose of both.
 
-A kernel reads a tile of bf16 once, and writes the numbers along either dim with the scales where a product's
-kernel looks for them (`kernels/low_precision_casts.py`, by whose operators they without Triton are equal, bit
-for bit). All that decides a bit is arithmetic of integers, or fp32's on exact numbers, so that the interpreter
-and GPUs of every capability agree.
+A kernel reads a tile of bf16 once and writes numbers along either dim, with scales where a product's kernel
+looks for them (`kernels/low_precision_casts.py`, whose functions without Triton are equal to these, bit for
+bit). All that decides a bit is arithmetic of integers, or fp32's on exact numbers, so that the interpreter
+and GPUs of every capability agree; only a rotation sums in fp32, in an order of its own.
 """
+
+# What Triton compiles has no annotations: its arguments are pointers, and constants by their `tl.constexpr`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -134,7 +137,8 @@ def cast_tensor(
     batch, height, width = _sizes(x)
     tile = 64
     _cast_tensor[(-(-height // tile), -(-width // tile), batch)](
-        x.view(torch.int16), scale, *_four(seen, scale), out[0] if rows else None, out[-1] if columns else None, height, width,
+        x.view(torch.int16), scale, *_four(seen, scale), out[0] if rows else None,
+        out[-1] if columns else None, height, width,
         E5M2=e5m2, SEEN=len(seen), ROWS=rows, COLUMNS=columns, TILE=tile,
     )  # fmt: skip
     return found
@@ -432,7 +436,8 @@ def cast_nvfp4(
     turned, turned_scales = own[-2:] if columns else (None, None)
     height, width = x.shape
     _cast_nvfp4[(2 * -(-height // 128), 2 * -(-width // 128))](
-        x.view(torch.int16), scale, *_four(seen, scale), numbers, scales, turned, turned_scales, height, width,
+        x.view(torch.int16), scale, *_four(seen, scale), numbers, scales, turned, turned_scales, height,
+        width,
         SEEN=len(seen), SQUARE=square, STOCHASTIC=stochastic, ROTATED=rotated, ROWS=rows, COLUMNS=columns,
         TILE=64, num_warps=8,
     )  # fmt: skip
@@ -468,7 +473,7 @@ _TYPES = {
 
 def _case(kernel: Any, scales: str, num_warps: int = 4, **constants: Any) -> Specialisation:
     types = _TYPES | dict.fromkeys(("scales", "turned_scales"), scales)
-    aligned = [name for name in ("x", "numbers", "turned", "scales", "turned_scales", "R", "C")]
+    aligned = "x", "numbers", "turned", "scales", "turned_scales", "R", "C"
     names = kernel.arg_names
     return Specialisation(
         kernel, {name: types[name] for name in names if name in types}, constants, num_warps=num_warps,
