@@ -177,7 +177,7 @@ KERNELS = [
 def test_kernels_compute_the_products_of_rounded_operands(
     recipe: str, gradients: str | None, capability: tuple[int, int]
 ) -> None:
-    """`torch._scaled_mm` runs on a CPU, too, with scales of tensors and rows; for blocks there is a stand-in."""
+    """`torch._scaled_mm` runs on a CPU, too, with scales of tensors and rows; of blocks a stand-in does."""
     precision = PrecisionSpec.model_validate({"compute": recipe, "fp8_gradients": gradients})
     generator = torch.Generator().manual_seed(4)
     weights = [nn.Parameter(torch.randn(256, 128, generator=generator).bfloat16()) for _ in range(2)]

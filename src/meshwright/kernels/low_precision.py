@@ -102,13 +102,6 @@ def scales_of_blocks(x: Tensor, form: Form, rows: int, columns: int) -> Tensor:
     return scale_of(_tiles(x, rows, columns).abs().amax((-3, -1)), form.largest)
 
 
-def scales_of_tiles(x: Tensor, form: Form, rows: int, columns: int) -> Tensor:
-    """The scale of each number's tile of `rows` x `columns`: (..., R, C)."""
-    scales = scales_of_blocks(x, form, rows, columns)
-    each = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-    return each[..., : x.shape[-2], : x.shape[-1]]
-
-
 def to_numbers(x: Tensor, form: Form, scales: Tensor) -> Tensor:
     """x divided by `scales` in 8 bits; what is beyond becomes the largest number, infinities NaN."""
     assert form.dtype is not None

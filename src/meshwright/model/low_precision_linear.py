@@ -71,8 +71,8 @@ class Products:
         product: bool = True,
         gradient: bool = True,
     ) -> Operand:
-        """The input x (..., I) of linear layers with these weights (O, I): for their product, for gradients of
-        the weights, or both."""
+        """The input x (..., I) of linear layers with these weights (O, I): for their product, their
+        gradients, or both."""
         return Operand(x)
 
     def gradients(

@@ -122,7 +122,7 @@ class Activations:
 
 def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     """Activations of one rank, on a CPU or on another device, whose loss is taken in other chunks."""
-    s, last = Sizes(spec), spec.model.layers - 1
+    s, last = Sizes(spec, cpu), spec.model.layers - 1
     model, layout, b = spec.model, spec.layout, s.width.compute
     of_kind = [_block(s, layer) for layer in s.kinds.values()]
     whole = [of_kind[number] for number in model.kind_numbers]
@@ -190,11 +190,10 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     """Bytes of the tensors that a block keeps without recomputation, but for those of routed experts."""
     spec, b, exact = s.spec, s.width.compute, s.width.exact
     norms = spec.model.block_norms
-    inputs = norms + (1 if spec.model.parallel_block else 2)  # of norms, and of attention and the other layer
-    found = [*[s.stream] * inputs, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * (1 + s.gates)]
-    if (mla := spec.model.mla) is not None:  # both latents before their norms and after
+    found = [*[s.stream] * norms, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * s.gates]
+    if (mla := spec.model.mla) is not None:  # both latents before their norms
         ranks = [mla.q_rank] if mla.q_rank else []
-        found += [s.own * rank for rank in [*ranks, *ranks, mla.kv_rank, mla.kv_rank, mla.rope_dim]]
+        found += [s.own * rank for rank in [*ranks, mla.kv_rank, mla.rope_dim]]
         norms += 1 + len(ranks)
     numbers = [s.numbers(1, s.own)] * norms
     if spec.model.qk_norm:
@@ -204,11 +203,45 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     if spec.model.moe and spec.model.moe.shared_gate and spec.model.has_experts(layer):
         found += [s.stream, s.own]  # what the gate multiplies, and the gate
     numbers.append(s.tokens * s.heads * exact)  # attention's log-sum-exp
-    if spec.layout.cp > 1:
-        if spec.layout.context_mode == "gather":
-            found.append((2 * spec.layout.cp - 1) * s.keys)
-        found.append(_output_again(s))
-    return [*(b * elements for elements in found), *numbers]
+    if spec.layout.cp > 1 and spec.layout.context_mode == "gather":
+        found.append((2 * spec.layout.cp - 1) * s.keys)
+    return [*(b * elements for elements in found), *numbers, *_linear_inputs(s, layer)]
+
+
+def _linear_inputs(s: Sizes, layer: int) -> list[int]:
+    """Bytes of the inputs of a block's linear layers that are kept for nothing else.
+
+    Those in low precision have fewer bits where tensor ranks do not gather them, beside attention's output,
+    which it keeps itself, and what a router and its experts take.
+    """
+    model, tp, b = s.spec.model, s.spec.layout.tp, s.width.compute
+    hidden, channels, out = model.hidden, s.channels(layer) // tp, s.heads * model.v_dim
+    queries, keys = s.queries // s.tokens, s.keys // s.tokens
+    feed, whole = _feed_forward_input(s, layer), b * s.stream
+    if (mla := model.mla) is None:
+        found = [whole if s.gathers else s.input(s.stream, hidden, queries, keys)]
+    else:
+        latents = [mla.q_rank or queries, mla.kv_rank + mla.rope_dim]
+        found = [s.input(s.stream, hidden, *latents)]
+        for rank, width in ((mla.q_rank or 0, queries), (mla.kv_rank, keys)):
+            found.append(b * s.own * rank if s.gathers else s.input(s.own * rank, rank, width))
+    if model.parallel_block and (s.gathers or found[0] == whole):
+        found[0] = 0  # both layers keep one tensor
+    inner = s.input(s.inner(layer), hidden, channels)
+    again = _output_again(s)
+    kept = s.input(s.out, hidden, out) if again or s.takes(hidden, out) else 0
+    return [*found, *([feed] if feed else []), inner, *([kept] if kept else [])]
+
+
+def _feed_forward_input(s: Sizes, layer: int) -> int:
+    """Bytes that are kept of the input of a block's feed-forward layer, that of a router included."""
+    model, whole = s.spec.model, s.width.compute * s.stream
+    rounded = s.input(s.stream, model.hidden, s.channels(layer) // s.spec.layout.tp)
+    if s.gathers or rounded == whole:
+        return whole
+    if not model.has_experts(layer):
+        return rounded
+    return whole + (rounded if s.channels(layer) else 0)
 
 
 def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
@@ -241,7 +274,11 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
         return found
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        read = s.spec.model.rereads_outputs or (layout.tp == 1 and not layout.splits_backward)
+        alone = layout.tp == 1 and not layout.splits_backward
+        low = (
+            s.spec.precision.low or s.spec.precision.qat is not None
+        )  # whose results the program's cache has
+        read = s.spec.model.rereads_outputs or (alone and not low)
         read |= training_of(s.spec, layer).rescales("mlp.down", "mlp.shared.down")
         outputs = 2 if read and s.channels(layer) else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
@@ -308,12 +345,27 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     if not trained or (added_by_products(s.spec, cpu) and sum_width(s.spec) == s.width.compute):
         weight = 0  # its gradient is where it is packed
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
-    return s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
+    found = s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
+    return found if s.rounded is None else max(found, _at_rounded_gradients(s, layer))
+
+
+def _at_rounded_gradients(s: Sizes, layer: int) -> int:
+    """Bytes while gates' gradients are multiplied: these, rounded for both dims, and a weight."""
+    assert s.rounded is not None
+    b, gradients = s.width.compute, s.gates * s.inner(layer)
+    weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
+    return round(b * (s.stream + gradients) + s.rounded * (2 * gradients + weight))
+
+
+def _inside(s: Sizes, layer: int) -> int:
+    """Bytes that a feed-forward layer keeps between its products."""
+    inner, channels = s.inner(layer), s.channels(layer) // s.spec.layout.tp
+    return s.width.compute * s.gates * inner + s.input(inner, s.spec.model.hidden, channels)
 
 
 def _at_norm(s: Sizes, layer: int) -> int:
     """Peak bytes in the backward of the norm before the feed-forward layer, whose activations were freed."""
-    freed = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, experts.routed_everything)
+    freed = _inside(s, layer) + of_experts(s, layer, experts.routed_everything)
     return s.width.compute * s.stream + in_norm(s) - freed
 
 
@@ -321,8 +373,8 @@ def _at_attention(s: Sizes, layer: int) -> int:
     """Peak bytes in attention's backward, when activations of the feed-forward layer were freed."""
     spec, b = s.spec, s.width.compute
     norms = 0 if spec.model.parallel_block else spec.model.block_norms // 2
-    inputs = norms + 1 if norms else 0  # of the feed-forward layer and its norms
-    freed = b * (inputs * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(norms, s.own)
+    freed = b * norms * s.stream + _inside(s, layer) + s.numbers(norms, s.own)
+    freed += _feed_forward_input(s, layer) if norms else 0
     freed += of_experts(s, layer, experts.routed_everything)
     if spec.layout.cp > 1:
         return _across_ranks(s) - freed - b * _output_again(s)
