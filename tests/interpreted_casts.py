@@ -92,7 +92,9 @@ def _bits(x: Tensor) -> Tensor:
 def by_interpreter(case: str, rows: int, columns: int) -> tuple[int, int]:
     """Numbers of a case that differ in a bit between the kernel and torch's operators, and how many there
     are."""
-    from meshwright.kernels.triton import low_precision_casts as kernels
+    from meshwright.kernels.triton import low_precision_casts, nvfp4_casts
+
+    kernels = nvfp4_casts if "nvfp4" in case else low_precision_casts
 
     warnings.simplefilter("ignore")  # NumPy tells of the hash's overflow, which is meant
     x = drawn(rows, columns, finite="rotated" in case)

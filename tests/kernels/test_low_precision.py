@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import product
 from unittest.mock import patch
 
@@ -216,7 +217,12 @@ def test_sides_that_kernels_do_not_take_are_left_to_rounded_operands(
     products = KernelProducts(PrecisionSpec.model_validate({"compute": recipe}))
     products.scalings, products.scaled = {weight: Scaling(torch.ones(3), torch.zeros(3))}, True
     x = torch.randn(1, tokens, 128).bfloat16()
-    operand = products.input(x, [weight], [weight])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            operand = products.input(x, [weight], [weight])
+    assert len(told) == (0 if taken else 1)
+    assert taken or f"no kernel of '{recipe}' for {tokens} tokens" in str(told[0].message)
     assert (operand.along is not None) == taken and (operand.plain is x) == (
         not taken or recipe == "fp8-rowwise"
     )

@@ -148,7 +148,7 @@ def cast_tiles(
     return empty_tiles(x, e5m2, block, square, mx, rows, columns)
 
 
-@triton_operator("low_precision_casts", mutates=("seen",))
+@triton_operator("nvfp4_casts", mutates=("seen",))
 def cast_nvfp4(
     x: Tensor, scale: Tensor, seen: list[Tensor], square: bool, stochastic: bool, rotated: bool, rows: bool,
     columns: bool,

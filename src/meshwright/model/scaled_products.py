@@ -20,6 +20,7 @@ Shapes: N tokens, O outputs, I inputs of a linear layer, R rows of experts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -57,13 +58,18 @@ CAPABILITY = {
 class KernelProducts(LowPrecision):
     """Products by the kernels of `torch._scaled_mm`, for operands in bf16."""
 
-    def __init__(self, precision: PrecisionSpec, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(
+        self, precision: PrecisionSpec, capability: tuple[int, int] = (9, 0), tells: bool = True
+    ) -> None:
+        """On a GPU of this compute capability; with `tells` products without a kernel are told."""
         super().__init__(precision)
         self._capability = capability
         self._mx = self.recipe == "mxfp8" or (self.recipe == "fp8-blockwise" and capability >= (10, 0))
         self._blocks = self._mx or self.recipe in ("fp8-blockwise", "nvfp4")
         self._side = 32 if self._mx or self.recipe == "nvfp4" else self.block
         """Sides of operands are multiples of this one."""
+        self._tells = tells
+        self._told: set[str] = set()
 
     # Operands ---------------------------------------------------------------------------------------
 
@@ -96,9 +102,23 @@ class KernelProducts(LowPrecision):
 
     def _takes(self, rows: int, weights: Sequence[Tensor]) -> bool:
         """True if kernels take the products of so many rows with these weights."""
+        if not self.scaled or rows == 0:
+            return False
         sides = [side for weight in weights for side in weight.shape]
         sums = [] if self.recipe == "fp8-rowwise" else [rows]
-        return self.scaled and rows > 0 and all(side % self._side == 0 for side in [*sides, *sums])
+        taken = all(side % self._side == 0 for side in [*sides, *sums])
+        if not taken:
+            shapes = ", ".join(" x ".join(map(str, weight.shape)) for weight in weights)
+            self._tell(
+                f"{rows} tokens by matrices of {shapes}, whose sides are not multiples of {self._side}"
+            )
+        return taken
+
+    def _tell(self, products: str) -> None:
+        """Warn, once, of products that are computed without a kernel for the recipe."""
+        if self._tells and products not in self._told:
+            self._told.add(products)
+            warnings.warn(f"{_without(self.recipe)} for {products}: {_INSTEAD}", stacklevel=2)
 
     def _rounds_gradients(self, parameters: Parameters) -> bool:
         """True if the gradient of any of these weights is computed, of rounded operands."""
@@ -204,15 +224,14 @@ class KernelProducts(LowPrecision):
     def _groups(self, rows: Tensor, weight: Tensor, role: Role) -> bool:
         """True if a kernel takes the products of rows with experts: in e4m3, with scales of rows."""
         by_rows = self.recipe in ("fp8", "fp8-rowwise") and self._capability[0] == 9
+        if not self.scaled or not one_kernel(rows) or len(rows) == 0:
+            return False
         sides = all(side % self._side == 0 for side in weight.shape[-2:])
-        return (
-            by_rows
-            and self.scaled
-            and sides
-            and one_kernel(rows)
-            and len(rows) > 0
-            and self.forms[role] is E4M3
-        )
+        taken = by_rows and sides and self.forms[role] is E4M3
+        if not taken:
+            form = f" by operands in {self.forms[role].dtype}" if by_rows and sides else ""
+            self._tell(f"experts{form} on compute capability {'.'.join(map(str, self._capability))}")
+        return taken
 
     def expert_input(self, x_RI: Tensor, weight_EOI: Tensor, parameter: nn.Parameter) -> Operand:
         if not self._groups(x_RI, weight_EOI, "input"):
@@ -248,8 +267,11 @@ def _grouped(rows: Cast, weights: Cast, groups: RowGroups) -> Tensor:
     )
 
 
-def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
-    """The products of a run on a device. Raises `UserError` for a GPU without the recipe's format."""
+def products_of(precision: PrecisionSpec, device: torch.device, tells: bool = True) -> Products:
+    """The products of a run on a device; with `tells` a warning says which have no kernel.
+
+    Raises `UserError` for a GPU without the recipe's format.
+    """
     if precision.qat is not None:
         return FakeQuantised(precision)
     if not precision.low:
@@ -263,7 +285,19 @@ def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
             f"precision.compute: {precision.compute!r} needs a GPU of compute capability {needed}, and "
             f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try {' or '.join(fits or ['bf16'])}"
         )
-    return KernelProducts(precision, own) if has_kernels(precision, own) else LowPrecision(precision)
+    if has_kernels(precision, own):
+        return KernelProducts(precision, own, tells)
+    if tells:
+        why = f"precision.high = {precision.high!r}" if precision.high != "bf16" else "gradients in e5m2"
+        warnings.warn(f"{_without(precision.compute)} for {why}: {_INSTEAD}", stacklevel=2)
+    return LowPrecision(precision)
+
+
+_INSTEAD = "operands are rounded and multiplied in precision.high, which saves no time"
+
+
+def _without(recipe: str) -> str:
+    return f"precision.compute: torch has no kernel of {recipe!r}"
 
 
 def has_kernels(precision: PrecisionSpec, capability: tuple[int, int]) -> bool:

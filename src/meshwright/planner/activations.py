@@ -38,6 +38,13 @@ from meshwright.planner.activations_head import (
     in_norm,
     waiting_gradient,
 )
+from meshwright.planner.activations_linear import (
+    at_rounded_gradients,
+    feed_forward_input,
+    inside,
+    linear_inputs,
+    output_again,
+)
 from meshwright.planner.activations_lora import adapters_everything, adapters_kept
 from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.rank_view import added_by_products, embedding_is_trained, sum_width, training_of
@@ -205,56 +212,13 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     numbers.append(s.tokens * s.heads * exact)  # attention's log-sum-exp
     if spec.layout.cp > 1 and spec.layout.context_mode == "gather":
         found.append((2 * spec.layout.cp - 1) * s.keys)
-    return [*(b * elements for elements in found), *numbers, *_linear_inputs(s, layer)]
-
-
-def _linear_inputs(s: Sizes, layer: int) -> list[int]:
-    """Bytes of the inputs of a block's linear layers that are kept for nothing else.
-
-    Those in low precision have fewer bits where tensor ranks do not gather them, beside attention's output,
-    which it keeps itself, and what a router and its experts take.
-    """
-    model, tp, b = s.spec.model, s.spec.layout.tp, s.width.compute
-    hidden, channels, out = model.hidden, s.channels(layer) // tp, s.heads * model.v_dim
-    queries, keys = s.queries // s.tokens, s.keys // s.tokens
-    feed, whole = _feed_forward_input(s, layer), b * s.stream
-    if (mla := model.mla) is None:
-        found = [whole if s.gathers else s.input(s.stream, hidden, queries, keys)]
-    else:
-        latents = [mla.q_rank or queries, mla.kv_rank + mla.rope_dim]
-        found = [s.input(s.stream, hidden, *latents)]
-        for rank, width in ((mla.q_rank or 0, queries), (mla.kv_rank, keys)):
-            found.append(b * s.own * rank if s.gathers else s.input(s.own * rank, rank, width))
-    if model.parallel_block and (s.gathers or found[0] == whole):
-        found[0] = 0  # both layers keep one tensor
-    inner = s.input(s.inner(layer), hidden, channels)
-    again = _output_again(s)
-    kept = s.input(s.out, hidden, out) if again or s.takes(hidden, out) else 0
-    return [*found, *([feed] if feed else []), inner, *([kept] if kept else [])]
-
-
-def _feed_forward_input(s: Sizes, layer: int) -> int:
-    """Bytes that are kept of the input of a block's feed-forward layer, that of a router included."""
-    model, whole = s.spec.model, s.width.compute * s.stream
-    rounded = s.input(s.stream, model.hidden, s.channels(layer) // s.spec.layout.tp)
-    if s.gathers or rounded == whole:
-        return whole
-    if not model.has_experts(layer):
-        return rounded
-    return whole + (rounded if s.channels(layer) else 0)
+    return [*(b * elements for elements in found), *numbers, *linear_inputs(s, layer)]
 
 
 def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
     """The result of `count` for a block's routed experts; 0 if it has none."""
     model = s.spec.model
     return count(s.spec, model.moe) if model.moe and model.has_experts(layer) else 0
-
-
-def _output_again(s: Sizes) -> int:
-    """Elements of a copy of attention's output: exchanged over context ranks, or cut to narrow values."""
-    layout, model = s.spec.layout, s.spec.model
-    again = layout.cp > 1 and (layout.ulysses(model.kv_heads) > 1 or model.v_dim < model.head_dim)
-    return s.tokens * s.heads * model.v_dim if again else 0
 
 
 def _block(s: Sizes, layer: int) -> int:
@@ -275,9 +239,7 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
         alone = layout.tp == 1 and not layout.splits_backward
-        low = (
-            s.spec.precision.low or s.spec.precision.qat is not None
-        )  # whose results the program's cache has
+        low = s.spec.precision.low or s.spec.precision.qat is not None  # then it is as with several
         read = s.spec.model.rereads_outputs or (alone and not low)
         read |= training_of(s.spec, layer).rescales("mlp.down", "mlp.shared.down")
         outputs = 2 if read and s.channels(layer) else 1
@@ -346,26 +308,12 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
         weight = 0  # its gradient is where it is packed
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
     found = s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
-    return found if s.rounded is None else max(found, _at_rounded_gradients(s, layer))
-
-
-def _at_rounded_gradients(s: Sizes, layer: int) -> int:
-    """Bytes while gates' gradients are multiplied: these, rounded for both dims, and a weight."""
-    assert s.rounded is not None
-    b, gradients = s.width.compute, s.gates * s.inner(layer)
-    weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
-    return round(b * (s.stream + gradients) + s.rounded * (2 * gradients + weight))
-
-
-def _inside(s: Sizes, layer: int) -> int:
-    """Bytes that a feed-forward layer keeps between its products."""
-    inner, channels = s.inner(layer), s.channels(layer) // s.spec.layout.tp
-    return s.width.compute * s.gates * inner + s.input(inner, s.spec.model.hidden, channels)
+    return found if s.rounded is None else max(found, at_rounded_gradients(s, layer))
 
 
 def _at_norm(s: Sizes, layer: int) -> int:
     """Peak bytes in the backward of the norm before the feed-forward layer, whose activations were freed."""
-    freed = _inside(s, layer) + of_experts(s, layer, experts.routed_everything)
+    freed = inside(s, layer) + of_experts(s, layer, experts.routed_everything)
     return s.width.compute * s.stream + in_norm(s) - freed
 
 
@@ -373,11 +321,11 @@ def _at_attention(s: Sizes, layer: int) -> int:
     """Peak bytes in attention's backward, when activations of the feed-forward layer were freed."""
     spec, b = s.spec, s.width.compute
     norms = 0 if spec.model.parallel_block else spec.model.block_norms // 2
-    freed = b * norms * s.stream + _inside(s, layer) + s.numbers(norms, s.own)
-    freed += _feed_forward_input(s, layer) if norms else 0
+    freed = b * norms * s.stream + inside(s, layer) + s.numbers(norms, s.own)
+    freed += feed_forward_input(s, layer) if norms else 0
     freed += of_experts(s, layer, experts.routed_everything)
     if spec.layout.cp > 1:
-        return _across_ranks(s) - freed - b * _output_again(s)
+        return _across_ranks(s) - freed - b * output_again(s)
     heads = 2 * (s.queries + s.out) + s.keys + s.values
     there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch

@@ -44,8 +44,8 @@ PRECISIONS = {
 
 
 # counted by a test: of an input or a gradient one pass reads 2 bytes and writes both casts, of a weight two
-# passes write one each; a scale of a row takes a pass of its own. Experts are multiplied in 16 bits where there
-# is no kernel, rounded by operators through fp32 (`model/scaled_products.py`).
+# passes write one each; a scale of a row takes a pass of its own. Experts are multiplied in 16 bits where
+# there is no kernel, rounded by operators through fp32 (`model/scaled_products.py`).
 OURS = {
     "fp8": Precision("fp8", 2.33),
     "fp8-rowwise": Precision("fp8", 5.0),
