@@ -54,7 +54,7 @@ def drawn(rows: int, columns: int, finite: bool = False) -> Tensor:
 
 
 def cast(kernels: Any, case: str, x: Tensor, prefix: str = "") -> tuple[list[Tensor], list[Tensor]]:
-    """What an operator of a module makes of x in a case, and the numbers that it noted."""
+    """The results of a module's operator for x in a case, and the numbers that it noted."""
     kind, given = CASES[case]
     seen = [torch.zeros((), device=x.device), torch.full((), 1e-3, device=x.device)]
     function: Callable[..., list[Tensor]] = getattr(kernels, f"{prefix}{kind}")

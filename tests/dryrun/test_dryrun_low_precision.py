@@ -106,7 +106,7 @@ def test_a_gather_in_8_bits_is_cast_in_one_kernel_a_matrix(process: FakeCudaProc
 
 @pytest.mark.parametrize(("recipe", "products"), [("fp8-rowwise", 6), ("fp8", 3)])
 def test_experts_have_kernels(process: FakeCudaProcess, recipe: str, products: int) -> None:
-    """Of three weights forward, and backward where gradients are in e4m3."""
+    """Three weights have one forward, and one backward where gradients are in e4m3."""
     spec = tiny(model__preset="moe-tiny", model__layers=2, precision__compute=recipe, layout__ep=2)
     assert spec.model.moe is not None
     layers = spec.model.layers - spec.model.moe.dense_first

@@ -150,8 +150,8 @@ def _nvfp4(tiles: Tensor, scale: Tensor, stochastic: bool) -> tuple[Tensor, Tens
 def nvfp4_numbers(
     x: Tensor, scale: Tensor, rows: int, columns: int, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `round_nvfp4` multiplies by the tensor's scale: numbers of e2m1 (..., R, C), and the scale of each
-    tile (..., R / rows, C / columns), both in fp32."""
+    """The numbers of e2m1 (..., R, C) and the scales of tiles (..., R / rows, C / columns), in fp32, that
+    `round_nvfp4` multiplies by the tensor's scale."""
     numbers, blocks = _nvfp4(_tiles(x, rows, columns), scale, stochastic)
     return _untiled(numbers, x, torch.float32), blocks[..., 0, :, 0]
 

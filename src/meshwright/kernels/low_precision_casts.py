@@ -133,11 +133,13 @@ def empty_nvfp4(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
 def cast_tensor(
     x: Tensor, scale: Tensor, seen: list[Tensor], e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
+    """Casts of x in 8 bits with a given scale, along its columns and across, as one kernel."""
     return empty_tensor(x, scale, seen, e5m2, rows, columns)
 
 
 @triton_operator("low_precision_casts")
 def cast_rows(x: Tensor, e5m2: bool, columns: bool) -> list[Tensor]:
+    """Casts of x in 8 bits with a scale for each row, or for each column across, as one kernel."""
     return empty_rows(x, e5m2, columns)
 
 
@@ -145,6 +147,7 @@ def cast_rows(x: Tensor, e5m2: bool, columns: bool) -> list[Tensor]:
 def cast_tiles(
     x: Tensor, e5m2: bool, block: int, square: bool, mx: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
+    """Casts of x in 8 bits with a scale for each block, along its columns and across, as one kernel."""
     return empty_tiles(x, e5m2, block, square, mx, rows, columns)
 
 
@@ -153,6 +156,7 @@ def cast_nvfp4(
     x: Tensor, scale: Tensor, seen: list[Tensor], square: bool, stochastic: bool, rotated: bool, rows: bool,
     columns: bool,
 ) -> list[Tensor]:  # fmt: skip
+    """Casts of x in nvfp4, along its columns and across, as one kernel."""
     return empty_nvfp4(x, rows, columns)
 
 

@@ -132,6 +132,7 @@ def _cast_tensor(
 def cast_tensor(
     x: Tensor, scale: Tensor, seen: list[Tensor], e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
+    """The results of the operator `cast_tensor`."""
     found = declared.empty_tensor(x, scale, seen, e5m2, rows, columns)
     out = as_bytes(found)
     batch, height, width = sizes(x)
@@ -197,6 +198,7 @@ def _cast_columns(
 
 
 def cast_rows(x: Tensor, e5m2: bool, columns: bool) -> list[Tensor]:
+    """The results of the operator `cast_rows`."""
     found = declared.empty_rows(x, e5m2, columns)
     batch, height, width = sizes(x)
     numbers = found[0].view(torch.uint8)
@@ -294,6 +296,7 @@ def _cast_tiles(
 def cast_tiles(
     x: Tensor, e5m2: bool, block: int, square: bool, mx: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
+    """The results of the operator `cast_tiles`."""
     found = declared.empty_tiles(x, e5m2, block, square, mx, rows, columns)
     own = as_bytes(found)
     numbers, scales = own[:2] if rows else (None, None)
@@ -337,6 +340,7 @@ _TYPES = {
 
 
 def case_of(kernel: Any, scales: str, num_warps: int = 4, **constants: Any) -> Specialisation:
+    """A specialisation of a kernel whose scales have this type."""
     types = _TYPES | dict.fromkeys(("scales", "turned_scales"), scales)
     aligned = "x", "numbers", "turned", "scales", "turned_scales", "R", "C"
     names = kernel.arg_names

@@ -146,6 +146,7 @@ def cast_nvfp4(
     x: Tensor, scale: Tensor, seen: list[Tensor], square: bool, stochastic: bool, rotated: bool, rows: bool,
     columns: bool,
 ) -> list[Tensor]:  # fmt: skip
+    """The results of the operator `cast_nvfp4`."""
     found = declared.empty_nvfp4(x, rows, columns)
     own = as_bytes(found)
     numbers, scales = own[:2] if rows else (None, None)
