@@ -357,6 +357,13 @@ LARGE: dict[str, object] = {
 }  # fmt: skip
 BUDGETS: dict[str, dict[str, object]] = {
     "llama3-8b, dp 8, ZeRO-3": {"model.preset": "llama3-8b", "layout.dp": 8, "layout.zero": 3},
+    "llama3-8b in fp8-blockwise, dp 8, ZeRO-3": {
+        "model.preset": "llama3-8b", "layout.dp": 8, "layout.zero": 3, "precision.compute": "fp8-blockwise",
+    },
+    "mixtral-8x7b in fp8-rowwise, ep 8": {
+        "model.preset": "mixtral-8x7b", "layout.dp": 8, "layout.ep": 8, "layout.zero": 3,
+        "recompute.policy": "full", "precision.compute": "fp8-rowwise",
+    },
     "llama3-8b, tp 8": {"model.preset": "llama3-8b", "layout.tp": 8, "train.batch_tokens": 8192},
     "llama3-70b, tp 8, pp 4": {
         "model.preset": "llama3-70b", "layout.tp": 8, "layout.pp": 4, "train.batch_tokens": 16384,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,14 @@ import torch.distributed as dist
 from cuda_runs import mesh_of, spec_of
 from torch import Tensor, nn
 
-from meshwright.kernels.low_precision import E4M3, E5M2, round_nvfp4, round_tensor, round_tiles
-from meshwright.model.low_precision_linear import CAPABILITY, KernelProducts, LowPrecision, Scaling, rotate
+from interpreted_casts import CASES as OPERANDS
+from interpreted_casts import cast, differences, drawn
+from low_precision_products import layer_products
+from meshwright.kernels import low_precision_casts as casts
+from meshwright.kernels.low_precision import E4M3, E5M2, rotate, round_nvfp4, round_tensor, round_tiles
+from meshwright.model.low_precision_linear import LowPrecision, Scaling
+from meshwright.model.scaled_products import CAPABILITY, KernelProducts
+from meshwright.model.token_dispatcher import RowGroups
 from meshwright.optim.stochastic_rounding import round_
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import PrecisionSpec
@@ -54,36 +61,84 @@ def test_casts_are_those_of_the_cpu_bit_for_bit(cast: str, dtype: torch.dtype) -
     assert torch.equal(wanted.nan_to_num(-7.0), found.nan_to_num(-7.0))
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise"])
-@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
-def test_kernels_compute_the_products_of_rounded_operands(recipe: str, gradients: str) -> None:
-    if torch.cuda.get_device_capability() < CAPABILITY[recipe]:
-        pytest.skip("this GPU has no products in fp8")
+@pytest.mark.parametrize("case", OPERANDS)
+@pytest.mark.parametrize("shape", [(304, 416), (4096, 1024)])
+def test_operands_have_every_bit_of_the_emulation(case: str, shape: tuple[int, int]) -> None:
+    """By the kernel on this GPU, and by torch's operators on a CPU; both note the same largest number."""
+    x = drawn(*shape, finite="rotated" in case)
+    found, noted = cast(casts, case, x.cuda(), "cast_")
+    wanted, seen = cast(casts, case, x, "plain_")
+    assert differences(found + noted, wanted + seen) == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gradients"),
+    [
+        *product(("fp8", "fp8-rowwise"), ("e4m3", "e5m2")),
+        ("fp8-blockwise", None),
+        ("mxfp8", None),
+        ("nvfp4", None),
+    ],
+)
+def test_kernels_compute_the_products_of_rounded_operands(recipe: str, gradients: str | None) -> None:
+    """Beside those of the emulation, whose operands are multiplied in float64."""
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY[recipe]:
+        pytest.skip("this GPU has no products in the format")
     precision = PrecisionSpec.model_validate({"compute": recipe, "fp8_gradients": gradients})
     generator = torch.Generator().manual_seed(1)
 
-    def drawn(*shape: int) -> Tensor:
+    def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).bfloat16().cuda()
 
-    weights = [nn.Parameter(drawn(384, 256)) for _ in range(2)]
+    weights = [nn.Parameter(numbers(384, 256)) for _ in range(2)]
     scales = torch.tensor([2.0**-6, 2.0**-6, 2.0**-9], device="cuda")
-    x, grads, biases = drawn(2, 160, 256), [drawn(320, 384) for _ in weights], [drawn(384) for _ in weights]
-    found = []
-    for kind in (KernelProducts, LowPrecision):
-        products = kind(precision)
-        products.scalings = {weight: Scaling(scales, torch.zeros(3, device="cuda")) for weight in weights}
-        products.scaled = products.noting = True
-        plain = [weight.detach() for weight in weights]
-        listed = [
-            *products.forward(x, plain, biases, weights),
-            products.of_input(grads, plain, weights),
-            products.of_weight(grads[0], x.flatten(0, 1), weights[0]),
-        ]
-        found.append([*listed, *(scaling.seen for scaling in products.scalings.values())])
+    x, grads = numbers(2, 128, 256), [numbers(256, 384) for _ in weights]
+    biases = [numbers(384) for _ in weights]
+    found, noted = [], []
+    for products in (KernelProducts(precision, capability), LowPrecision(precision)):
+        scalings = {weight: Scaling(scales, torch.zeros(3, device="cuda")) for weight in weights}
+        kernels = isinstance(products, KernelProducts)
+        found.append(layer_products(products, scalings, x, weights, biases, grads, kernels))
+        noted.append([scaling.seen for scaling in scalings.values()])
     for kernel, emulated in zip(*found, strict=True):
         assert kernel.dtype == emulated.dtype
         error = (kernel.float() - emulated.float()).abs().max() / emulated.float().abs().max().clamp(min=1)
         assert error < 2**-6  # both are rounded to bf16, one of them after each term
+    assert all(torch.equal(*each) for each in zip(*noted, strict=True))
+    exact = _rounded(LowPrecision(precision), x.cpu(), weights[0].detach().cpu(), scales.cpu())
+    wanted = exact + biases[0].cpu().double()
+    assert (found[0][0].cpu().double() - wanted).abs().max() / wanted.abs().max() < 2**-8
+
+
+def _rounded(products: LowPrecision, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The product of rounded operands in float64: (N, O)."""
+    own = nn.Parameter(weight)
+    products.scalings, products.scaled = {own: Scaling(scales, torch.zeros(3))}, True
+    left = products.operand(x.flatten(0, -2), "input", -1, own).double()
+    return left @ products.operand(weight, "weight", -1, own).double().T
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise"])
+def test_experts_have_the_products_of_rounded_operands(recipe: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch has grouped products in fp8 for capability 9.0 alone")
+    precision = PrecisionSpec.model_validate({"compute": recipe})
+    generator = torch.Generator().manual_seed(2)
+    weight = nn.Parameter(torch.randn(3, 128, 256, generator=generator).bfloat16().cuda())
+    x = torch.randn(96, 256, generator=generator).bfloat16().cuda()
+    grad = torch.randn(96, 128, generator=generator).bfloat16().cuda()
+    ends = torch.tensor([32, 32, 96], dtype=torch.int32, device="cuda")
+    found = []
+    for products in (KernelProducts(precision), LowPrecision(precision)):
+        products.scalings = {weight: Scaling(torch.full((3,), 2.0**-6, device="cuda"), torch.zeros(3).cuda())}
+        products.scaled = True
+        groups = RowGroups(ends, None)
+        operand = products.expert_input(x, weight.detach(), weight)
+        result = products.grouped(operand, weight.detach(), weight, groups)
+        found.append([result, products.grouped_of_input(grad, weight.detach(), weight, groups)])
+    for kernel, emulated in zip(*found, strict=True):
+        assert (kernel.float() - emulated.float()).abs().max() < 2**-6 * emulated.float().abs().max()
 
 
 def test_a_rotation_is_that_of_the_cpu() -> None:

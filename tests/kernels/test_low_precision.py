@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -14,19 +16,21 @@ from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
+from low_precision_products import layer_products, scaled_mm
 from meshwright.kernels import low_precision
-from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.kernels.low_precision import (
     E4M3,
     E5M2,
     Form,
+    rotate,
     round_e2m1,
     round_nvfp4,
     round_tensor,
     round_tiles,
     scale_of,
 )
-from meshwright.model.low_precision_linear import KernelProducts, LowPrecision, Scaling, products_of, rotate
+from meshwright.model.low_precision_linear import LowPrecision, Operand, Scaling
+from meshwright.model.scaled_products import KernelProducts, products_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import PrecisionSpec
 
@@ -163,44 +167,71 @@ def test_a_rotation_leaves_products_as_they_are_and_spreads_outliers() -> None:
 # Products ------------------------------------------------------------------------------------------------
 
 
-def weights_and_scalings(*, seed: int = 3) -> tuple[list[nn.Parameter], dict[nn.Parameter, Scaling]]:
-    generator = torch.Generator().manual_seed(seed)
-    weights = [nn.Parameter(torch.randn(64, 128, generator=generator).bfloat16()) for _ in range(2)]
-    scales = torch.tensor([2.0**-6, 2.0**-5, 2.0**-12])
-    return weights, {weight: Scaling(scales, torch.zeros(3)) for weight in weights}
+KERNELS = [
+    *product(("fp8", "fp8-rowwise"), ("e4m3", "e5m2"), ((9, 0),)),
+    *product(("fp8-blockwise",), (None,), ((9, 0), (10, 0))),
+    *product(("mxfp8", "nvfp4"), (None,), ((10, 0),)),
+]
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise"])
-@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
-def test_kernels_compute_the_products_of_rounded_operands(recipe: str, gradients: str) -> None:
-    """`torch._scaled_mm` runs on a CPU, too."""
+@pytest.mark.parametrize(("recipe", "gradients", "capability"), KERNELS)
+def test_kernels_compute_the_products_of_rounded_operands(
+    recipe: str, gradients: str | None, capability: tuple[int, int]
+) -> None:
+    """`torch._scaled_mm` runs on a CPU, too, with scales of tensors and rows; of blocks a stand-in does."""
     precision = PrecisionSpec.model_validate({"compute": recipe, "fp8_gradients": gradients})
-    weights, scalings = weights_and_scalings()
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(2, 48, 128, generator=generator).bfloat16()
-    grads = [torch.randn(96, 64, generator=generator).bfloat16() for _ in weights]
-    biases = [torch.ones(64).bfloat16() for _ in weights]
-    found = []
-    for kind in (KernelProducts, LowPrecision):
-        products = kind(precision)
-        products.scalings, products.scaled, products.noting = scalings, True, True
-        plain = [weight.detach() for weight in weights]
-        found.append(
-            [
-                *products.forward(x, plain, biases, weights),
-                products.of_input(grads, plain, weights),
-                products.of_weight(grads[0], x.flatten(0, 1), weights[0]),
-            ]
-        )
-        total = torch.ones(64, 128)
-        assert products.of_weight(grads[0], x.flatten(0, 1), weights[0], RunningSum(total, True)) is None
-        torch.testing.assert_close(total, found[-1][-1].float() + 1)
+    weights = [nn.Parameter(torch.randn(256, 128, generator=generator).bfloat16()) for _ in range(2)]
+    x = torch.randn(2, 128, 128, generator=generator).bfloat16()
+    grads = [torch.randn(256, 256, generator=generator).bfloat16() for _ in weights]
+    biases = [torch.ones(256).bfloat16() for _ in weights]
+    scales = torch.tensor([2.0**-6, 2.0**-5, 2.0**-12])
+    found, noted = [], []
+    for products in (KernelProducts(precision, capability), LowPrecision(precision)):
+        scalings = {weight: Scaling(scales, torch.zeros(3)) for weight in weights}
+        with patch.object(torch.nn.functional, "scaled_mm", scaled_mm):
+            kernels = isinstance(products, KernelProducts)
+            found.append(layer_products(products, scalings, x, weights, biases, grads, kernels))
+        noted.append([scaling.seen for scaling in scalings.values()])
     for kernel, emulated in zip(*found, strict=True):
-        assert kernel.dtype == emulated.dtype == torch.bfloat16
+        assert kernel.dtype == emulated.dtype
         error = (kernel.float() - emulated.float()).abs().max() / emulated.float().abs().max()
         assert error < 2**-6  # both are rounded to bf16, one of them after each term
-    if recipe == "fp8":
-        assert scalings[weights[0]].seen[0] == x.abs().max()
+    if recipe in ("fp8", "nvfp4"):
+        assert all(torch.equal(*each) for each in zip(*noted, strict=True))
+        assert all(float(seen.min()) > 0 for seen in noted[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "outputs", "tokens", "taken"),
+    [
+        ("fp8", 48, 32, True), ("fp8", 48, 8, False), ("fp8-rowwise", 48, 7, True),
+        ("fp8-blockwise", 256, 128, True), ("fp8-blockwise", 576, 128, False),
+        ("fp8-blockwise", 256, 64, False),
+    ],
+)  # fmt: skip
+def test_sides_that_kernels_do_not_take_are_left_to_rounded_operands(
+    recipe: str, outputs: int, tokens: int, taken: bool
+) -> None:
+    weight = nn.Parameter(torch.randn(outputs, 128).bfloat16())
+    products = KernelProducts(PrecisionSpec.model_validate({"compute": recipe}))
+    products.scalings, products.scaled = {weight: Scaling(torch.ones(3), torch.zeros(3))}, True
+    x = torch.randn(1, tokens, 128).bfloat16()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            operand = products.input(x, [weight], [weight])
+    assert len(told) == (0 if taken else 1)
+    assert taken or f"no kernel of '{recipe}' for {tokens} tokens" in str(told[0].message)
+    assert (operand.along is not None) == taken and (operand.plain is x) == (
+        not taken or recipe == "fp8-rowwise"
+    )
+    if not taken:
+        (found,) = products.forward(operand, [weight.detach()], [], [weight])
+        rounded = LowPrecision(PrecisionSpec.model_validate({"compute": recipe}))
+        rounded.scalings, rounded.scaled = products.scalings, True
+        (wanted,) = rounded.forward(Operand(x), [weight.detach()], [], [weight])
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(

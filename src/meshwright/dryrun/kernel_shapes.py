@@ -14,9 +14,11 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.planner.cost.breakdown import Product
 
 _aten = torch.ops.aten
+_NO_FORMULA = (_aten._grouped_mm, _aten._scaled_grouped_mm, _aten._scaled_mm_v2)
+"""Products of which torch has no formula."""
 FORMATS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float4_e2m1fn_x2: "fp4",
 }  # fmt: skip
 """Formats of operands, by the names that devices have peaks for."""
 EVEN_ROWS = "even_rows"
@@ -41,7 +43,7 @@ class KernelWork:
 
 def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations by torch's formulas, attention's without regard to its mask."""
-    if func.overloadpacket is _aten._grouped_mm:  # of which torch has no formula
+    if func.overloadpacket in _NO_FORMULA:
         left, right = _computed(args[:2], args, kwargs)
         return 2 * left.numel() * right[-1]
     formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
@@ -75,7 +77,9 @@ def _last_two(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 _SHAPES: dict[str, Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]] = {
     "_grouped_mm": _first_two,
+    "_scaled_grouped_mm": _first_two,
     "_scaled_mm": _first_two,
+    "_scaled_mm_v2": _first_two,
 }
 """Operators of products with further tensors behind their operands."""
 
@@ -83,6 +87,8 @@ _SHAPES: dict[str, Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]] = {
 def _computed(operands: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[torch.Size, torch.Size]:
     """The shapes of two operands, without rows behind those of the last group where their number is known."""
     left, right = (each.shape for each in operands)
+    if operands[0].dtype is torch.float4_e2m1fn_x2:  # two numbers in a byte
+        left = torch.Size((*left[:-1], 2 * left[-1]))
     known = (getattr(each, EVEN_ROWS, None) for each in (*args, *kwargs.values()))
     rows = next((each for each in known if each is not None), None)
     if rows is None:

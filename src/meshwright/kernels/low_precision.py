@@ -97,11 +97,9 @@ def in_parts(rounded: Callable[[Tensor], Tensor], x: Tensor, rows: int = 1, colu
     return torch.cat(found, dim)
 
 
-def scales_of_tiles(x: Tensor, form: Form, rows: int, columns: int) -> Tensor:
-    """The scale of each number's tile of `rows` x `columns`: (..., R, C)."""
-    tiles = _tiles(x, rows, columns)
-    scales = scale_of(tiles.abs().amax((-3, -1), keepdim=True), form.largest)
-    return _untiled(scales.expand_as(tiles), x, torch.float32)
+def scales_of_blocks(x: Tensor, form: Form, rows: int, columns: int) -> Tensor:
+    """The scale of each tile of `rows` x `columns`: (..., R / rows, C / columns)."""
+    return scale_of(_tiles(x, rows, columns).abs().amax((-3, -1)), form.largest)
 
 
 def to_numbers(x: Tensor, form: Form, scales: Tensor) -> Tensor:
@@ -133,16 +131,29 @@ def round_nvfp4(x: Tensor, scale: Tensor, rows: int, columns: int, stochastic: b
     """Round (..., R, C) to nvfp4 with tiles of `rows` x `columns`, given the tensor's scale."""
 
     def rounded(part: Tensor) -> Tensor:
-        tiles = _tiles(part, rows, columns)
-        largest = tiles.abs().amax((-3, -1), keepdim=True)
-        blocks = (largest / E2M1.largest / scale).clamp(LEAST_BLOCK, E4M3.largest)
-        blocks = blocks.to(torch.float8_e4m3fn).float() + (largest - largest)
-        # One by one: the inverse of the least scale times that of the least block is infinite.
-        scaled = (tiles * (1 / scale)).mul_(1 / blocks).clamp_(-E2M1.largest, E2M1.largest)
-        numbers = round_e2m1(scaled, _uniform(scaled) if stochastic else None)
+        numbers, blocks = _nvfp4(_tiles(part, rows, columns), scale, stochastic)
         return _untiled(numbers * (blocks * scale), part)
 
     return in_parts(rounded, x, rows, columns)
+
+
+def _nvfp4(tiles: Tensor, scale: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
+    """Numbers of e2m1 for tiles of fp32, and the scale of each tile, given that of the tensor."""
+    largest = tiles.abs().amax((-3, -1), keepdim=True)
+    blocks = (largest / E2M1.largest / scale).clamp(LEAST_BLOCK, E4M3.largest)
+    blocks = blocks.to(torch.float8_e4m3fn).float() + (largest - largest)
+    # One by one: the inverse of the least scale times that of the least block is infinite.
+    scaled = (tiles * (1 / scale)).mul_(1 / blocks).clamp_(-E2M1.largest, E2M1.largest)
+    return round_e2m1(scaled, _uniform(scaled) if stochastic else None), blocks
+
+
+def nvfp4_numbers(
+    x: Tensor, scale: Tensor, rows: int, columns: int, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The numbers of e2m1 (..., R, C) and the scales of tiles (..., R / rows, C / columns), in fp32, that
+    `round_nvfp4` multiplies by the tensor's scale."""
+    numbers, blocks = _nvfp4(_tiles(x, rows, columns), scale, stochastic)
+    return _untiled(numbers, x, torch.float32), blocks[..., 0, :, 0]
 
 
 def _uniform(tiles: Tensor) -> Tensor:
@@ -157,3 +168,21 @@ def _uniform(tiles: Tensor) -> Tensor:
     key = (bits * odd).sum((-3, -1), keepdim=True)
     mixed = mix64_(key + (place + 1) * signed(0x9E3779B97F4A7C15))
     return (shift(mixed, 40).float() / 2**24).to(tiles.dtype)
+
+
+SIGNS = 1, 1, -1, 1, -1, -1, 1, 1, -1, 1, 1, 1, -1, -1, 1, -1
+"""Signs of the rotation; any that look random serve (NVIDIA 2025, §4.2)."""
+
+
+def rotate(x_RC: Tensor) -> Tensor:
+    """Each 16 rows of (..., R, C) rotated by a Hadamard matrix with random signs, which spreads outliers.
+
+    A product that sums over the rows of two operands is that of the rotated ones.
+    """
+    hadamard = x_RC.new_ones(1, 1)
+    for _ in range(4):
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    columns = zip(hadamard.unbind(1), SIGNS, strict=True)
+    turn = torch.stack([column * sign for column, sign in columns], 1) / 4
+    rows = x_RC.unflatten(-2, (-1, 16))
+    return (turn @ rows).view(x_RC.shape)

@@ -7,7 +7,8 @@ or `moe` with a `router`, a `token_dispatcher` and the `experts` by `grouped_mm`
 Ends: `embedding`, and `chunked_cross_entropy`, beside which `soft_targets` is the loss of a student,
 `multi_token_prediction` that of further tokens, and `log_probs` is what losses of callers are of, and
 `preference_loss` of pairs of answers.
-Layers: `linear`, whose products `low_precision_linear` may round; `quantisation` rounds trained weights,
+Layers: `linear`, whose products `low_precision_linear` may round, on GPUs by the kernels of
+`scaled_products`; `quantisation` rounds trained weights,
 and `dynamic_linear` rounds inputs as they come; `lora` puts adapters beside them, with `lora_dropout`,
 and those of `expert_lora` beside experts; `blockwise_quantisation` rounds frozen weights.
 `init` draws the initial weights.

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.model.expert_activations import ACTIVATIONS, ExpertActivation
 from meshwright.model.expert_lora import NO_ADAPTER, ExpertAdapter, NoAdapter
-from meshwright.model.grouped_mm import grouped_mm, grouped_outer, slices_of
+from meshwright.model.grouped_mm import grouped_outer, slices_of
 from meshwright.model.hooks import ExpertsHooks
 from meshwright.model.token_dispatcher import RowGroups
 from meshwright.spec import MoeSpec
@@ -77,12 +77,11 @@ class _Experts(torch.autograd.Function):
         adapters: Sequence[NoAdapter],
         *factors: nn.Parameter,
     ) -> Tensor:
-        operand = hooks.products.operand
+        products = hooks.products
 
         def gate_and_up() -> tuple[Tensor, Tensor]:
-            rows = operand(x, "input", -1, gate)
-            gates, ups = (operand(each, "weight", -1, each) for each in (gate, up))
-            gate_x, up_x = grouped_mm(rows, gates, groups), grouped_mm(rows, ups, groups)
+            rows = products.expert_input(x, gate, gate)
+            gate_x, up_x = (products.grouped(rows, each, each, groups) for each in (gate, up))
             of_both = zip((gate_x, up_x), (gate_bias, up_bias), adapters[:2], strict=True)
             for product, bias, adapter in of_both:
                 adapter.add_(product, x, groups)
@@ -91,9 +90,9 @@ class _Experts(torch.autograd.Function):
             return gate_x, up_x
 
         def outputs() -> tuple[Tensor]:
-            inner = operand(activation.weighted(gate_x, up_x, weight), "input", -1, down)
-            y = grouped_mm(inner, operand(down, "weight", -1, down), groups)
-            adapters[2].add_(y, inner, groups)
+            inner = products.expert_input(activation.weighted(gate_x, up_x, weight), down, down)
+            y = products.grouped(inner, down, down, groups)
+            adapters[2].add_(y, inner.whole, groups)
             if down_bias is not None:
                 add_rows_(_columns(y, down_bias, hooks.slice), down_bias, groups, weight)
             return (y,)
@@ -115,22 +114,17 @@ class _Experts(torch.autograd.Function):
         x, weight, gate_x, up_x, gate, up, down = (each.detach() for each in saved)
         groups, products = ctx.groups, ctx.hooks.products
 
-        def of_input(
-            grad: Tensor, weight: Tensor, parameter: nn.Parameter, onto: Tensor | None = None
-        ) -> Tensor:
-            turned = products.operand(weight, "weight", -2, parameter).mT
-            return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, groups, onto)
-
         of_gate, of_up, of_down = parameters = ctx.parameters
         gate_adapter, up_adapter, down_adapter = ctx.adapters
-        grad_inner = of_input(grad, down, of_down)
+        grad_inner = products.grouped_of_input(grad, down, of_down, groups)
         at_down = down_adapter.input_gradient_(grad_inner, grad, groups)
         found = ctx.activation.backward_(grad_inner, gate_x, up_x, weight)
         grad_gate, grad_up, grad_weight, inner = found
         biased = None if bias is None else _columns(grad, bias, ctx.hooks.slice)
         if bias is not None and biased is not None:
             grad_weight += rows_times(biased, bias.detach(), groups, weight.dtype)
-        grad_x = of_input(grad_up, up, of_up, onto=of_input(grad_gate, gate, of_gate))
+        grad_x = products.grouped_of_input(grad_gate, gate, of_gate, groups)
+        grad_x = products.grouped_of_input(grad_up, up, of_up, groups, onto=grad_x)
         at_gate = gate_adapter.input_gradient_(grad_x, grad_gate, groups)
         at_up = up_adapter.input_gradient_(grad_x, grad_up, groups)
         pairs = [

@@ -1,9 +1,9 @@
 """The three matrix products of a linear layer, in the format of its operands or in low precision.
 
 A recipe of low precision (`kernels/low_precision.py`) rounds the operands along the dim that is summed, and
-products are summed in fp32. fp8 and fp8-rowwise have kernels on GPUs; all else is the product of the rounded
-operands, with the same result but for the order of sums. nvfp4 rounds gradients stochastically, and rotates
-both operands of the gradient of a weight.
+products are summed in fp32. Here they are products of the rounded operands; GPUs have kernels for the same
+products (`model/scaled_products.py`), whose results differ by the order of sums. nvfp4 rounds gradients
+stochastically, and rotates both operands of the gradient of a weight.
 
 Shapes: N tokens, O outputs, I inputs of a linear layer, R rows of experts.
 """
@@ -19,18 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
-from meshwright.kernels.low_precision import (
-    E4M3,
-    E5M2,
-    PART,
-    round_nvfp4,
-    round_tensor,
-    round_tiles,
-    scale_of,
-    to_numbers,
-)
+from meshwright.kernels.low_precision import E4M3, E5M2, rotate, round_nvfp4, round_tensor, round_tiles
+from meshwright.kernels.low_precision_casts import Cast, note
+from meshwright.model.grouped_mm import grouped_mm
 from meshwright.model.quantisation import fake_quantise, fake_quantise_tokens
-from meshwright.spec.errors import UserError
+from meshwright.model.token_dispatcher import RowGroups
 from meshwright.spec.precision import BLOCKS, DELAYED, PrecisionSpec
 
 Role = Literal["input", "weight", "gradient"]
@@ -38,10 +31,55 @@ ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
 Parameters = Sequence[nn.Parameter]
 
 
+class Operand(NamedTuple):
+    """An operand of the products of linear layers: as it is, or rounded for products along either dim."""
+
+    plain: Tensor | None
+    """(..., R, C), for products that round it themselves or not at all."""
+    along: Cast | None = None
+    """(R, C), for products that sum over its columns."""
+    across: Cast | None = None
+    """Its transpose (C, R), for products that sum over its rows: the gradient of a weight."""
+
+    @property
+    def whole(self) -> Tensor:
+        """The operand as it is, where it has been kept."""
+        assert self.plain is not None
+        return self.plain
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Tensors that the gradient of a weight takes; `operand_of` makes an operand of them."""
+        return [self.whole] if self.across is None else [each for each in self.across if each is not None]
+
+
+def operand_of(kept: Sequence[Tensor]) -> Operand:
+    """The operand that the gradient of a weight takes, of the tensors that were kept."""
+    return Operand(kept[0]) if len(kept) == 1 else Operand(None, across=Cast(*kept))
+
+
 class Products:
     """Products of operands that are not rounded. `parameter` is that of the weight."""
 
     low = False
+
+    def input(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        parameters: Parameters,
+        product: bool = True,
+        gradient: bool = True,
+    ) -> Operand:
+        """The input x (..., I) of linear layers with these weights (O, I): for their product, their
+        gradients, or both."""
+        return Operand(x)
+
+    def gradients(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters
+    ) -> list[Operand]:
+        """The gradients (N, O) of the results of linear layers with these weights."""
+        return [Operand(grad) for grad in grads]
 
     def operand(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Tensor:
         """An operand (..., R, C) of products with these weights that sum over its `dim`, -1 or -2."""
@@ -52,34 +90,59 @@ class Products:
         return x_RC
 
     def forward(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
+        self, operand: Operand, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
     ) -> list[Tensor]:
-        """x (..., I) by each of the weights (O, I), plus its bias: (..., O) each."""
+        """An input (..., I) by each of the weights (O, I), plus its bias: (..., O) or (N, O) each."""
         own = parameters[: len(weights)]
-        x = self.operand(x, "input", -1, *own)
+        x = self.operand(operand.whole, "input", -1, *own)
         rounded = [self.operand(weight, "weight", -1, each) for weight, each in zip_longest(weights, own)]
         return [F.linear(x, weight, bias) for weight, bias in zip_longest(rounded, biases)]
 
-    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        """The gradient (N, I) of the input: the sum of grads (N, O) by their weights (O, I)."""
+    def of_input(
+        self, operands: Sequence[Operand], weights: Sequence[Tensor], parameters: Parameters
+    ) -> Tensor:
+        """The gradient (N, I) of the input: the sum of gradients (N, O) by their weights (O, I)."""
         own = parameters[: len(weights)]
         weights = [self.operand(weight, "weight", -2, each) for weight, each in zip_longest(weights, own)]
-        grads = [self.operand(grad, "gradient", -1, each) for grad, each in zip_longest(grads, own)]
+        pairs = zip_longest(operands, own)
+        grads = [self.operand(each.whole, "gradient", -1, parameter) for each, parameter in pairs]
         total = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             torch.addmm(total, grad, weight, out=total)  # counters of operations know no `addmm_`
         return total
 
     def of_weight(
-        self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None, into: RunningSum | None = None
+        self, grad: Operand, x: Operand, parameter: nn.Parameter | None, into: RunningSum | None = None
     ) -> Tensor | None:
         """The gradient (O, I) of a weight, or None if added `into` a sum."""
-        left_ON = self.operand(grad_NO, "gradient", -2, parameter).T
-        right_NI = self.operand(x_NI, "input", -2, parameter)
+        left_ON = self.operand(grad.whole, "gradient", -2, parameter).T
+        right_NI = self.operand(x.whole.flatten(0, -2), "input", -2, parameter)
         if into is None:
             return left_ON @ right_NI
         into.add_product(left_ON, right_NI)
         return None
+
+    # Experts: R rows that are sorted by expert, weights (E, O, I) ------------------------------------
+
+    def expert_input(self, x_RI: Tensor, weight_EOI: Tensor, parameter: nn.Parameter) -> Operand:
+        """An input of experts, as their products take it."""
+        return Operand(self.operand(x_RI, "input", -1, parameter))
+
+    def grouped(self, x: Operand, weight_EOI: Tensor, parameter: nn.Parameter, groups: RowGroups) -> Tensor:
+        """Each expert's rows by its weight: (R, O)."""
+        return grouped_mm(x.whole, self.operand(weight_EOI, "weight", -1, parameter), groups)
+
+    def grouped_of_input(
+        self,
+        grad_RO: Tensor,
+        weight_EOI: Tensor,
+        parameter: nn.Parameter,
+        groups: RowGroups,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient (R, I) of the experts' input, added to `onto` in its memory."""
+        turned = self.operand(weight_EOI, "weight", -2, parameter).mT
+        return grouped_mm(self.operand(grad_RO, "gradient", -1, parameter), turned, groups, onto)
 
 
 class Scaling(NamedTuple):
@@ -137,14 +200,20 @@ class LowPrecision(Products):
 
     def _scale(self, x: Tensor, role: Role, *parameters: nn.Parameter | None) -> Tensor:
         """The scale of a whole tensor, whose largest number may be noted for each of the weights."""
-        place = ROLES.index(role)
-        scalings = [self.scalings[parameter] for parameter in parameters if parameter is not None]
-        if self.noting and x.numel():
-            least, most = x.detach().aminmax()
-            largest = torch.maximum(most, -least)
-            for scaling in scalings:
-                scaling.seen[place].copy_(torch.maximum(scaling.seen[place], largest))
-        return scalings[0].scales[place]
+        note(x, self._seen(role, *parameters))
+        return self._given(role, *parameters)
+
+    def _given(self, role: Role, *parameters: nn.Parameter | None) -> Tensor:
+        """The scale of a whole tensor, which is the first weight's."""
+        first = next(parameter for parameter in parameters if parameter is not None)
+        return self.scalings[first].scales[ROLES.index(role)]
+
+    def _seen(self, role: Role, *parameters: nn.Parameter | None) -> list[Tensor]:
+        """Where the largest number of an operand is noted for each of the weights, if it is."""
+        if not self.noting:
+            return []
+        own = [self.scalings[parameter] for parameter in parameters if parameter is not None]
+        return [each.seen[ROLES.index(role)] for each in own]
 
 
 class FakeQuantised(Products):
@@ -168,124 +237,3 @@ class FakeQuantised(Products):
 
     def rows(self, x_RC: Tensor, role: Role, parameter: nn.Parameter | None) -> Tensor:
         return self.operand(x_RC, role, -2, parameter)
-
-
-class KernelProducts(LowPrecision):
-    """Products in fp8 with a scale for a tensor or a row, by the kernels of `torch._scaled_mm`."""
-
-    def forward(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
-    ) -> list[Tensor]:
-        if not self.scaled:
-            return super().forward(x, weights, biases, parameters)
-        left = self.rounded(x.flatten(0, -2), "input", -1, *parameters[: len(weights)])
-        products = []
-        for weight, bias, parameter in zip_longest(weights, biases, parameters[: len(weights)]):
-            product = scaled_mm(left, self.rounded(weight, "weight", -1, parameter), x.dtype)
-            product = product.view(*x.shape[:-1], -1)
-            products.append(product if bias is None else product.add_(bias))
-        return products
-
-    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        if not self.scaled:
-            return super().of_input(grads, weights, parameters)
-        products = []
-        for grad, weight, parameter in zip_longest(grads, weights, parameters[: len(weights)]):
-            right = turned(self.rounded(weight, "weight", -2, parameter))
-            products.append(scaled_mm(self.rounded(grad, "gradient", -1, parameter), right, grad.dtype))
-        total = products[0]
-        for product in products[1:]:
-            total.add_(product)
-        return total
-
-    def of_weight(
-        self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None, into: RunningSum | None = None
-    ) -> Tensor | None:
-        if not self.scaled or self.recipe == "fp8-rowwise":
-            return super().of_weight(grad_NO, x_NI, parameter, into)
-        left = turned(self.rounded(grad_NO, "gradient", -2, parameter))
-        product = scaled_mm(left, turned(self.rounded(x_NI, "input", -2, parameter)), x_NI.dtype)
-        if into is None:
-            return product
-        into.add(product)
-        return None
-
-    def rounded(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Rounded:
-        """An operand (R, C) for the kernel."""
-        form = self.forms[role]
-        if self.recipe == "fp8":
-            scales = self._scale(x, role, *parameters)
-        else:
-            least, most = x.aminmax(dim=dim, keepdim=True)
-            scales = scale_of(torch.maximum(most, -least).float(), form.largest)
-        size = max(1, PART // max(1, x.shape[1]))
-        each = scales.expand(x.shape[0], scales.shape[-1] if scales.ndim else 1)
-        pairs = zip(x.split(size), each.split(size), strict=True)
-        return Rounded(torch.cat([to_numbers(part, form, own) for part, own in pairs]), scales)
-
-
-class Rounded(NamedTuple):
-    """An operand (R, C) in 8 bits, and the scales to multiply it by: one, or (R, 1) or (1, C)."""
-
-    numbers: Tensor
-    scales: Tensor
-
-
-def turned(operand: Rounded) -> Rounded:
-    """The transpose (C, R) of an operand (R, C), laid out anew: kernels sum along rows."""
-    scales = operand.scales.T if operand.scales.ndim else operand.scales
-    return Rounded(operand.numbers.T.contiguous(), scales)
-
-
-def scaled_mm(left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
-    """left (M, K) times the transpose of right (N, K), with a scale for each row of both, or one for all."""
-    scales = left.scales, right.scales.T if right.scales.ndim else right.scales
-    return torch._scaled_mm(left.numbers, right.numbers.T, *scales, out_dtype=dtype)
-
-
-CAPABILITY = {
-    "fp8": (8, 9),
-    "fp8-rowwise": (8, 9),
-    "fp8-blockwise": (9, 0),
-    "mxfp8": (10, 0),
-    "nvfp4": (10, 0),
-}
-"""The first compute capability of NVIDIA's that has a recipe's format. Source: cuBLAS 13 documentation."""
-
-
-def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
-    """The products of a run on a device. Raises `UserError` for a GPU without the recipe's format."""
-    if precision.qat is not None:
-        return FakeQuantised(precision)
-    if not precision.low:
-        return Products()
-    if device.type != "cuda":
-        return LowPrecision(precision)
-    if (own := torch.cuda.get_device_capability(device)) < CAPABILITY[precision.compute]:
-        fits = [recipe for recipe, least in CAPABILITY.items() if own >= least]
-        needed = ".".join(map(str, CAPABILITY[precision.compute]))
-        raise UserError(
-            f"precision.compute: {precision.compute!r} needs a GPU of compute capability {needed}, and "
-            f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try {' or '.join(fits or ['bf16'])}"
-        )
-    # torch's kernel for scales of rows returns bf16 only.
-    kernels = precision.compute in ("fp8", "fp8-rowwise") and precision.high == "bf16"
-    return (KernelProducts if kernels else LowPrecision)(precision)
-
-
-SIGNS = 1, 1, -1, 1, -1, -1, 1, 1, -1, 1, 1, 1, -1, -1, 1, -1
-"""Signs of the rotation; any that look random serve (NVIDIA 2025, §4.2)."""
-
-
-def rotate(x_RC: Tensor) -> Tensor:
-    """Each 16 rows of (..., R, C) rotated by a Hadamard matrix with random signs, which spreads outliers.
-
-    A product that sums over the rows of two operands is that of the rotated ones.
-    """
-    hadamard = x_RC.new_ones(1, 1)
-    for _ in range(4):
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    columns = zip(hadamard.unbind(1), SIGNS, strict=True)
-    turn = torch.stack([column * sign for column, sign in columns], 1) / 4
-    rows = x_RC.unflatten(-2, (-1, 16))
-    return (turn @ rows).view(x_RC.shape)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.low_precision import E4M3, power_of_two, scales_of_tiles, to_numbers
+from meshwright.kernels.low_precision import E4M3, power_of_two
+from meshwright.kernels.low_precision_casts import Cast, by_tensor, by_tile
 from meshwright.model.low_precision_linear import ROLES, LowPrecision
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
@@ -49,23 +50,23 @@ class Fp8Gather:
             if not slot.rounded:
                 others.append(own.view(torch.uint8))
                 continue
-            scales = self._scales(unit, slot, own)
-            numbers.append(to_numbers(own.view(slot.part), E4M3, scales).flatten().view(torch.uint8))
-            if scales.ndim:
-                tiles = scales[..., ::FP8_TILE, ::FP8_TILE].flatten()
+            cast = self._cast(unit, slot, own.view(slot.part))
+            numbers.append(cast.numbers.flatten().view(torch.uint8))
+            if cast.scales.ndim:
+                tiles = cast.scales[..., : -(-slot.part[-1] // FP8_TILE)].flatten()
                 exponents.append((torch.frexp(tiles).exponent - 1 + BIAS).to(torch.uint8))
         message = torch.cat([*others, *numbers, *exponents])
         return F.pad(message, (0, -len(message) % WORD))
 
-    def _scales(self, unit: Unit, slot: ParamSlot, own: Tensor) -> Tensor:
-        """The scale of a whole matrix, or one for each of its numbers on this rank (slot.part)."""
+    def _cast(self, unit: Unit, slot: ParamSlot, own: Tensor) -> Cast:
+        """The numbers of this rank's part of a matrix, with the scale of it all or of each tile."""
         if self._products.recipe == "fp8":
             scaling, place = self._products.scalings[unit.parameters[slot.key]], ROLES.index("weight")
-            least, most = own.aminmax()
-            seen = scaling.seen[place]
-            seen.copy_(torch.maximum(seen, torch.maximum(most, -least)))
-            return scaling.scales[place]
-        return scales_of_tiles(own.view(slot.part), E4M3, FP8_TILE, FP8_TILE)
+            found = by_tensor(own, E4M3, scaling.scales[place], [scaling.seen[place]], columns=False)
+        else:
+            found = by_tile(own, E4M3, FP8_TILE, square=True, mx=False, columns=False)
+        assert found.along is not None
+        return found.along
 
     def unpack(self, unit: Unit, messages: Tensor) -> None:
         """Write the parameters of all ranks' `messages` (ranks, bytes) into the unit's whole copy."""
@@ -79,15 +80,16 @@ class Fp8Gather:
         exponents = start + sum(slot.padded for slot in rounded)
         for slot in rounded:
             end, target = start + slot.padded, unit.whole_rows(slot)
-            numbers = messages[:, start:end].view(torch.float8_e4m3fn).view(-1, *slot.part).float()
+            numbers = messages[:, start:end].view(torch.float8_e4m3fn).view(-1, *slot.part).to(target.dtype)
             start = end
             if self._products.recipe == "fp8":
                 scales = self._products.scalings[unit.parameters[slot.key]].scales[ROLES.index("weight")]
-            else:
+                numbers.mul_(scales)
+            else:  # ranks have whole tiles of rows
                 *experts, rows, columns = slot.part
                 tiles = *experts, -(-rows // FP8_TILE), -(-columns // FP8_TILE)
                 found = power_of_two(messages[:, exponents : exponents + prod(tiles)].int() - BIAS)
                 exponents += prod(tiles)
-                each = found.view(-1, *tiles).repeat_interleave(FP8_TILE, -2).repeat_interleave(FP8_TILE, -1)
-                scales = each[..., :rows, :columns]
-            target.copy_((numbers * scales).view(target.shape))
+                each = found.view(-1, *tiles).to(target.dtype).repeat_interleave(FP8_TILE, -1)
+                numbers.unflatten(-2, (tiles[-2], -1)).mul_(each[..., :columns].unsqueeze(-2))
+            target.copy_(numbers.view(target.shape))

@@ -54,6 +54,12 @@ class FusedCommOp(ABC):
             return _operators[self.kind](self.name, inputs)
         return _EagerOp.apply(self, read_again, *inputs)
 
+    def run(self, inputs: Tensors, read_again: bool) -> tuple[Tensors, Tensors]:
+        """The results, now or from the cache, and the tensors to save for `backward`; eagerly."""
+        assert self.cache is not None
+        results = self.cache.run(self.kind, lambda: tuple(self.forward(inputs)), read_again)
+        return results, self.keep(inputs, results)
+
     @abstractmethod
     def forward(self, inputs: Tensors) -> Tensors:
         """Compute the results."""
@@ -82,12 +88,11 @@ class FusedCommOp(ABC):
 class _EagerOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: FusedCommOp, read_again: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
-        assert op.cache is not None
-        results = op.cache.run(op.kind, lambda: tuple(op.forward(inputs)), read_again)
+        results, kept = op.run(inputs, read_again)
         ctx.op, ctx.inputs = op, len(inputs)
         ctx.parameters = own_parameters(inputs)
-        ctx.save_for_backward(*op.keep(inputs, results))
-        return results[: op.results]
+        ctx.save_for_backward(*kept)
+        return tuple(results[: op.results])
 
     @staticmethod
     @once_differentiable

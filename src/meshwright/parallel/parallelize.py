@@ -12,8 +12,9 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
 from meshwright.model.lora import attach_adapters
-from meshwright.model.low_precision_linear import LowPrecision, Products, products_of
+from meshwright.model.low_precision_linear import LowPrecision, Products
 from meshwright.model.moe import Moe
+from meshwright.model.scaled_products import products_of
 from meshwright.parallel.activation_offload import ActivationOffload
 from meshwright.parallel.adapter_dropout import AdapterDropout
 from meshwright.parallel.context_parallel import context_parallel_hooks
@@ -70,7 +71,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
     cache, store = None if spec.train.compile else RecomputeCache(), WeightGradStore()
     moe_cache = cache or RecomputeCache()
     balance, buffers = RouterBalance(model, mesh, moe_cache), ExpertBuffers(spec, mesh)
-    products = products_of(spec.precision, mesh.device)
+    products = products_of(spec.precision, mesh.device, mesh.rank == 0)
     further = further_loss_of(spec, mesh, schedule.rank_of[-1] == mesh.pipeline.rank)
     hooks = decoder_hooks(spec, mesh, cache, moe_cache, store, balance, buffers, products)
     hooks = replace(hooks, further=further.attach)

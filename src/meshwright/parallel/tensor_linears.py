@@ -7,8 +7,9 @@ layer.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from meshwright.comm.collectives import (
 from meshwright.comm.mesh import Axis, Pending
 from meshwright.kernels.with_backward import with_backward
 from meshwright.model.linear import Linear
-from meshwright.model.low_precision_linear import Products
+from meshwright.model.low_precision_linear import Operand, Products, operand_of
 from meshwright.parallel.deferred_wgrad import Gradients, WeightGradStore
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty, own_parameters
 from meshwright.parallel.recompute_cache import RecomputeCache
@@ -90,18 +91,54 @@ class _TensorOp(FusedCommOp):
         # Compiled, a product overlaps with its own messages where ranks can read each other's memory.
         self._fused = cache is None and sequence and not self._products.low and reach_each_other(axis)
 
-    def _of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor | None:
+    def _of_weight(self, grad: Operand, x: Operand, parameter: nn.Parameter | None) -> Tensor | None:
         """The gradient (O, I) of a weight, or None if it was added to the parameter's gradients or the weight
         is not trained."""
         if parameter is not None and not parameter.requires_grad:
             return None
         into = self.store.gradient_sum(parameter) if self.store and parameter is not None else None
-        return self._products.of_weight(grad_NO, x_NI, parameter, into)
+        return self._products.of_weight(grad, x, parameter, into)
 
     def _like(self, x: Tensor, channels: int, gathered: bool) -> Tensor:
         """An empty (B, T, channels) for x (B, T/n or T, D) if `gathered`; else with the lengths reversed."""
         ranks = self._axis.size if self._sequence else 1
         return empty(x, x.shape[0], x.shape[1] * ranks if gathered else x.shape[1] // ranks, channels)
+
+
+class _LinearOp(_TensorOp):
+    """Linear layers of one input, which is kept for the backward as the gradients of the weights take it."""
+
+    @property
+    def gathers(self) -> bool:
+        """True if ranks hold parts of the input's tokens, which are kept as they are."""
+        return False
+
+    @abstractmethod
+    def results_of(self, x: Operand, inputs: Tensors) -> Tensors:
+        """The results of the input (B, T, I) or, rounded, (N, I)."""
+
+    def run(self, inputs: Tensors, read_again: bool) -> tuple[Tensors, Tensors]:
+        if self.gathers or self._fused:
+            return super().run(inputs, read_again)
+        assert self.cache is not None
+        x, *rest = inputs
+        needed = not self.cache.serves("matmul")
+        operand = self._products.input(x, _parameters(inputs)[0], own_parameters(inputs), needed)
+        results = self.cache.run(self.kind, lambda: tuple(self.results_of(operand, inputs)), read_again)
+        return results, [*operand.kept, *rest]
+
+    def _again(self, x: Operand, weights: Tensors, parameters: Parameters) -> Operand:
+        """An input that was kept, rounded if it was not."""
+        if x.plain is None:
+            return x
+        return self._products.input(x.plain, weights, parameters, product=False)
+
+
+def _parameters(tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights, and biases if there are any, of tensors that end with them, behind one or more."""
+    biases = list(takewhile(lambda x: x.ndim == 1, reversed(tensors)))[::-1]
+    others = tensors[1 : len(tensors) - len(biases)]
+    return [x for x in others if x.ndim == 2], biases
 
 
 class EnterParallelRegion(_TensorOp):
@@ -132,59 +169,79 @@ class EnterParallelRegion(_TensorOp):
         return [self._like(grads[0], grads[0].shape[2], False)]
 
 
-class ColumnParallel(_TensorOp):
+class ColumnParallel(_LinearOp):
     """Several linear layers of one input, each with its outputs split; saves this rank's tokens of the input.
 
     Inputs: x (B, T/n or T, D), the weight (F/n, D) of each layer, the bias (F/n,) of each layer or of none.
     Results: (B, T, F/n) for each layer.
     """
 
+    @property
+    def gathers(self) -> bool:
+        return self._sequence
+
     def forward(self, inputs: Tensors) -> Tensors:
-        x, (weights, biases) = inputs[0], self._parameters(inputs)
+        x, (weights, biases) = inputs[0], _parameters(inputs)
         if self._fused:
             _, products = gather_matmul(x.flatten(0, 1), [weight.T for weight in weights], self._axis)
             wholes = [product.view(x.shape[0], -1, product.shape[1]) for product in products]
             return [whole + bias for whole, bias in zip(wholes, biases, strict=True)] if biases else wholes
         whole = gather_tokens(x, self._axis, self._sequence)
-        return self._products.forward(whole, weights, biases, own_parameters(inputs))
+        operand = self._products.input(whole, weights, own_parameters(inputs), gradient=False)
+        return self.results_of(operand, inputs)
+
+    def results_of(self, x: Operand, inputs: Tensors) -> Tensors:
+        weights, biases = _parameters(inputs)
+        found = self._products.forward(x, weights, biases, own_parameters(inputs))
+        return [each.view(inputs[0].shape[0], -1, each.shape[-1]) for each in found]
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Gradients:
-        x, (weights, biases) = saved[0], self._parameters(saved)
+        own = len(grads) * (2 if saved[-1].ndim == 1 else 1)
+        kept, (weights, biases) = operand_of(saved[:-own]), _parameters(saved[-own - 1 :])
         axis, sequence = self._axis, self._sequence
         flat = [grad.flatten(0, -2) for grad in grads]
         trained = not parameters or any(parameter.requires_grad for parameter in parameters)
+        operands = self._products.gradients(flat, weights, parameters)
+        biased = flat if biases else []
 
         def input_gradient() -> Tensor:
-            total = self._products.of_input(flat, weights, parameters)
+            total = self._products.of_input(operands, weights, parameters)
             return total.view(*grads[0].shape[:-1], -1)
 
-        def weight_grads(whole: Tensor) -> Gradients:
-            of_biases = [grad.sum(0) if trained else None for grad in flat] if biases else []
-            own = zip_longest(flat, parameters[: len(flat)])
-            return [*(self._of_weight(grad, whole.flatten(0, -2), each) for grad, each in own), *of_biases]
+        def weight_grads(x: Operand, operands: Sequence[Operand]) -> Gradients:
+            of_biases = [grad.sum(0) if trained else None for grad in biased]
+            x = self._again(x, weights, parameters) if trained else x
+            pairs = zip_longest(operands, parameters[: len(operands)])
+            return [*(self._of_weight(grad, x, each) for grad, each in pairs), *of_biases]
 
         if self.store is not None and self.store.open:
             grad_x = _sum(input_gradient(), axis, sequence)
-            x = x.detach()  # with the graph behind it the stage's input would stay alive, too
-            self.store.put(parameters, lambda: weight_grads(gather_tokens(x, axis, sequence)))
+            # With the graph behind it the stage's input would stay alive, too.
+            x, later = _detached(kept), [operand_of(each.kept) for each in operands]
+            self.store.put(
+                parameters,
+                lambda: weight_grads(self._gathered(x) if sequence else x, later),
+            )
             return [grad_x]
-        whole, gathering = _start_gather(x, axis) if sequence and trained else (x, DONE)
+        whole, gathering = kept, DONE
+        if sequence and trained:
+            tensor, gathering = _start_gather(kept.whole, axis)
+            whole = Operand(tensor)
         partial_x = input_gradient()
         gathering.wait()
         grad_x, summing = _start_sum(partial_x, axis, sequence)
-        of_weights = weight_grads(whole)
+        of_weights = weight_grads(whole, operands)
         summing.wait()
         return [grad_x, *of_weights]
 
+    def _gathered(self, x: Operand) -> Operand:
+        return Operand(gather_tokens(x.whole, self._axis))
+
     def results_like(self, inputs: Tensors) -> Tensors:
-        return [self._like(inputs[0], weight.shape[0], True) for weight in self._parameters(inputs)[0]]
-
-    def _parameters(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights, and biases if there are any."""
-        return [x for x in inputs[1:] if x.ndim == 2], [x for x in inputs[1:] if x.ndim == 1]
+        return [self._like(inputs[0], weight.shape[0], True) for weight in _parameters(inputs)[0]]
 
 
-class RowParallel(_TensorOp):
+class RowParallel(_LinearOp):
     """A linear layer whose inputs are split: x (B, T, F/n), weight (D, F/n) -> the sum (B, T/n or T, D)."""
 
     def forward(self, inputs: Tensors) -> Tensors:
@@ -192,26 +249,42 @@ class RowParallel(_TensorOp):
         if self._fused:
             part = matmul_scatter(x.flatten(0, 1), weight.T, self._axis)
             return [part.view(x.shape[0], -1, part.shape[1])]
-        (part,) = self._products.forward(x, [weight], [], own_parameters(inputs))
-        return [_sum(part, self._axis, self._sequence)]
+        operand = self._products.input(x, [weight], own_parameters(inputs), gradient=False)
+        return self.results_of(operand, inputs)
+
+    def results_of(self, x: Operand, inputs: Tensors) -> Tensors:
+        (part,) = self._products.forward(x, inputs[1:], [], own_parameters(inputs))
+        return [_sum(part.view(*inputs[0].shape[:-1], -1), self._axis, self._sequence)]
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Gradients:
-        x, weight = saved
+        *kept, weight = saved
         if self._fused:
             gathered, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
             assert gathered is not None
-            return [grad_x.view(x.shape), gathered.T @ x.flatten(0, 1)]
-        grad = gather_tokens(grads[0], self._axis, self._sequence).flatten(0, -2)
-        grad_x = self._products.of_input([grad], [weight], parameters).view(x.shape)
+            return [grad_x.view(kept[0].shape), gathered.T @ kept[0].flatten(0, 1)]
+        whole = gather_tokens(grads[0], self._axis, self._sequence)
+        (grad,) = self._products.gradients([whole.flatten(0, -2)], [weight], parameters)
+        grad_x = self._products.of_input([grad], [weight], parameters).view(*whole.shape[:-1], -1)
         parameter = parameters[0] if parameters else None
+        x, later = _detached(operand_of(kept)), operand_of(grad.kept)
+
+        def weight_grad() -> Gradients:
+            trained = parameter is None or parameter.requires_grad
+            return [self._of_weight(later, self._again(x, [weight], parameters) if trained else x, parameter)]
+
         if self.store is not None and self.store.open:
-            x = x.detach()
-            self.store.put(parameters, lambda: [self._of_weight(grad, x.flatten(0, -2), parameter)])
+            self.store.put(parameters, weight_grad)
             return [grad_x]
-        return [grad_x, self._of_weight(grad, x.flatten(0, -2), parameter)]
+        del grad
+        return [grad_x, *weight_grad()]
 
     def results_like(self, inputs: Tensors) -> Tensors:
         return [self._like(inputs[0], inputs[1].shape[0], False)]
+
+
+def _detached(x: Operand) -> Operand:
+    """A kept operand without the graph behind it."""
+    return operand_of([each.detach() for each in x.kept])
 
 
 class TensorLinears:

@@ -38,6 +38,13 @@ from meshwright.planner.activations_head import (
     in_norm,
     waiting_gradient,
 )
+from meshwright.planner.activations_linear import (
+    at_rounded_gradients,
+    feed_forward_input,
+    inside,
+    linear_inputs,
+    output_again,
+)
 from meshwright.planner.activations_lora import adapters_everything, adapters_kept
 from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.rank_view import added_by_products, embedding_is_trained, sum_width, training_of
@@ -122,7 +129,7 @@ class Activations:
 
 def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     """Activations of one rank, on a CPU or on another device, whose loss is taken in other chunks."""
-    s, last = Sizes(spec), spec.model.layers - 1
+    s, last = Sizes(spec, cpu), spec.model.layers - 1
     model, layout, b = spec.model, spec.layout, s.width.compute
     of_kind = [_block(s, layer) for layer in s.kinds.values()]
     whole = [of_kind[number] for number in model.kind_numbers]
@@ -190,11 +197,10 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     """Bytes of the tensors that a block keeps without recomputation, but for those of routed experts."""
     spec, b, exact = s.spec, s.width.compute, s.width.exact
     norms = spec.model.block_norms
-    inputs = norms + (1 if spec.model.parallel_block else 2)  # of norms, and of attention and the other layer
-    found = [*[s.stream] * inputs, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * (1 + s.gates)]
-    if (mla := spec.model.mla) is not None:  # both latents before their norms and after
+    found = [*[s.stream] * norms, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * s.gates]
+    if (mla := spec.model.mla) is not None:  # both latents before their norms
         ranks = [mla.q_rank] if mla.q_rank else []
-        found += [s.own * rank for rank in [*ranks, *ranks, mla.kv_rank, mla.kv_rank, mla.rope_dim]]
+        found += [s.own * rank for rank in [*ranks, mla.kv_rank, mla.rope_dim]]
         norms += 1 + len(ranks)
     numbers = [s.numbers(1, s.own)] * norms
     if spec.model.qk_norm:
@@ -204,24 +210,15 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     if spec.model.moe and spec.model.moe.shared_gate and spec.model.has_experts(layer):
         found += [s.stream, s.own]  # what the gate multiplies, and the gate
     numbers.append(s.tokens * s.heads * exact)  # attention's log-sum-exp
-    if spec.layout.cp > 1:
-        if spec.layout.context_mode == "gather":
-            found.append((2 * spec.layout.cp - 1) * s.keys)
-        found.append(_output_again(s))
-    return [*(b * elements for elements in found), *numbers]
+    if spec.layout.cp > 1 and spec.layout.context_mode == "gather":
+        found.append((2 * spec.layout.cp - 1) * s.keys)
+    return [*(b * elements for elements in found), *numbers, *linear_inputs(s, layer)]
 
 
 def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
     """The result of `count` for a block's routed experts; 0 if it has none."""
     model = s.spec.model
     return count(s.spec, model.moe) if model.moe and model.has_experts(layer) else 0
-
-
-def _output_again(s: Sizes) -> int:
-    """Elements of a copy of attention's output: exchanged over context ranks, or cut to narrow values."""
-    layout, model = s.spec.layout, s.spec.model
-    again = layout.cp > 1 and (layout.ulysses(model.kv_heads) > 1 or model.v_dim < model.head_dim)
-    return s.tokens * s.heads * model.v_dim if again else 0
 
 
 def _block(s: Sizes, layer: int) -> int:
@@ -241,7 +238,9 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
         return found
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        read = s.spec.model.rereads_outputs or (layout.tp == 1 and not layout.splits_backward)
+        alone = layout.tp == 1 and not layout.splits_backward
+        low = s.spec.precision.low or s.spec.precision.qat is not None  # then it is as with several
+        read = s.spec.model.rereads_outputs or (alone and not low)
         read |= training_of(s.spec, layer).rescales("mlp.down", "mlp.shared.down")
         outputs = 2 if read and s.channels(layer) else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
@@ -308,12 +307,13 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     if not trained or (added_by_products(s.spec, cpu) and sum_width(s.spec) == s.width.compute):
         weight = 0  # its gradient is where it is packed
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
-    return s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
+    found = s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
+    return found if s.rounded is None else max(found, at_rounded_gradients(s, layer))
 
 
 def _at_norm(s: Sizes, layer: int) -> int:
     """Peak bytes in the backward of the norm before the feed-forward layer, whose activations were freed."""
-    freed = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, experts.routed_everything)
+    freed = inside(s, layer) + of_experts(s, layer, experts.routed_everything)
     return s.width.compute * s.stream + in_norm(s) - freed
 
 
@@ -321,11 +321,11 @@ def _at_attention(s: Sizes, layer: int) -> int:
     """Peak bytes in attention's backward, when activations of the feed-forward layer were freed."""
     spec, b = s.spec, s.width.compute
     norms = 0 if spec.model.parallel_block else spec.model.block_norms // 2
-    inputs = norms + 1 if norms else 0  # of the feed-forward layer and its norms
-    freed = b * (inputs * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(norms, s.own)
+    freed = b * norms * s.stream + inside(s, layer) + s.numbers(norms, s.own)
+    freed += feed_forward_input(s, layer) if norms else 0
     freed += of_experts(s, layer, experts.routed_everything)
     if spec.layout.cp > 1:
-        return _across_ranks(s) - freed - b * _output_again(s)
+        return _across_ranks(s) - freed - b * output_again(s)
     heads = 2 * (s.queries + s.out) + s.keys + s.values
     there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch

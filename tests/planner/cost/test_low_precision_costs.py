@@ -1,9 +1,7 @@
-"""Recipes of low precision in plans of this program, whose casts are not fused: they save no time yet."""
+"""Recipes of low precision in plans of this program: bytes of its casts, and what they save."""
 
 from __future__ import annotations
 
-from itertools import product
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.hardware.find import cluster
-from meshwright.model.low_precision_linear import ROLES, KernelProducts, LowPrecision, Scaling, turned
+from meshwright.kernels import low_precision_casts
+from meshwright.model.low_precision_linear import Scaling
+from meshwright.model.scaled_products import CAPABILITY, KernelProducts
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.precision import OURS
 from meshwright.planner.cost.step import step_time
@@ -34,10 +34,22 @@ def seconds(spec: RunSpec, name: str) -> float:
     return step_time(spec, CostModel(cluster(name, 16))).seconds
 
 
-def test_casts_that_are_not_fused_cost_more_than_kernels_save() -> None:
+def test_kernels_save_more_than_casts_cost() -> None:
+    """Dense models gain in every recipe; torchtitan measured 1.28 times its rate in bf16."""
+    plain = seconds(run("bf16"), "h100")
+    for recipe in ("fp8", "fp8-blockwise"):
+        assert plain / seconds(run(recipe), "h100") > 1.2
+    assert seconds(run("fp8-rowwise"), "h100") < plain
     plain = seconds(run("bf16"), "b200")
     found = [seconds(run(recipe), "b200") for recipe in ("fp8", "fp8-blockwise", "mxfp8", "nvfp4")]
-    assert plain < found[0] < found[1] < found[2] < found[3]
+    assert all(each < plain for each in found) and found[-1] < min(found[:-1])
+
+
+def test_experts_without_kernels_save_nothing() -> None:
+    experts = {"model.preset": "mixtral-8x7b", "layout.ep": "8", "data.seq_len": "4096"}
+    given = {key.replace(".", "__"): value for key, value in experts.items()}
+    plain, block = (seconds(run(recipe, **given), "h100") for recipe in ("bf16", "fp8-blockwise"))
+    assert block > plain
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("a100", "fp8"), ("h100", "mxfp8"), ("h100", "nvfp4")])
@@ -53,42 +65,34 @@ def test_gathers_in_8_bits_take_less_time() -> None:
     assert gathered("true") < gathered("false")
 
 
-MOVES_NOTHING = {
-    "view", "unflatten", "t", "transpose", "slice", "detach", "expand", "select", "alias", "unsqueeze",
-    "split", "as_strided", "permute", "_unsafe_view", "new_ones", "unbind",
-}  # fmt: skip
-
-
 class Moved(TorchDispatchMode):
-    """Counts the bytes that operators read and write."""
+    """Counts the bytes that casts read and write."""
 
     bytes = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
-        if operator.overloadpacket.__name__ not in MOVES_NOTHING:
+        if operator.namespace == "meshwright":
             tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
-            self.bytes += sum(each.numel() * each.element_size() for each in tensors)
+            again = args[0].nbytes if "cast_rows" in operator.name() else 0  # the scale is known after a pass
+            self.bytes += sum(each.nbytes for each in tensors) + again
         return result
 
 
 @pytest.mark.parametrize("recipe", OURS)
-def test_casts_move_as_many_bytes_as_are_counted(recipe: str) -> None:
-    kind = KernelProducts if OURS[recipe].products == "fp8" else LowPrecision
-    products, weight = kind(PrecisionSpec.model_validate({"compute": recipe})), nn.Parameter(torch.ones(1, 1))
-    products.scalings = {weight: Scaling(torch.ones(3), torch.zeros(3))}
-    products.scaled = products.noting = True
-    found = []
-    for role, dim in product(ROLES, (-1, -2)):
-        if recipe == "fp8-rowwise" and dim == -2 and role != "weight":
-            continue  # of the gradient of a weight, which is not rounded
-        x = torch.randn(1024, 1024).bfloat16()
-        with Moved() as moved:
-            if isinstance(products, KernelProducts):
-                rounded = products.rounded(x, role, dim, weight)
-                if dim == -2:
-                    turned(rounded)
-            else:
-                products.operand(x, role, dim, weight)
-        found.append(moved.bytes / x.numel())
-    assert OURS[recipe].cast == pytest.approx(fmean(found), rel=0.02)
+def test_casts_move_as_many_bytes_as_are_counted(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two products each of an input, a gradient and a weight; fp8-rowwise rounds 4 operands."""
+    monkeypatch.setattr(low_precision_casts, "takes_triton", lambda _device: True)
+    products = KernelProducts(PrecisionSpec.model_validate({"compute": recipe}), CAPABILITY[recipe])
+    with torch.device("meta"):
+        weight = nn.Parameter(torch.empty(4096, 4096, dtype=torch.bfloat16))
+        x, scales, seen = torch.empty_like(weight.detach()), torch.ones(3), torch.zeros(3)
+    products.scalings, products.scaled = {weight: Scaling(scales, seen)}, True
+    with Moved() as moved:
+        operand = products.input(x, [weight.detach()], [weight])
+        (gradient,) = products.gradients([x], [weight.detach()], [weight])
+        for across in (False, True):
+            products._weight(weight.detach(), weight, across)
+    assert operand.along is not None and gradient.along is not None
+    operands = 4 if recipe == "fp8-rowwise" else 6
+    assert OURS[recipe].cast == pytest.approx(moved.bytes / x.numel() / operands, rel=0.01)

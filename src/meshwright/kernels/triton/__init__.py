@@ -5,6 +5,6 @@ A file has its kernels (`@triton.jit`), functions that launch them, each named a
 compile each kernel for GPUs of capability 8.0, 9.0 and 10.0 and hold it to no spilled registers. With
 `TRITON_INTERPRET=1` the same functions take tensors on the CPU; tests compare them with float64 by that.
 
-`cross_entropy` is the loss, `expert_rows` gathers and sums rows of experts, and `specialisation` is the type
-of `SPECIALISATIONS`.
+`cross_entropy` is the loss, `expert_rows` gathers and sums rows of experts, `low_precision_casts` casts
+operands to 8 bits and `nvfp4_casts` to 4, and `specialisation` is the type of `SPECIALISATIONS`.
 """

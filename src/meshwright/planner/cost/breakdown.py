@@ -60,3 +60,5 @@ class Product(NamedTuple):
     n: int
     k: int
     batch: int = 1
+    experts: bool = False
+    """True for products of routed experts."""

@@ -143,12 +143,12 @@ class LayerCost:
             matmul=sum(map(self._product, products)), attention=core, moved=moved + scores
         )
         input = self._exposed(listed, core_back, Phase.INPUT, Phase.WEIGHT)._replace(
-            matmul=sum(self._product(Product(p.m, p.k, p.n, p.batch)) for p in products),
+            matmul=sum(self._product(p._replace(n=p.k, k=p.n)) for p in products),
             attention=core_back,
             moved=moved_back + 2 * scores_back,
         )
         weight = Seconds(
-            matmul=sum(self._product(Product(p.n, p.k, p.m, p.batch)) for p in products),
+            matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in products),
             moved=self.kernels.moved(self.packed * sum(self.held(kind))),
         )
         policy, selective = self.spec.recompute.policy, self.stack.selective
@@ -246,7 +246,7 @@ class LayerCost:
         # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
         words = int(WORD / FORMAT_BYTES[self.precision.products])
         rows = words * max(1, ceil(self.shape.copies / local / words))
-        return Product(rows, outputs, inputs, local)
+        return Product(rows, outputs, inputs, local, experts=True)
 
     def widens(self, product: Product) -> bool:
         """True for a product that makes queries, keys or values of latents."""
@@ -266,8 +266,9 @@ class LayerCost:
     # Operators.
 
     def _product(self, p: Product) -> float:
-        seconds = self.kernels.matmul(self.precision.products, p.m, p.n, p.k, p.batch)
-        if cast := self.precision.cast:  # assumed: weights are cast every fourth time
+        recipe = self.precision.experts if p.experts and self.precision.experts else self.precision
+        seconds = self.kernels.matmul(recipe.products, p.m, p.n, p.k, p.batch)
+        if cast := recipe.cast:  # assumed: weights are cast every fourth time
             seconds += self.kernels.moved(cast * p.batch * (p.m * p.k + p.k * p.n / 4))
         return seconds
 

@@ -27,6 +27,8 @@ class Precision:
     """Bytes of a parameter that data ranks gather, in programs that gather what is computed with."""
     kept: float = 2.0
     """Bytes of an element of a product's input until the backward, in such programs."""
+    experts: Precision | None = None
+    """The recipe of products of experts; None for this one."""
 
 
 # counted: a tensor's largest number is found in one pass (2 bytes), and the cast reads 2 and writes 1, shared
@@ -41,14 +43,15 @@ PRECISIONS = {
 }
 
 
-# counted by a test: this program casts by operators that are not fused, through fp32, and multiplies what it
-# has rounded in 16 bits where it has no kernel (`model/low_precision_linear.py`).
+# counted by a test: of an input or a gradient one pass reads 2 bytes and writes both casts, of a weight two
+# passes write one each; a scale of a row takes a pass of its own. Experts are multiplied in 16 bits where
+# there is no kernel, rounded by operators through fp32 (`model/scaled_products.py`).
 OURS = {
-    "fp8": Precision("fp8", 44.0),
-    "fp8-rowwise": Precision("fp8", 45.0),
-    "fp8-blockwise": Precision("bf16", 50.0),
-    "mxfp8": Precision("bf16", 53.0),
-    "nvfp4": Precision("bf16", 270.0),
+    "fp8": Precision("fp8", 2.33),
+    "fp8-rowwise": Precision("fp8", 5.0),
+    "fp8-blockwise": Precision("fp8", 2.35, experts=Precision("bf16", 50.0)),
+    "mxfp8": Precision("fp8", 2.36, experts=Precision("bf16", 53.0)),
+    "nvfp4": Precision("fp4", 1.9, experts=Precision("bf16", 270.0)),
 }
 """Recipes of this program."""
 

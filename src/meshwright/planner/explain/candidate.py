@@ -11,6 +11,7 @@ from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.offload import check_activation_offload, check_offload
+from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.stages import PlacedStages, placed_stages
 from meshwright.planner.cost.step import ScheduleTimes, StepTime
 from meshwright.planner.cost.uncertainty import fits_probability, interval, regime, room, spread
@@ -106,11 +107,12 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of a second over the devices' peak for the format that computes."""
+        """Model FLOPs of a second over the devices' peak for the format of matrix products."""
         spec, cluster = self.spec, self.cluster
         flops = flops_per_token(spec) * spec.train.batch_tokens
         devices = cluster.count / (cluster.sharing if cluster.device.kind == "cpu" else 1)
-        rate = peak(cluster.device, self.costs.format or spec.precision.compute) * devices
+        format = precision(self.costs.format or spec.precision.compute).products
+        rate = peak(cluster.device, format) * devices
         return flops / self.seconds / rate
 
     @property

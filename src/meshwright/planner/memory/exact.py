@@ -44,7 +44,7 @@ class Exact(LowerBound):
         else:  # microbatches are at every stage of their passes, so that everything is held at once
             head = kept.at_head if view.head else 0
             block = kept.in_block - (kept.head if view.head else 0) if view.layers else 0
-            flight = peak_activations(view.spec, rank, kept)
+            flight = peak_activations(view.spec, rank, kept, on_cpu)
             moment = Moment(held.gradients, flight, max(head, block, 0), buffers(view, shards))
         terms = (
             held.parameters + held.masters,

@@ -24,12 +24,14 @@ from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.stages import Stage
 
 
-def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | None = None) -> int:
-    """Peak bytes that a pipeline rank keeps between two of its actions.
+def peak_activations(
+    spec: RunSpec, pipeline_rank: int = 0, kept: Activations | None = None, cpu: bool = True
+) -> int:
+    """Peak bytes that a pipeline rank keeps between two of its actions, on a CPU or on another device.
 
     `kept` is what one microbatch keeps, if that is known already.
     """
-    kept, sizes = kept or activations(spec), Sizes(spec)
+    kept, sizes = kept or activations(spec, cpu), Sizes(spec, cpu)
 
     def deferred(stage: Stage) -> int:
         trained = (layer for layer in stage.layers if training_of(spec, layer).feed_forward)
@@ -80,13 +82,18 @@ def _most(
 
 
 def weight_gradient_inputs(s: Sizes, layer: int) -> int:
-    """Bytes that a block's deferred weight gradients need."""
-    model, found = s.spec.model, s.stream + s.queries + s.whole + s.out
+    """Bytes that a block's deferred weight gradients need; in low precision rounded, but for inputs that
+    tensor ranks gather."""
+    model, found, inputs = s.spec.model, s.queries + s.whole + s.out, s.stream
     if (mla := model.mla) is None:
         found += s.keys + s.values
     else:
-        found += s.own * (2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim)
+        inputs += s.own * ((mla.q_rank or 0) + mla.kv_rank)
+        found += s.own * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
         found += s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim)
     if s.channels(layer):
-        found += s.stream + (s.gates + 1) * s.inner(layer) + s.whole
-    return s.width.compute * found + of_experts(s, layer, routed_deferred)
+        inputs += s.stream
+        found += (s.gates + 1) * s.inner(layer) + s.whole
+    plain, width = s.width.compute, s.width.compute if s.rounded is None else s.rounded
+    routed = of_experts(s, layer, routed_deferred)
+    return round(width * found + (plain if s.gathers else width) * inputs) + routed

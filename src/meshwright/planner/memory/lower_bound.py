@@ -73,7 +73,7 @@ class LowerBound(Generic):
             train = blocks.spec.train.model_copy(update={"offload_activations": "none"})
             spec = blocks.spec.model_copy(update={"layout": layout, "train": train})
             on_cpu = self.costs.cluster.device.kind == "cpu"
-            sizes, kept = Sizes(spec), activations(spec, on_cpu)
+            sizes, kept = Sizes(spec, on_cpu), activations(spec, on_cpu)
             kinds = sizes.kinds.items()
             self._known[key] = _MicrobatchBytes(
                 kept,

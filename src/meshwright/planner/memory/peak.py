@@ -74,7 +74,7 @@ class _Step:
         self.exchanged = exchange.bytes_at_once(view)
         """Bytes that come and go with an exchange of parameters between replicas that step apart."""
         self.most = Moment(0, 0, 0, 0)
-        self.sizes = Sizes(view.spec)
+        self.sizes = Sizes(view.spec, on_cpu)
         self.stream = self.width.compute * self.sizes.stream
         self.weight = self.sizes.rows * view.spec.model.hidden
         self.head, self.weight_width = head_peaks(self.sizes, on_cpu), weight_width(self.sizes, on_cpu)

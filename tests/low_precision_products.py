@@ -1,0 +1,83 @@
+"""Products in low precision by kernels and by rounded operands, and a stand-in for kernels that CPUs lack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType
+from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
+
+from meshwright.kernels.gradient_accumulation_fusion import RunningSum
+from meshwright.kernels.low_precision_casts import unblocked
+from meshwright.model.low_precision_linear import LowPrecision, Scaling, operand_of
+
+
+def scaled_mm(
+    left: Tensor,
+    right: Tensor,
+    left_scales: Any,
+    left_kind: Any,
+    right_scales: Any,
+    right_kind: Any,
+    *_swizzles: Any,
+) -> Tensor:
+    """`torch.nn.functional.scaled_mm` by its documented layouts of scales, summed in fp64."""
+    first = _values(left, left_scales, left_kind)
+    second = _values(right.T, right_scales, right_kind)
+    return (first @ second.T).bfloat16()
+
+
+def _values(numbers: Tensor, scales: Any, kind: Any) -> Tensor:
+    """The numbers (M, K) times their scales, fp64."""
+    kinds, given = (
+        [each] if not isinstance(each, Sequence) else list(each) for each in (kind, [*_listed(scales)])
+    )
+    if numbers.dtype is torch.float4_e2m1fn_x2:
+        numbers = f4_unpacked_to_f32(unpack_uint4(numbers.view(torch.uint8)))
+    rows, columns = numbers.shape
+    match kinds[0]:
+        case ScalingType.BlockWise1x128:
+            assert given[0].stride(0) == 1
+            each = given[0].repeat_interleave(128, 1)
+        case ScalingType.BlockWise128x128:  # (k, m), whose first dim is padded
+            assert given[0].shape[0] % 4 == 0 and given[0].stride(0) == 1
+            each = given[0].T.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        case ScalingType.BlockWise1x32:
+            each = unblocked(given[0].float(), rows, columns // 32).repeat_interleave(32, 1)
+        case _:
+            each = unblocked(given[0].float(), rows, columns // 16).repeat_interleave(16, 1) * given[1]
+    return numbers.double() * each[:rows, :columns].double()
+
+
+def _listed(scales: Any) -> Sequence[Tensor]:
+    return [scales] if isinstance(scales, Tensor) else scales
+
+
+def layer_products(
+    products: LowPrecision,
+    scalings: Mapping[nn.Parameter, Scaling],
+    x: Tensor,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    expected_casts: bool,
+) -> list[Tensor]:
+    """The results of linear layers, the gradient of their input, those of the weights, and a sum of one."""
+    products.scalings, products.scaled, products.noting = scalings, True, True
+    plain = [weight.detach() for weight in weights]
+    operand = products.input(x, plain, weights)
+    assert (operand.along is not None) == expected_casts
+    results = products.forward(operand, plain, biases, weights)
+    kept = operand_of(operand.kept)
+    found = products.gradients(grads, plain, weights)
+    total = torch.ones_like(weights[0], dtype=torch.float32)
+    assert products.of_weight(found[0], kept, weights[0], RunningSum(total, True)) is None
+    return [
+        *(each.flatten(0, -2) for each in results),
+        products.of_input(found, plain, weights),
+        *(products.of_weight(*each) for each in zip(found, [kept] * len(weights), weights, strict=True)),
+        total,
+    ]  # type: ignore[list-item]
