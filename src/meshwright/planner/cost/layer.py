@@ -22,7 +22,7 @@ from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
-from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.software import SoftwareStack, elementwise_passes
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
@@ -308,7 +308,7 @@ class LayerCost:
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
             moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
-        return moved * self.stack.elementwise
+        return moved * elementwise_passes(self.stack, self.spec.train.compile)
 
     def _ring_bytes(self) -> float:
         """Bytes that the sums of the outputs for each rank's keys move."""

@@ -46,7 +46,7 @@ class CostModel:
         """Costs of the run's blocks; layouts that differ only in data and pipeline ranks share them."""
         layout = spec.layout
         policy = spec.recompute, spec.train.offload_activations, spec.lora, spec.preference is not None
-        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy
+        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, spec.train.compile, *policy
         context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
         dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)
         key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
