@@ -176,6 +176,8 @@ class Axis:
     wire: TrafficCounter
     memory: SharedMemoryGroup | None = None
     """Collectives of the group through the memory of a host that all its ranks may share."""
+    peers: bool | None = None
+    """True if its ranks' devices can read each other's memory, False if not; None if that has to be asked."""
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,8 @@ def build_mesh(
         if found is None:
             return None
         row, group = found
-        memory = groups.shared_memory(group)
-        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
+        memory, peers = groups.shared_memory(group), groups.are_peers(row)
+        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory, peers)
 
     # Lanes have a group each where groups keep the order of posting; gloo tells messages apart by tags.
     lanes = {
