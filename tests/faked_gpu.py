@@ -10,7 +10,22 @@ TINY: dict[str, object] = {
     "precision.compute": "bf16",
 }  # fmt: skip
 
+LARGE: dict[str, object] = {
+    "model.preset": "llama3-8b", "model.layers": 2, "data.corpus": "synthetic", "data.seq_len": 8192,
+    "train.batch_tokens": 65536, "layout.micro_batch": 1, "precision.compute": "bf16", "layout.dp": 8,
+    "layout.zero": 3,
+}  # fmt: skip
+
 
 def tiny(**flags: object) -> RunSpec:
-    keys = TINY | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in keys.items()])
+    return _run(TINY, flags)
+
+
+def large(**flags: object) -> RunSpec:
+    """Two blocks of llama3-8b, on 8,192 tokens."""
+    return _run(LARGE, flags)
+
+
+def _run(keys: dict[str, object], flags: dict[str, object]) -> RunSpec:
+    given = keys | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])

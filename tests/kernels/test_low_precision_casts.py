@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_casts import CASES, by_interpreter, drawn
 from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
+from interpreted_casts import CASES, by_interpreter, drawn
 from meshwright.kernels.low_precision import (
     E4M3,
     E5M2,

@@ -168,12 +168,14 @@ def pipelined(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
     batches = first_batches(spec, mesh, STEPS)
     steps = [trainer.step(batch, number) for number, batch in enumerate(batches, 1)]
     nll = trainer.nll(batches[0])
+    nll += trainer.nll(batches[0].rows(0, spec.micro_batch))  # as the last batch of a validation may be
     calls.append(_calls_of_the_compiler())
     return {
         "numbers": torch.tensor([[step.loss, step.grad_norm] for step in steps], dtype=torch.float64),
         "nll": nll,
         "parameters": {name: stored.full_tensor() for name, stored in trainer.states.parameters()},
         "calls": calls,
+        "graphs": counters["stats"]["unique_graphs"],
         "balance": trainer.layers_balance(),
     }
 
@@ -183,7 +185,11 @@ def _calls_of_the_compiler() -> tuple[int, int]:
     return counters["frames"]["total"], counters["aot_autograd"]["total"]
 
 
-PIPELINES: dict[str, dict[str, object]] = {
+RUNS: dict[str, dict[str, object]] = {
+    "alone": {"model__layers": 12, "data__document_mask": "false"},
+    "documents": {"model__layers": 12},
+    "zero3": {"dp": 2, "zero": 3, "recompute__policy": "selective"},
+    "lora": {"lora__rank": 4},
     "1f1b": {"pp": 2, "schedule": "1f1b"},
     "interleaved": {
         "pp": 2, "schedule": "interleaved", "virtual": 2, "model__layers": 4,
@@ -202,23 +208,30 @@ PIPELINES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-# `make test` has 1F1B with experts, and dense stages of two chunks.
+GRAPHS = {"alone": 2, "documents": 4}
+"""Graphs of training and of validation, and of both where samples hold several documents."""
+# `make test` has 1F1B with experts, dense stages of two chunks, and one device.
+QUICK_RUNS = ("alone", "zero3", "interleaved", "experts")
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in ("interleaved", "experts") else pytest.mark.full)
-        for case in PIPELINES
-    ],
+    [pytest.param(case, marks=() if case in QUICK_RUNS else pytest.mark.full) for case in RUNS],
 )
-def test_all_stages_compile_before_the_first_step(ranks: Ranks, case: str) -> None:
-    """A compiled pipeline equals an uncompiled one, and calls the compiler in `compile_stages` only."""
-    flags = {key if "__" in key else f"layout__{key}": value for key, value in PIPELINES[case].items()}
+def test_all_blocks_compile_before_the_first_step(ranks: Ranks, case: str) -> None:
+    """A compiled run equals an uncompiled one, and calls the compiler in `compile_stages` only.
+
+    Twelve blocks share a graph, and so do validation's.
+    """
+    flags = {key if "__" in key else f"layout__{key}": value for key, value in RUNS[case].items()}
     spec = spec_of(BASE, **flags, train__compile="true", layout__micro_batch=1)
     plain = spec_of(BASE, **flags, layout__micro_batch=1)
     wanted = ranks.run(plain.layout, pipelined, plain, rules="nccl")
     for found, expected in zip(ranks.run(spec.layout, pipelined, spec, rules="nccl"), wanted, strict=True):
         (frames, graphs), after = found["calls"]
         assert frames > 0 and graphs > 0 and after == (frames, graphs)
+        if case in GRAPHS:
+            assert found["graphs"] == GRAPHS[case]
         assert expected["calls"] == [(0, 0), (0, 0)]
         torch.testing.assert_close(found["numbers"], expected["numbers"], rtol=1e-10, atol=0)
         assert found["nll"] == pytest.approx(expected["nll"], rel=1e-10)

@@ -212,7 +212,8 @@ def test_the_cheapest_within_a_time_counts_failures() -> None:
     quick = api.plan("llama3-8b", "h100", within=f"{most}d", **wish)
     assert quick.best.cluster.count > cheap.best.cluster.count
     assert all(each.training(1e12).days <= most for each in quick.plans)
-    spent = [found.best.training(1e12).usd or 0.0 for found in (cheap, quick)]
+    # The first plan may be a simpler one that is nearly as cheap as the cheapest.
+    spent = [min(each.training(1e12).usd or 0.0 for each in found.plans) for found in (cheap, quick)]
     assert spent[0] < spent[1]
     says = r"--within: 1 days are too short for 1T tokens: the fastest plan, on 32 devices, takes"
     with pytest.raises(UserError, match=says):

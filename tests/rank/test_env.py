@@ -16,7 +16,7 @@ from meshwright.cli.main import main
 from meshwright.comm import process_groups
 from meshwright.rank import env
 from meshwright.rank import process_group as process_group_module
-from meshwright.rank.env import Worker, fit_layout, resolve, worker
+from meshwright.rank.env import Worker, fit_layout, keep_compiled_code, resolve, worker
 from meshwright.rank.process_group import process_group
 from meshwright.rank.slurm_mpi import refuse_several_tasks
 from meshwright.spec import UserError, load
@@ -29,6 +29,20 @@ def test_no_torchrun_is_no_worker() -> None:
     assert worker({"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert worker({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}) is None
     assert worker({"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}) is None
+
+
+def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given: dict[str, str] = {}
+    keep_compiled_code(given)
+    assert given == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / ".cache/meshwright/compiled")}
+    own = {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
+    keep_compiled_code(own)
+    assert own == {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
+    monkeypatch.setenv("HOME", "/dev/null/no-folder")
+    nowhere: dict[str, str] = {}
+    keep_compiled_code(nowhere)
+    assert not nowhere  # torch's own place
 
 
 def test_torchruns_environment_is_read() -> None:

@@ -20,7 +20,7 @@ MOST_KERNELS = 12
 @verb("dryrun", RUN, FROM, api.dryrun, JSON)
 def dryrun(call: Call) -> int:
     """Show what a rank holds and sends in one step."""
-    spec = spec_of(call, bf16=call.flags["device"] == "cuda")
+    spec = spec_of(call, kind=call.flags["device"])
     result = api.dryrun(spec, **call.flags)
     show.result(call, result, _show)
     found = [race for row in result["ranks"] for race in row.get("device_work", {}).get("races", ())]

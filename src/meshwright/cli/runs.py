@@ -11,6 +11,7 @@ from meshwright.api.options import folder_name, whole
 from meshwright.api.source import keys_of_adapters, keys_of_source
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
+from meshwright.hardware.cluster import DeviceKind
 from meshwright.rank.device_defaults import with_device_defaults
 from meshwright.rank.env import resolve
 from meshwright.spec import RunSpec, UserError
@@ -72,17 +73,17 @@ ADAPTER = Flag(
 )
 
 
-def spec_of(call: Call, ranks: int | None = None, bf16: bool | None = None) -> RunSpec:
+def spec_of(call: Call, ranks: int | None = None, kind: DeviceKind | None = None) -> RunSpec:
     """Return the spec of a command line, with its layout fitted to the number of processes.
 
-    `ranks`, the number that torchrun has started, takes the place of --nproc; `bf16` says whether the devices
-    that the run is asked about have it, by default this machine's.
+    `ranks`, the number that torchrun has started, takes the place of --nproc; `kind` is that of the
+    devices that the run is asked about, by default this machine's.
     """
-    return resolve(*asked(call, ranks, bf16))
+    return resolve(*asked(call, ranks, kind))
 
 
 def asked(
-    call: Call, ranks: int | None = None, bf16: bool | None = None
+    call: Call, ranks: int | None = None, kind: DeviceKind | None = None
 ) -> tuple[dict[str, Any], Overrides, int | str | None, str]:
     """Return the run file's content, the dotted flags, the number of processes, and the file's name.
 
@@ -90,7 +91,7 @@ def asked(
     """
     path = call.path()
     tree = read_tree(path) if path else {}
-    overrides = with_device_defaults(tree, call.overrides, bf16)
+    overrides = with_device_defaults(tree, call.overrides, kind)
     return tree, overrides, ranks or call.flags.get("nproc"), str(path or "")
 
 

@@ -273,6 +273,8 @@ def reach_each_other(axis: Axis) -> bool:
     """
     if axis.size == 1 or axis.device.type != "cuda":
         return False
+    if axis.peers is not None:
+        return axis.peers
     import torch.distributed._symmetric_memory as symmetric  # it registers torch.ops.symm_mem's
 
     own = torch.tensor([host_number(), axis.device.index or 0], dtype=torch.int64, device=axis.device)

@@ -73,6 +73,7 @@ class Heartbeat:
         self._changes = self._step = self._phase = self._started = self._waiting = self._waited = 0
         self._label = b""
         self.on_phase: Callable[[str, int], None] | None = None
+        self._stays = False
         self.collectives: CollectiveLog | None = None
         """Where collectives are noted, if somebody reads it."""
 
@@ -94,12 +95,23 @@ class Heartbeat:
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Enter a phase; `step` is the number of completed steps, where that has changed."""
+        if self._stays:
+            return
         self._phase = PHASES.index(name)
         if step is not None:
             self._step, self._started = step, 0
         self._write()
         if self.on_phase is not None:
             self.on_phase(name, self._step)
+
+    @contextmanager
+    def stays(self) -> Iterator[None]:
+        """Context in which the rank stays in its phase, such as "start" while code is compiled."""
+        before, self._stays = self._stays, True
+        try:
+            yield
+        finally:
+            self._stays = before
 
     def start(self) -> int:
         """Count a collective that has been started, and return its number within the step."""

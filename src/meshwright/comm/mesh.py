@@ -202,6 +202,8 @@ class Axis:
     wire: TrafficCounter
     memory: SharedMemoryGroup | None = None
     """Collectives of the group through the memory of a host that all its ranks may share."""
+    peers: bool | None = None
+    """True if its ranks' devices can read each other's memory, False if not; None if that has to be asked."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +312,8 @@ def build_mesh(
         if found is None:
             return None
         row, group = found
-        memory = groups.shared_memory(group)
-        made = Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
+        memory, peers = groups.shared_memory(group), groups.are_peers(row)
+        made = Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory, peers)
         if groups.heartbeat.collectives is not None:
             groups.heartbeat.collectives.join(made)
         return made

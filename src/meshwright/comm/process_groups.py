@@ -74,6 +74,10 @@ class Groups:
             return None
         return self._memories.setdefault(group, SharedMemoryGroup(group, self.timeout))
 
+    def are_peers(self, _row: Row) -> bool | None:
+        """True if devices of these ranks can read each other's memory, where that is known without asking."""
+        return None
+
     def device_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh | None:
         """torch's mesh over the last dims of the grid, one for each name, but for dims of one rank.
 

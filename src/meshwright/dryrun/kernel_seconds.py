@@ -31,7 +31,9 @@ class EventSeconds:
 
     def host(self, event: Event) -> float:
         """Seconds of the host's call: an operator's are those of the planner."""
-        return MESHWRIGHT.launch if event.host == "operator" else CALLS[event.host]
+        launch = MESHWRIGHT.numbers.launch
+        calls = CALLS | {"operator": MESHWRIGHT.launch, "compiled": launch["compiled"]}
+        return calls[event.host]
 
     def device(self, event: Event) -> float:
         """Seconds on the event's stream."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -61,6 +61,13 @@ def launches(func: Any) -> bool:
         return False
     returns = func._schema.returns
     return not any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@cache
+def _is_composed(func: Any) -> bool:
+    """True for an operator of others, such as `linear`, which comes here where no gradient is recorded."""
+    composed = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.has_kernel_for_dispatch_key(composed) and not func.has_kernel_for_dispatch_key("CUDA")
 
 
 @cache
@@ -116,6 +123,12 @@ class MemoryObserver(Protocol):
         """An operator has been called, which serves `module`."""
         ...
 
+    def on_kernel(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], size: int, module: str
+    ) -> None:
+        """A kernel of compiled code has been launched, which moves `size` bytes and serves `module`."""
+        ...
+
     def on_allocate(self, key: int, size: int) -> None:
         """A storage of `size` bytes is there, or has this size now."""
         ...
@@ -132,6 +145,8 @@ class MemoryObserver(Protocol):
 class FakeMemory(TorchDispatchMode):
     """Fakes one device while it is entered, and counts. `bodies` says what operators compute inside.
 
+    `programs` are run in the place of operators: what they call is seen, such as the messages that they send.
+
     `now` counts the storages made so far, `kinds` the bytes that are there by kind; `most` is the most that
     there were of each kind at a time, and `peak` of all together. `operators` counts what is launched on the
     device by the part of the model that it serves, and `waits` how often the host waits for what it launched.
@@ -142,9 +157,11 @@ class FakeMemory(TorchDispatchMode):
         device: torch.device,
         bodies: Mapping[Any, Callable[..., Any]] | None = None,
         observer: MemoryObserver | None = None,
+        programs: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self.device, self.bodies, self.observer = device, bodies or {}, observer
+        self.programs = programs or {}
         self.now = self.total = self.peak = 0
         self.kinds: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -159,6 +176,11 @@ class FakeMemory(TorchDispatchMode):
         self._gone: list[TrackedStorage] = []
         """Storages that existed at the peak and have been freed since."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: a compiler sees the program without this mode, which then sees what its code calls."""
+        return True
+
     # Operators --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,6 +191,10 @@ class FakeMemory(TorchDispatchMode):
         made_here = kwargs.get("device") == self.device
         if not made_here and not any(isinstance(x, FakeTensor) for x in leaves):
             return func(*args, **kwargs)
+        program = func.decompose if _is_composed(func) else self.programs.get(func)
+        if program is not None:
+            with self:
+                return program(*args, **kwargs)
         self._count_operator(func, args, kwargs)
         found = self._found(func, types, args, kwargs, leaves)
         if self.observer is not None:
@@ -209,6 +235,13 @@ class FakeMemory(TorchDispatchMode):
         if func is not _aten._local_scalar_dense.default and (launches(func) or func.namespace == "c10d"):
             self.operators[self.module] += func.namespace != "c10d"
             self._busy = True
+
+    def launched(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], size: int) -> None:
+        """Count a kernel that compiled code launches, which moves `size` bytes."""
+        self.operators[self.module] += 1
+        self._busy = True
+        if self.observer is not None:
+            self.observer.on_kernel(name, reads, writes, size, self.module)
 
     def _look_inside(self, func: Any, args: Any, kwargs: Any) -> None:
         """Let what an operator makes inside, its results too, be there for a moment."""

@@ -25,10 +25,13 @@ from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.comm.process_groups import Groups, Row
 from meshwright.data.loader import Batch
 from meshwright.dryrun.even_routing import route_evenly
+from meshwright.dryrun.fused_products import fused_products
 from meshwright.dryrun.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import waits
-from meshwright.fake_cuda.runtime import RUNTIME
+from meshwright.fake_cuda import library
+from meshwright.fake_cuda.inductor import CompiledCode, compiled_code
+from meshwright.fake_cuda.runtime import DEVICES_A_HOST, RUNTIME
 from meshwright.hardware.attention_backend import (
     AttentionBackends,
     AttentionGpu,
@@ -37,7 +40,9 @@ from meshwright.hardware.attention_backend import (
 )
 from meshwright.kernels import attention_cpu
 from meshwright.kernels.attention_backend import preferred
+from meshwright.kernels.triton_operator import has_triton
 from meshwright.optim.offload import MomentMemory
+from meshwright.parallel import fused_comm_ops
 from meshwright.parallel.activation_offload import HostMemory
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
@@ -72,7 +77,8 @@ class Rehearsal:
     calls: dict[tuple[str, str], int]
     counts: dict[str, dict[str, float]]
     """By "setup" and "step": groups, messages, waits (see `_counts`), and in "step" "kernels", operators that
-    it launches on the device, and "kernels_a_block", those of the block with most, a microbatch."""
+    it launches on the device, and "kernels_a_block", those of the block with most, a microbatch; with
+    compiled blocks "graphs", too, of which there is one for all blocks where they are of one kind."""
     offloaded: int
     """Peak bytes of activations in the host's memory."""
     held: Wanted
@@ -87,13 +93,15 @@ class Rehearsal:
 def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None = None) -> Rehearsal:
     """Run one step (`step_of`) as rank `rank` of the layout's world, on a device that is faked.
 
-    `trace` gets the events of the step, where this process has the faked GPU. No default process group may be
-    there. A run that compiles its blocks is run without: what a compiler saves is not known before it ran.
+    `trace` gets the events of the step, where this process has the faked GPU, for which blocks are compiled
+    if the run says so. Elsewhere they are run as they are: no compiler writes code for a device that is not
+    there. No default process group may be there.
     """
     number, recording = step_of(spec, rank), _Recording(trace)
-    spec = _run_of(spec, number)
+    spec = _run_of(spec, number, compiles(spec))
     device = torch.device(device.type, device.index or 0)
-    memory = FakeMemory(device, attention_cpu.BODIES, trace)
+    programs = fused_comm_ops.BODIES | ({} if trace is None else fused_products(trace))
+    memory = FakeMemory(device, attention_cpu.BODIES, trace, programs)
     attention = preferred(assumed_backends(spec, device))
     with fake_world(spec.layout.world_size, rank), recording.streams(), attention:
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
@@ -101,7 +109,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
         assert mesh is not None
         recording.hear(mesh, groups)
-        with memory:
+        with recording.compiler(spec, memory) as code, memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
             held = held_rectangles(trainer.given)
@@ -119,8 +127,9 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
             trainer.step(first, number, following=second)
             _mark_parts(memory, trainer)
             step = _counts(mesh, groups, memory, started)
+        graphs = {} if code is None else {"graphs": code.graphs}
     step = recording.with_waits(step | {key: step[key] - setup[key] for key in _SUMS})
-    counts = {"setup": setup, "step": step | _kernels(memory, spec.microbatches)}
+    counts = {"setup": setup, "step": step | _kernels(memory, spec.microbatches) | graphs}
     return _rehearsal(memory, mesh, counts, host.most, held)
 
 
@@ -132,9 +141,14 @@ def assumed_backends(spec: RunSpec, device: torch.device) -> AttentionBackends:
     return attention_backends(spec, AttentionGpu(torch.cuda.get_device_capability(device), packages))
 
 
-def _run_of(spec: RunSpec, number: int) -> RunSpec:
-    """The run whose step `number` is run, without a compiler."""
-    alone = {"compile": False, "tokens": None, "epochs": None, "steps": 2 * number}
+def compiles(spec: RunSpec) -> bool:
+    """True if the dry run of a run in this process compiles blocks: for the faked GPU, with Triton."""
+    return spec.train.compile and library.is_loaded() and has_triton()
+
+
+def _run_of(spec: RunSpec, number: int, compiled: bool) -> RunSpec:
+    """The run whose step `number` is run, with blocks that are compiled, or without."""
+    alone = {"compile": compiled, "tokens": None, "epochs": None, "steps": 2 * number}
     return spec.model_copy(update={"train": spec.train.model_copy(update=alone)})
 
 
@@ -147,6 +161,10 @@ class _Recording:
     def streams(self) -> AbstractContextManager[None]:
         """A context in which the trace hears of streams and events."""
         return nullcontext() if self._trace is None else RUNTIME.observed(self._trace)
+
+    def compiler(self, spec: RunSpec, memory: FakeMemory) -> AbstractContextManager[CompiledCode | None]:
+        """A context in which blocks can be compiled, if the run compiles any."""
+        return compiled_code(memory.launched) if spec.train.compile else nullcontext()
 
     def hear(self, mesh: Mesh, groups: FakeGroups) -> None:
         """Let the trace hear of collectives and of phases."""
@@ -239,6 +257,10 @@ class FakeGroups(Groups):
     @property
     def in_order(self) -> bool:
         return True
+
+    def are_peers(self, row: Row) -> bool:
+        """True for the ranks of a host, on which all GPUs are peers."""
+        return row[0] // DEVICES_A_HOST == row[-1] // DEVICES_A_HOST
 
     def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
         return None if own is None else dist.new_group(list(own), backend="fake")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import rank_grid
-from meshwright.dryrun.rank_step import Rehearsal, assumed_backends, rehearse
+from meshwright.dryrun.rank_step import Rehearsal, assumed_backends, compiles, rehearse
 from meshwright.dryrun.timeline import TIMED_ASSUMPTIONS, RankTimeline, capability_of, timelines
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import device_work
@@ -50,7 +50,7 @@ def rehearsals(
         trace = None if gpu is None else Trace(torch.device("cuda", 0))
         found = rehearse(spec, each, torch.device(device), trace)
         read = {} if weights is None else {"reads": weights.reading(found.held)._asdict()}
-        work = {} if trace is None else {"device_work": device_work(trace.events)}
+        work = {} if trace is None else {"device_work": device_work(trace.events, spec.microbatches)}
         if each in shown:
             rows.append(_row(spec, each, found) | work | read)
         if trace is not None and cluster is not None:
@@ -130,8 +130,11 @@ def _assumed(spec: RunSpec) -> list[str]:
         found.append(f"the step is one of {spec.train.batch_tokens:,} tokens{spec.train.warmup_in_words}")
     if spec.step_groups > 1:
         found.append(f"the step is one of the {spec.exchange_period} of a period that begins an exchange")
-    if spec.train.compile:
-        found.append("blocks are run as they are, not compiled")
+    if spec.train.compile and not compiles(spec):
+        found.append(
+            "blocks are run as they are, not compiled, "
+            + ("since Triton is not installed" if library.is_loaded() else "which takes --device cuda")
+        )
     return found
 
 

@@ -38,9 +38,9 @@ Kind = Literal[
     "allocate",
     "free",
 ]
-HostCost = Literal["operator", "view", "collective", "stream", "wait", "none"]
-"""The cost of an event to the host: an operator with its launch, one without, a collective, a call of a
-stream or of an event, a wait for the device; or nothing."""
+HostCost = Literal["operator", "compiled", "view", "collective", "stream", "wait", "none"]
+"""The cost of an event to the host: an operator with its launch, a launch by compiled code, an operator
+without a launch, a collective, a call of a stream or of an event, a wait for the device; or nothing."""
 Direction = Literal["", "host to device", "device to host", "device to device"]
 
 
@@ -230,6 +230,16 @@ class Trace:
             way = self._direction(packet, args, kwargs, result)
             self.add("synchronize", f"{name}, {way}" if way else name, "wait", RUNTIME.stream)
 
+    def on_kernel(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], size: int, module: str
+    ) -> None:
+        """Compiled code has launched a kernel that moves `size` bytes."""
+        self.module = module
+        self.add(
+            "kernel", f"compiled::{name}", "compiled",
+            reads=self._spans(reads), writes=self._spans(writes), bytes=size,
+        )  # fmt: skip
+
     def _accesses(self, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that an operator reads, and those that it writes."""
         written = _written(func)
@@ -309,16 +319,40 @@ class Trace:
             group = dist.ProcessGroup.unbox(boxed)
             lane = _lane(func, args, group)
         self._begun.clear()
-        number = RUNTIME.new_event()
         if group is None:  # of no elements: nothing is sent
-            return number
+            return RUNTIME.new_event()
+        lane = lane if operation in ("send", "receive") else None
+        return self._call(axis, operation, group, reads, writes, sent, lane)
+
+    def sent(
+        self,
+        axis: str,
+        operation: str,
+        group: dist.ProcessGroup,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+    ) -> int:
+        """A kernel has begun to exchange tensors with other ranks by itself; returns its number."""
+        return self._call(axis, operation, group, reads, writes, _moved(reads))
+
+    def _call(
+        self,
+        axis: str,
+        operation: str,
+        group: dist.ProcessGroup,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        sent: float,
+        lane: tuple[int, int, int] | None = None,
+    ) -> int:
+        number = RUNTIME.new_event()
         if group.group_name not in self._groups:
             self._groups[group.group_name] = RUNTIME.new_stream()
         self.add(
             "collective", operation, "collective", self._groups[group.group_name],
             reads=self._spans(reads), writes=self._spans(writes), bytes=sent, number=number, axis=axis,
             group=group.group_name, ranks=group.size(), stride=_stride(group), after=RUNTIME.stream,
-            lane=lane if operation in ("send", "receive") else None,
+            lane=lane,
         )  # fmt: skip
         return number
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,13 +13,15 @@ Row = dict[str, Any]
 LAUNCHED = ("kernel", "copy")
 
 
-def device_work(events: Sequence[Event]) -> dict[str, Any]:
+def device_work(events: Sequence[Event], microbatches: int = 1) -> dict[str, Any]:
     """Counts of the kernels, copies, messages and waits of a step, most bytes first.
 
     `kernels` has the count, bytes and FLOPs of each operator that launches work, copies among them, and
     `launches` their number; `empty` counts operators on tensors without elements, which launch nothing;
     `copies` are by direction; `messages` by axis, operation, process group and stream; `host_waits` by what
     the host waits in; `races` are sentences with their counts, none in a step whose streams are in order.
+    `elementwise_a_block` are the bytes of kernels that neither multiply matrices, nor attend, nor only move
+    numbers, of the block with most, a microbatch.
     """
     launched = [each for each in events if each.kind in LAUNCHED]
     calls = [each for each in events if each.kind == "collective"]
@@ -31,7 +33,17 @@ def device_work(events: Sequence[Event]) -> dict[str, Any]:
         "messages": _by(calls, ("axis", "name", "group", "ranks", "stream"), ("bytes",)),
         "host_waits": _by(waits(events), ("name", "phase"), ()),
         "races": told(races(events)),
+        "elementwise_a_block": max(_elementwise(launched).values(), default=0) / microbatches,
     }
+
+
+def _elementwise(launched: Iterable[Event]) -> Counter[str]:
+    """Bytes of memory-bound kernels by block."""
+    found = Counter[str]()
+    for each in launched:
+        if each.module.startswith("blocks.") and each.work is None and not each.direction:
+            found[each.module] += int(each.bytes)
+    return found
 
 
 def waits(events: Iterable[Event]) -> Iterator[Event]:

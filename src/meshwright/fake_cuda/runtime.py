@@ -7,10 +7,9 @@ stream an operator would be launched.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
-from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +19,31 @@ from meshwright.fake_cuda.library import NAMES, load
 Capability = tuple[int, int]
 DEVICES_A_HOST = 8
 DEFAULT_STREAM = 0
+
+
+class DeviceProperties(NamedTuple):
+    """The properties of a GPU that torch and its compiler ask for, by torch's names."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    L2_cache_size: int
+    total_memory: int
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    warp_size: int = 32
+    shared_memory_per_block: int = 49152
+    gcnArchName: str = ""  # noqa: N815 - that of torch
+
+
+_PROPERTIES = {
+    (8, 0): DeviceProperties(NAMES[8, 0], 8, 0, 108, 40 << 20, 80 << 30),
+    (9, 0): DeviceProperties(NAMES[9, 0], 9, 0, 132, 50 << 20, 80 << 30),
+    (10, 0): DeviceProperties(NAMES[10, 0], 10, 0, 148, 126 << 20, 180 << 30),
+}
+"""Compute capability -> the GPU's properties. Source: NVIDIA's data sheets and whitepapers."""
 
 
 class StreamObserver(Protocol):
@@ -188,9 +212,12 @@ def install() -> None:
     cuda.can_device_access_peer = lambda device, peer: True
     cuda.get_device_capability = lambda device=None: RUNTIME.capability
     cuda.get_device_name = lambda device=None: NAMES[RUNTIME.capability]
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        name=NAMES[RUNTIME.capability], major=RUNTIME.capability[0], minor=RUNTIME.capability[1]
-    )
+    cuda.get_device_properties = lambda device=None: _PROPERTIES[RUNTIME.capability]
+    cuda.device = cuda._DeviceGuard = lambda device: nullcontext()
+    cuda._exchange_device = lambda device: 0
+    cuda._maybe_exchange_device = lambda device: 0  # one that torch's compiler tells from the other
+    cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
+    cuda.set_rng_state = lambda state, device="cuda": None
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
     cuda.Stream, cuda.Event, cuda.stream = FakeStream, FakeEvent, _on

@@ -120,14 +120,18 @@ def _define(kind: Kind) -> Any:
     schema = "(str name, Tensor[] inputs) -> Tensor[]"
     schema_backward = "(str name, Tensor[] saved, Tensor[] grads) -> Tensor[]"
 
-    @torch.library.custom_op(f"meshwright::joint_{kind}", mutates_args=(), schema=schema)
-    def joint(name: str, inputs: list[Tensor]) -> list[Tensor]:
+    def forward_body(name: str, inputs: list[Tensor]) -> list[Tensor]:
         return list(_ops[name].forward(inputs))
 
-    @torch.library.custom_op(f"meshwright::joint_{kind}_backward", mutates_args=(), schema=schema_backward)
-    def backward(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def backward_body(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         found = _ops[name].backward(saved, grads)
         return [grad for grad in found if grad is not None]  # all: no parameter is known here
+
+    operator = f"meshwright::joint_{kind}"
+    joint = torch.library.custom_op(operator, forward_body, mutates_args=(), schema=schema)
+    backward = torch.library.custom_op(
+        f"{operator}_backward", backward_body, mutates_args=(), schema=schema_backward
+    )
 
     @joint.register_fake
     def _(name: str, inputs: list[Tensor]) -> list[Tensor]:
@@ -146,7 +150,13 @@ def _define(kind: Kind) -> Any:
         return None, [*found, *[None] * (ctx.inputs - len(found))]
 
     joint.register_autograd(differentiate, setup_context=save)
-    return getattr(torch.ops.meshwright, f"joint_{kind}").default
+    namespace = torch.ops.meshwright
+    BODIES[getattr(namespace, f"joint_{kind}_backward").default] = backward_body
+    own = getattr(namespace, f"joint_{kind}").default
+    BODIES[own] = forward_body
+    return own
 
 
+BODIES: dict[Any, Any] = {}
+"""Operator -> what it computes and sends, as a function of its arguments."""
 _operators: dict[Kind, Any] = {kind: _define(kind) for kind in ("matmul", "attention", "exchange")}

@@ -36,13 +36,15 @@ def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Batc
 def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
     """Microbatches of zeros, one for each way in which documents change what a compiler sees.
 
-    One document needs no mask. Several need one, or the power of two above the longest, a number that a
-    compiler takes for a constant until it has seen a second one.
+    One document needs no mask. Several need one, or their number and the power of two above the longest,
+    which a compiler takes for constants until it has seen other ones.
     """
     shape = spec.micro_batch, spec.data.seq_len
     zeros, alone = torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], -1)
     places = torch.arange(shape[1])
-    ends = (shape[1], shape[1] // 2, shape[1] - 1) if spec.data.document_mask else (shape[1],)
-    for end in ends:
-        documents = (places >= end).long().expand(shape)
-        yield Batch(zeros, zeros, places.expand(shape), documents, alone, alone)
+    ends: list[list[int]] = [[]]
+    if spec.data.document_mask:
+        ends += [[shape[1] // 2], [shape[1] - 2, shape[1] - 1]]
+    for each in ends:
+        documents = torch.bucketize(places, torch.tensor(each, dtype=torch.int64), right=True)
+        yield Batch(zeros, zeros, places.expand(shape), documents.expand(shape), alone, alone)

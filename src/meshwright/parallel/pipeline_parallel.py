@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -103,14 +104,15 @@ class Pipeline:
         """True if this rank holds the last stage."""
         return max(self.stages) == self.make(1).stages - 1
 
-    def warm_up(self, microbatch: Any, training: bool) -> None:
-        """Run each stage of this rank once on an input of zeros, with its backward if `training`.
+    def warm_up(self, microbatches: Sequence[Any], training: bool) -> None:
+        """Run each stage of this rank on an input of zeros for each microbatch, with its backward if
+        `training`.
 
         Nothing goes from stage to stage, and no parameter gets a gradient. A compiler then compiles all
         stages at the same time; without it, each is compiled when its first input comes, one after the other.
         The ranks that share a stage call this together.
         """
-        for stage in self.stages.values():
+        for stage, microbatch in product(self.stages.values(), microbatches):
             x = torch.zeros_like(stage.empty(microbatch)).requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = stage(microbatch, x)

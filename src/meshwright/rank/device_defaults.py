@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
+from meshwright.hardware.cluster import DeviceKind
 from meshwright.profile.machine import gpus
+from meshwright.spec.compiled import is_open, with_compiled_blocks
 from meshwright.spec.load import Overrides
 
 COMPUTE = "precision.compute"
 
 
-def is_open(key: str, tree: Mapping[str, Any], overrides: Overrides) -> bool:
-    """True if neither the run file's tables nor the flags give a dotted key of a table."""
-    table, name = key.split(".")
-    given = tree.get(table)
-    return key not in dict(overrides) and not (isinstance(given, Mapping) and name in given)
-
-
 def with_device_defaults(
-    tree: Mapping[str, Any], overrides: Overrides, bf16: bool | None = None
+    tree: dict[str, Any], overrides: Overrides, kind: DeviceKind | None = None
 ) -> Overrides:
-    """Return the flags, with `precision.compute = bf16` where it is open and the devices have bf16.
+    """Return the flags, with what the devices decide of keys that are open: `precision.compute = bf16` where
+    they have bf16, and `train.compile = true` on CUDA for what `with_compiled_blocks` says.
 
-    `bf16` says whether they have; None asks this machine's GPUs. On processors the format stays what the
-    spec says, fp32, so that a run file computes the same numbers on each.
+    `kind` is that of the devices that the run is asked about, of which all but processors have bf16; None
+    asks this machine's. On processors these keys stay what the spec says, so that a run file computes the
+    same numbers on each.
     """
-    if is_open(COMPUTE, tree, overrides) and (has_bf16_gpu() if bf16 is None else bf16):
-        return [*overrides, (COMPUTE, "bf16")]
-    return overrides
+    bf16 = has_bf16_gpu() if kind is None else kind != "cpu"
+    found = [*overrides, (COMPUTE, "bf16")] if bf16 and is_open(COMPUTE, tree, overrides) else overrides
+    compiler = has_compiler() if kind is None else kind == "cuda"
+    return with_compiled_blocks(tree, found) if compiler else found
 
 
 def has_bf16_gpu() -> bool:
@@ -38,3 +36,8 @@ def has_bf16_gpu() -> bool:
     import torch
 
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_compiler() -> bool:
+    """True if this machine has GPUs and Triton, by which torch compiles for them."""
+    return gpus() > 0 and find_spec("triton") is not None

@@ -6,10 +6,12 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.cpp_library import cache_folder
 from meshwright.rank.slurm_mpi import RANK_VARIABLES, refuse_several_tasks, refuse_worlds_apart
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
@@ -219,6 +221,21 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
         mallopt(_M_MXFAST, 0)
+
+
+def keep_compiled_code(environment: MutableMapping[str, str] | None = None) -> None:
+    """Let torch's compiler keep its code in `~/.cache/meshwright/compiled`, for ranks of this host and for
+    later runs.
+
+    Torch's own place is a temporary folder. A folder that TORCHINDUCTOR_CACHE_DIR names is left to it, and so
+    is torch's own where a user has no home folder that can be written.
+    """
+    given = os.environ if environment is None else environment
+    with suppress(OSError, RuntimeError):
+        folder = cache_folder().with_name("compiled")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            given.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def without_small_caches(environment: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,13 @@ from meshwright.kernels import cpu_kernels
 from meshwright.kernels.attention_backend import attention_backend
 from meshwright.kernels.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import formats, use_fast_fp32_matmul
-from meshwright.rank.env import Supervision, keep_freed_memory, limit_threads, worker
+from meshwright.rank.env import (
+    Supervision,
+    keep_compiled_code,
+    keep_freed_memory,
+    limit_threads,
+    worker,
+)
 from meshwright.rank.gpu import bind_to_node, device_index
 from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec
@@ -85,6 +91,8 @@ def _groups_on(spec: RunSpec, device: torch.device, heartbeat: Heartbeat) -> Ite
     """This rank's groups in the default group, whose ranks agree on the spec and their software."""
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if spec.train.compile:
+        keep_compiled_code()
     compute = formats(spec.precision).compute
     with products_in_fp32(device, compute), attention_backend(spec, device):
         if device.type == "cpu" and compute != torch.float64:

@@ -6,8 +6,9 @@ The spec: `run` is the whole, of the `sections`: `model`, whose fields are in `a
 Tables: `optimisers`, kinds of `layers`, `pipeline_schedules`.
 Reading: `load` takes TOML and flags, with the sentences of `load_errors`, `toml` writes it, `schema` lists
 the keys, `files` reads what users name, `foreign_run_files` recognises those of other trainers, two of which
-are read by `axolotl_keys` and `llama_factory_keys`, made of `foreign_keys`; `records` are checked
-dataclasses, `differences` compares two specs, and `errors` are mistakes in one sentence.
+are read by `axolotl_keys` and `llama_factory_keys`, made of `foreign_keys`; `compiled` says whose blocks are
+compiled where that is left open; `records` are checked dataclasses, `differences` compares two specs, and
+`errors` are mistakes in one sentence.
 Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rules`, `distil_rules`,
 `lora_rules` and `preference_rules`, with their `arithmetic`; `verification` is what a comparison is asked
 for.

@@ -91,7 +91,7 @@ class TrainingRun:
         self.heartbeat.phase("start")
         try:
             self._start(resume)
-            self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
+            self._compile()
             self.world.join(self.trainer, self.done)
             with stop_signals() as noted:
                 with SteppedCollection() as garbage:
@@ -147,6 +147,12 @@ class TrainingRun:
         self._tell_warnings()
         if self.from_memory:  # the ranks may have died in what was due after that step
             self._validate_and_save()
+
+    def _compile(self) -> None:
+        """Compile what the steps and validations call, and tell how long it took."""
+        seconds = self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
+        if self.spec.train.compile:
+            self.observers.on_event("compiled", {"seconds": seconds})
 
     def _stand_at(self, point: StartingPoint) -> None:
         self.done, self.loss, self.samples = point.done, point.loss, point.samples

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -191,23 +193,38 @@ class Trainer:
         self._targets = batch, int(targets)
         self.further.expect_targets(further)
 
-    def compile_stages(self, evaluate: bool) -> None:
-        """Compile the blocks of all stages of a pipeline at once, before the first step; every rank calls it.
+    def compile_stages(self, evaluate: bool) -> float:
+        """Compile the blocks of all stages before the first step; every rank calls it. Returns its seconds.
 
-        In a step they would be compiled one stage after the other, while the ranks behind wait in a receive
-        that has a limit. `evaluate` compiles the forward without gradients too. No state changes.
+        So the first step is as long as others, and a rank that compiles keeps none waiting that would take it
+        for hung. `evaluate` compiles the forward without gradients too. No state changes. A run whose blocks
+        are not compiled has nothing to do here.
         """
-        if not self.spec.train.compile or self.mesh.pipeline.size == 1:
-            return
-        for batch in kinds_of_microbatches(self.spec):
-            micro = self.further.with_answers(batch, own_tokens(batch, self.mesh).to(self.mesh.device))
-            self.pipeline.warm_up(micro, training=True)
-            if evaluate:
-                self.pipeline.warm_up(micro, training=False)
-            for forward in (each for part in self.parts for each in part.forwards()):
-                with forward:
-                    self.pipeline.warm_up(micro, training=False)
+        if not self.spec.train.compile:
+            return 0.0
+        begun = time.perf_counter()
+        with self.mesh.heartbeat.stays():
+            for batch in kinds_of_microbatches(self.spec):
+                micro = self.further.with_answers(batch, own_tokens(batch, self.mesh).to(self.mesh.device))
+                self._compile(micro, evaluate)
         self.states.end_step()
+        return time.perf_counter() - begun
+
+    def _compile(self, micro: Batch, evaluate: bool) -> None:
+        """Run forwards and the backward of a microbatch, of which nothing is kept."""
+        whole = self.mesh.pipeline.size == 1  # as in a step, which releases parameters as it goes
+        forward = self.pipeline.forward if whole else partial(self.pipeline.warm_up, training=False)
+        if whole:
+            self.states.begin_step(1)
+            self.pipeline.run([micro])
+            self.states.finish_step()
+        else:
+            self.pipeline.warm_up([micro], training=True)
+        if evaluate:
+            forward([micro])
+        for context in (each for part in self.parts for each in part.forwards()):
+            with context:
+                forward([micro])
 
     def gradients(self, batch: Batch) -> Tensor:
         """Forward and backward of the step; leaves the summed gradients, without `gradient_factor`.

@@ -31,7 +31,7 @@ from meshwright.planner.cost.operator_bytes import (
 )
 from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
-from meshwright.planner.cost.software import KERNELS, SoftwareStack
+from meshwright.planner.cost.software import KERNELS, SoftwareStack, elementwise_passes
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
@@ -320,7 +320,7 @@ class LayerCost:
 
     def _bytes(self, kind: LayerKind) -> ForwardBackward:
         """Bytes that norms, activations, residuals and copies of the forward move, and of the backward."""
-        if self.counted:
+        if self.counted and not self.spec.train.compile:
             found = block_bytes(self.spec, self.shape, kind)
             return found.plus(ForwardBackward(1, 2), self._ring_bytes())
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
@@ -339,7 +339,7 @@ class LayerCost:
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
             moved += self.shape.sent()[0] * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
-        moved *= self.stack.elementwise
+        moved *= elementwise_passes(self.stack, self.spec.train.compile)
         return ForwardBackward(moved, 2 * moved)  # counted: the forward's tensors, and their gradients
 
     def _ring_bytes(self) -> float:

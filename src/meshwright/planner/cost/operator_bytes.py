@@ -80,9 +80,7 @@ def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> ForwardBac
 
 def head_chunks(shape: LayerShape) -> dict[int, int]:
     """Tokens whose logits are there at one time -> chunks of so many, of a microbatch."""
-    whole, rest = divmod(
-        shape.tokens, rows := loss_rows(shape.rows, False, shape.loss_by_kernel)[0]
-    )
+    whole, rest = divmod(shape.tokens, rows := loss_rows(shape.rows, False, shape.loss_by_kernel)[0])
     return {rows: whole} | ({rest: 1} if rest else {})
 
 
