@@ -6,6 +6,7 @@ stream an operator would be launched.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -20,6 +21,10 @@ from meshwright.fake_cuda.library import NAMES, load
 Capability = tuple[int, int]
 DEVICES_A_HOST = 8
 DEFAULT_STREAM = 0
+MEMORY = 80 * 2**30
+"""Bytes that the device says it has."""
+PROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+"""Compute capability -> the multiprocessors of the GPU that is faked. Source: NVIDIA's datasheets."""
 
 
 class StreamObserver(Protocol):
@@ -114,14 +119,21 @@ class FakeEvent:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.number = RUNTIME.new_event()
+        self._recorded: float | None = None
 
     def record(self, stream: FakeStream | None = None) -> None:
         """Stand for what is on a stream now."""
+        self._recorded = time.perf_counter()
         RUNTIME.observer.on_record(self.number, RUNTIME.stream if stream is None else stream.number)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """Let what comes on a stream wait for this event."""
         RUNTIME.observer.on_wait(RUNTIME.stream if stream is None else stream.number, self.number)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds of the host's clock from this event to `end`, as the device has none."""
+        assert self._recorded is not None and end._recorded is not None
+        return 1e3 * (end._recorded - self._recorded)
 
     def synchronize(self) -> None:
         """Let the host wait for this event."""
@@ -162,10 +174,13 @@ def install() -> None:
     cuda.get_device_capability = lambda device=None: RUNTIME.capability
     cuda.get_device_name = lambda device=None: NAMES[RUNTIME.capability]
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        name=NAMES[RUNTIME.capability], major=RUNTIME.capability[0], minor=RUNTIME.capability[1]
-    )
+        name=NAMES[RUNTIME.capability], major=RUNTIME.capability[0], minor=RUNTIME.capability[1],
+        total_memory=MEMORY, multi_processor_count=PROCESSORS[RUNTIME.capability],
+    )  # fmt: skip
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
+    cuda.reset_peak_memory_stats = lambda device=None: None
+    cuda.empty_cache = lambda: None
     cuda.Stream, cuda.Event, cuda.stream = FakeStream, FakeEvent, _on
     cuda.current_stream = lambda device=None: FakeStream(number=RUNTIME.stream)
     cuda.default_stream = lambda device=None: FakeStream(number=DEFAULT_STREAM)
