@@ -16,8 +16,9 @@ from meshwright.host import cores
 from meshwright.version import commit
 
 PACKAGES = (
-    "triton", "numpy", "pytest", "hypothesis", "flash-attn", "flash-attn-3", "flash-attn-4",
-    "nvidia-cudnn-frontend", "torchao", "transformer-engine",
+    "pydantic", "pyyaml", "jinja2", "rich", "safetensors", "tokenizers", "fsspec", "numpy", "triton",
+    "pytest", "hypothesis", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "torchao",
+    "transformer-engine",
 )  # fmt: skip
 """Packages that decide what can run; those that are missing are told as such."""
 
