@@ -5,9 +5,11 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 OUT ?= runs/first-$(shell date +%Y%m%d-%H%M%S)
 CHAOS ?= runs/chaos-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
+MINUTES ?= 10
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all exam interop verl lint format bench bench-peers chaos gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all exam interop verl lint format bench bench-peers chaos gpu gpu-test gpu-bench gpu-day \
+	gpu-day-rehearsal gpu-day-traces docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -99,6 +101,19 @@ gpu-test:
 gpu-bench:
 	PYTHONPATH=src $(PYTHON) bench/blocks_mfu.py --device cuda --out $(RESULTS)/blocks_mfu-$(TODAY).json
 	PYTHONPATH=src $(PYTHON) bench/throughput.py --device cuda
+
+## gpu-day: what GPUs are asked first, on one or on eight, in MINUTES=10 or 30, with the system's Python: tests,
+## layouts, steps and kernels, with a page of results in bench/results; ARGS="--parts attention" for some of it
+gpu-day:
+	PYTHONPATH=src:bench $(PYTHON) -m gpu_day --minutes $(MINUTES) --out $(RESULTS)/gpu_day-$(TODAY) $(ARGS)
+
+## gpu-day-rehearsal: the same on a GPU that is faked, in some minutes
+gpu-day-rehearsal: .venv/dev.done
+	PYTHONPATH=src:bench $(PY) -m gpu_day --device fake --out runs/gpu_day-rehearsal $(ARGS)
+
+## gpu-day-traces: the fake traces of its steps anew, after a change of what a step launches, in some minutes
+gpu-day-traces: .venv/dev.done
+	PYTHONPATH=src:bench $(PY) -m gpu_day.traces
 
 ## docs: these pages as a site in site/, strictly: each link leads somewhere, on the site and in the repository
 docs: .venv/docs.done

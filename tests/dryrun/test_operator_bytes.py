@@ -63,27 +63,26 @@ def counted(spec: RunSpec) -> dict[str, float]:
     block, end = layers * blocks.held(kind)[0], blocks.rows * spec.model.hidden
     sharded = spec.layout.zero == 3
 
-    def of_unit(parameters: float, passes: int) -> float:
+    def of_unit(parameters: float, passes: float, packed: float) -> float:
         """Bytes of the copies of units that `passes` of a microbatch need."""
         gathers = passes * count if sharded else 1
         packs = count if sharded else 1
         gathered = gathers * (copies.unpacked + copies.cast / shards)
-        return parameters * (gathered + copies.packed * packs)
+        return parameters * (gathered + packed * packs)
 
-    head, sums = (
-        of_unit(end, 1),
-        (block + end) * copies.summed / shards,
-    )  # the embedding's follow the backward
+    head = of_unit(end, 1, copies.packed)
+    sums = (block + end) * copies.summed / shards  # the embedding's follow the backward
     if not sharded:
         later = copies.packed + copies.added
-        head, sums = head + (count - 1) * end * later, (block + end) * later
+        of_blocks = block * (copies.packed_block + copies.added_block)
+        head, sums = head + (count - 1) * end * later, end * later + of_blocks
     again = block_bytes(spec, blocks.shape, kind).forward * (spec.recompute.policy != "none")
     return {
         "blocks": layers * count * (sum(block_bytes(spec, blocks.shape, kind)) + again),
         "embed": count * sum(embedding_bytes(spec, blocks.shape)),
         "head": count * sum(head_bytes(spec, blocks.shape)) + head,
-        "blocks copies": of_unit(block, 2),
-        "embed copies": of_unit(end, 1),
+        "blocks copies": of_unit(block, 2 - 1 / layers, copies.packed_block),  # the last one stays
+        "embed copies": of_unit(end, 1, copies.packed),
         "sums": (count - 1) * sums,
     }
 

@@ -6,6 +6,7 @@ stream an operator would be launched.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
@@ -138,14 +139,21 @@ class FakeEvent:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.number = RUNTIME.new_event()
+        self._recorded: float | None = None
 
     def record(self, stream: FakeStream | None = None) -> None:
         """Stand for what is on a stream now."""
+        self._recorded = time.perf_counter()
         RUNTIME.observer.on_record(self.number, RUNTIME.stream if stream is None else stream.number)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """Let what comes on a stream wait for this event."""
         RUNTIME.observer.on_wait(RUNTIME.stream if stream is None else stream.number, self.number)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds of the host's clock from this event to `end`, as the device has none."""
+        assert self._recorded is not None and end._recorded is not None
+        return 1e3 * (end._recorded - self._recorded)
 
     def synchronize(self) -> None:
         """Let the host wait for this event."""
@@ -220,6 +228,8 @@ def install() -> None:
     cuda.set_rng_state = lambda state, device="cuda": None
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
+    cuda.reset_peak_memory_stats = lambda device=None: None
+    cuda.empty_cache = lambda: None
     cuda.Stream, cuda.Event, cuda.stream = FakeStream, FakeEvent, _on
     cuda.current_stream = lambda device=None: FakeStream(number=RUNTIME.stream)
     cuda.default_stream = lambda device=None: FakeStream(number=DEFAULT_STREAM)

@@ -140,7 +140,7 @@ def _copies(spec: RunSpec, held: StoredParameters) -> tuple[dict[str, float], di
         if often and layout.zero >= 2:
             summed += copies.summed * (every - frozen) / shards
         else:
-            added += copies.added * (every - frozen)
+            added += copies.added * ends + copies.added_block * (every - frozen - ends)
     later = spec.microbatches - 1
     once = {"gradient sums": later * (summed + added)}
     if layout.zero == 3 and layout.pp == 1:

@@ -149,7 +149,7 @@ class LayerCost:
         )
         weight = Seconds(
             matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in products),
-            moved=self.kernels.moved(self.packed * sum(self.held(kind))),
+            moved=self.kernels.moved(self.packed(block=True) * sum(self.held(kind))),
         )
         policy, selective = self.spec.recompute.policy, self.stack.selective
         again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
@@ -313,10 +313,12 @@ class LayerCost:
         seconds = attention_seconds(measured, self.format, *size)
         return None if seconds is None else ring * seconds[backward]
 
-    @property
-    def packed(self) -> float:
-        """Bytes moved per parameter and microbatch to lay out its gradient."""
-        return unit_copies(self.spec).packed if self.counted else self.stack.packed
+    def packed(self, block: bool) -> float:
+        """Bytes moved per parameter, of a block or of an end, and microbatch to lay out its gradient."""
+        copies = unit_copies(self.spec)
+        if not self.counted:
+            return self.stack.packed
+        return copies.packed_block if block else copies.packed
 
     def _bytes(self, kind: LayerKind) -> ForwardBackward:
         """Bytes that norms, activations, residuals and copies of the forward move, and of the backward."""
@@ -459,7 +461,7 @@ class LayerCost:
         capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
         sizes = [n * rows * (each + capped) for each in (16.0, 10.0)]
         logits, back = map(self.kernels.moved, head_bytes(self.spec, self.shape) if self.counted else sizes)
-        packed = self.kernels.moved(self.packed * rows * model.hidden)
+        packed = self.kernels.moved(self.packed(block=False) * rows * model.hidden)
         host = self.stack.ends / 2 * self.launch
         forward = sum(count * product(m, rows, model.hidden) for m, count in chunks.items())
         of_input = sum(count * product(m, model.hidden, rows) for m, count in chunks.items())
@@ -481,7 +483,7 @@ class LayerCost:
             else ForwardBackward(3 * stream, 6 * stream)
         )
         moved, back = map(self.kernels.moved, sizes)
-        packed = self.kernels.moved(self.packed * self.largest_unit)
+        packed = self.kernels.moved(self.packed(block=False) * self.largest_unit)
         host = self.stack.ends / 2 * self.launch
         weight = Seconds(moved=back + packed, tensor=sent)
         return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)

@@ -89,12 +89,12 @@ def head_bytes(spec: RunSpec, shape: LayerShape) -> ForwardBackward:
     weight = shape.rows * spec.model.hidden
     chunks = sum(head_chunks(shape).values())
     if shape.loss_by_kernel:  # sums read it, gradients read and write it, by one kernel where a row is whole
-        of_answers = Both(1, 2) if shape.log_probs else Both(2 if spec.layout.tp == 1 else 3, 0)
-        kernel = Both(0, 0).plus(of_answers, shape.tokens * shape.rows * shape.width)
+        passes = ForwardBackward(1, 2) if shape.log_probs else ForwardBackward(2 + (spec.layout.tp > 1), 0)
+        kernel = ForwardBackward(0, 0).plus(passes, shape.tokens * shape.rows * shape.width)
         if chunks == 1:
             return kernel
         sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
-        return kernel.plus(Both(weight * sums, weight * SCALED))
+        return kernel.plus(ForwardBackward(weight * sums, weight * SCALED))
     logit = LOGIT + (CAPPED * shape.width if spec.model.logit_softcap is not None else 0.0)
     sums = FIRST_PRODUCT + (chunks - 1) * FURTHER_PRODUCT
     return ForwardBackward(shape.tokens * shape.rows * logit + weight * sums, weight * SCALED)
@@ -107,7 +107,12 @@ def embedding_bytes(spec: RunSpec, shape: LayerShape) -> ForwardBackward:
 
 
 class UnitCopies(NamedTuple):
-    """Bytes of a parameter as units are gathered, and their gradients put together."""
+    """Bytes of a parameter as units are gathered, and their gradients put together.
+
+    Gathers write parameters to their places, and products of blocks their gradients, in the format of the sum
+    (`kernels/gradient_accumulation_fusion.py`): what is copied are messages that are encoded, the gradients of
+    both ends, and those of compiled blocks and of blocks on context ranks, which autograd hands over.
+    """
 
     cast: float
     """As a rank's part of a gather is narrowed to the compute format, for each of its own."""
@@ -115,8 +120,12 @@ class UnitCopies(NamedTuple):
     """As it is copied out of a gather."""
     packed: float
     """As its gradient is laid out to be sent, or begins a sum."""
+    packed_block: float
+    """The same of a parameter of a block."""
     added: float
     """As its gradient is added to what is there, more than `packed`."""
+    added_block: float
+    """The same of a parameter of a block."""
     summed: float
     """As the sum of ranks is added to that of microbatches before, for each of its own."""
 
@@ -125,10 +134,14 @@ def unit_copies(spec: RunSpec) -> UnitCopies:
     """The bytes of a run's formats."""
     formats = widths(spec)
     compute, exact = formats.compute, formats.exact
+    packed, added = compute + exact, float(exact)
+    handed_over = spec.train.compile or (spec.layout.cp > 1 and spec.layout.tp == 1)
     return UnitCopies(
         cast=0.0 if compute >= exact else exact + compute,
-        unpacked=2.0 * compute,
-        packed=compute + exact,
-        added=float(exact),
+        unpacked=1.0 + compute if spec.precision.fp8_gather else 0.0,
+        packed=packed,
+        packed_block=packed if handed_over else 0.0,
+        added=added,
+        added_block=added if handed_over else 0.0,
         summed=3.0 * exact,
     )
