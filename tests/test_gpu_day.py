@@ -106,7 +106,9 @@ def test_the_whole_day_is_rehearsed(tmp_path: Path) -> None:
     assert {*tests} == {file.name for file in gpu_tests.FOLDER.glob("test_*.py")} and min(tests.values()) > 0
     assert all(row["races"] == 0 < row["launches"] for row in found["verify"].rows)
     shown = (tmp_path / "index.md").read_text(encoding="utf-8")
-    assert shown.count("differences of count from the fake trace, with the rates of h100-sxm: none") == 8
+    for field in ("count", "seconds"):
+        none = f"differences of {field} from the fake trace, with the rates of h100-sxm: none"
+        assert shown.count(none) == 8
 
 
 @faked
@@ -118,6 +120,14 @@ def test_a_step_of_eight_ranks_is_rehearsed(tmp_path: Path) -> None:
     assert differences.largest(differences.differences(row, "h100-sxm"), "count") == []
     assert {each["layout"] for each in found["verify"].rows} > {*EIGHT}
     assert not any(unexpected(each) for each in found.values())
+
+
+@faked
+def test_a_machine_without_a_gpu_is_told(tmp_path: Path) -> None:
+    command = commands.python("-m", "gpu_day", "--out", str(tmp_path))
+    ran = subprocess.run(command, env=commands.environment(), cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr.strip().endswith("or give --device fake") and "\n" not in ran.stderr.strip()
 
 
 # Parts --------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def gpus_of(result: Result) -> int:
 def main() -> int:
     """Run the parts; the exit code is 1 if one failed."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m gpu_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=int, choices=(10, 30), default=10, help="length of the day")
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
@@ -118,7 +118,7 @@ def main() -> int:
     first, *_ = parts_of(1)
     found = day.do(first, options.gpus or 1)
     if found.state != DONE:
-        print(f"the machine's GPUs cannot be used: {found.why}", file=sys.stderr)
+        print(found.why.splitlines()[-1], file=sys.stderr)
         return 1
     gpus = options.gpus or gpus_of(found)
     for part in parts_of(gpus)[1:]:

@@ -25,9 +25,14 @@ PACKAGES = (
 
 def run(work: Work) -> None:
     """Add a row for each fact; one that cannot be had is a row with the reason."""
-    device = device_here()
     import torch
 
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"--device: is cuda, and torch {torch.__version__} finds no GPU on this machine; run it on "
+            "one that has GPUs, or give --device fake"
+        )
+    device = device_here()
     properties = torch.cuda.get_device_properties(device)
     facts: dict[str, Callable[[], Any]] = {
         "GPUs": lambda: torch.cuda.device_count() if not work.faked else work.task.gpus,

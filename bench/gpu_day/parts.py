@@ -41,8 +41,14 @@ def _steps(compute: str, gpus: int) -> list[Part]:
     return [_step(model, compute, compiled, gpus) for compiled in (False, True) for model in ("8b", "1b")]
 
 
+COMPILED = {"fp8": "fp8-rowwise"}
+"""Format -> that of compiled steps, where it is another: blocks that note their largest numbers are not
+compiled."""
+
+
 def _step(model: str, compute: str, compiled: bool, gpus: int) -> Part:
     name = f"step-{model}-{compute}-{'compiled' if compiled else 'eager'}"
     limits = (75, 180) if compiled else (60, 150)
-    options = {"model": model, "compute": compute, "compiled": compiled}
+    own = COMPILED.get(compute, compute) if compiled else compute
+    options = {"model": model, "compute": own, "compiled": compiled}
     return Part(name, "steps", limits, options, ranks=gpus)

@@ -30,7 +30,8 @@ FEWER, MORE = 1, 2
 """Blocks of the two steps."""
 WARM_UP = 1
 """Steps before that which is recorded: in fp8 the scales of the first are not known."""
-CASES = [(model, compute, gpus) for gpus in (1, 8) for compute in ("bf16", "fp8") for model in ("1b", "8b")]
+COMPUTES = ("bf16", "fp8", "fp8-rowwise")
+CASES = [(model, compute, gpus) for gpus in (1, 8) for compute in COMPUTES for model in ("1b", "8b")]
 
 Counts = dict[str, list[float]]
 """Operator -> its `FIELDS` in a step."""
