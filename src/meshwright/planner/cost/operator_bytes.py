@@ -109,8 +109,8 @@ def embedding_bytes(spec: RunSpec, shape: LayerShape) -> ForwardBackward:
 class UnitCopies(NamedTuple):
     """Bytes of a parameter as units are gathered, and their gradients put together.
 
-    Gathers write parameters to their places, and products of blocks their gradients, in the format of the sum
-    (`kernels/gradient_accumulation_fusion.py`): what is copied are messages that are encoded, the gradients of
+    Gathers write parameters to their places, and products of blocks their gradients, in the format of the
+    sum (`kernels/gradient_accumulation_fusion.py`). Copied are messages that are encoded, the gradients of
     both ends, and those of compiled blocks and of blocks on context ranks, which autograd hands over.
     """
 
@@ -121,11 +121,11 @@ class UnitCopies(NamedTuple):
     packed: float
     """As its gradient is laid out to be sent, or begins a sum."""
     packed_block: float
-    """The same of a parameter of a block."""
+    """As the gradient of a parameter of a block is laid out, or begins a sum."""
     added: float
     """As its gradient is added to what is there, more than `packed`."""
     added_block: float
-    """The same of a parameter of a block."""
+    """As the gradient of a parameter of a block is added to what is there, more than `packed_block`."""
     summed: float
     """As the sum of ranks is added to that of microbatches before, for each of its own."""
 
