@@ -124,8 +124,9 @@ def test_terms_of_plans_are_those_of_the_clocks(
     result = process.call(api.dryrun, run(**flags), device="cuda", cluster=name)
     rows = result["ranks"][0]["timeline"]["planner"]["terms"]
     terms = {row["term"]: row["ratio"] for row in rows}
+    between = 0.02 if name == "b200" else 0.0  # clocks have 2.5 us from one kernel to the next
     for term in ("products", "attention", "memory-bound", "optimiser"):
-        assert terms[term] == pytest.approx(1.0, abs=WITHIN), (term, terms[term])
+        assert terms[term] == pytest.approx(1.0, abs=WITHIN + between), (term, terms[term])
 
 
 def test_the_term_of_plans_is_the_sum_of_the_parts() -> None:
