@@ -302,6 +302,6 @@ def explain(call: Call) -> None:
     from meshwright.report.plan_text import text
 
     device = cluster_of(call.flags["cluster"]).device
-    spec = spec_of(call, kind=device.kind)
+    spec = spec_of(call, kind=device.kind, runs=False)
     explanation = api.explain(spec, **call.flags)
     show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

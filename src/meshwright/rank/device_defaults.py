@@ -14,19 +14,19 @@ COMPUTE = "precision.compute"
 
 
 def with_device_defaults(
-    tree: dict[str, Any], overrides: Overrides, kind: DeviceKind | None = None
+    tree: dict[str, Any], overrides: Overrides, kind: DeviceKind | None = None, runs: bool = True
 ) -> Overrides:
     """Return the flags, with what the devices decide of keys that are open: `precision.compute = bf16` where
     they have bf16, and `train.compile = true` on CUDA for what `with_compiled_blocks` says.
 
     `kind` is that of the devices that the run is asked about, of which all but processors have bf16; None
     asks this machine's. On processors these keys stay what the spec says, so that a run file computes the
-    same numbers on each.
+    same numbers on each; and plans, where nothing `runs`, count compiled blocks where they are asked to.
     """
     bf16 = has_bf16_gpu() if kind is None else kind != "cpu"
     found = [*overrides, (COMPUTE, "bf16")] if bf16 and is_open(COMPUTE, tree, overrides) else overrides
     compiler = has_compiler() if kind is None else kind == "cuda"
-    return with_compiled_blocks(tree, found) if compiler else found
+    return with_compiled_blocks(tree, found) if compiler and runs else found
 
 
 def has_bf16_gpu() -> bool:

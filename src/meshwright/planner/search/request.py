@@ -19,7 +19,6 @@ from meshwright.planner.search.infeasible import key_name
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
-from meshwright.spec.compiled import COMPILE, with_compiled_blocks
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_keys, read_tree
 from meshwright.spec.other_models import refuse_other_models
@@ -185,7 +184,7 @@ class PlanRequest:
     def _base_run(self, cluster: Cluster) -> tuple[RunSpec, str | None]:
         """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
         tree, source = self._tables(cluster)
-        given, compiled = self._given, self._compiles(tree, cluster)
+        given = self._given
         tables = ["layout"]
         if self.islands is not None or given_keys("outer", tree, self.overrides).get("every"):
             tables.append("outer")  # islands come with the layout
@@ -214,14 +213,7 @@ class PlanRequest:
             )
         tokens, note = batch_of(wanted, seq_len)
         others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
-        others += compiled
         return from_tree(tree, others, source), note
-
-    def _compiles(self, tree: dict[str, Any], cluster: Cluster) -> Overrides:
-        """`train.compile`, where GPUs decide it: it says so here, too."""
-        if cluster.device.kind != "cuda" or self.stack != "meshwright":
-            return []
-        return [pair for pair in with_compiled_blocks(tree, self.overrides) if pair[0] == COMPILE]
 
     def _check_agreement(self, model: str | None) -> None:
         """Raise `UserError` for a dotted key that says otherwise than MODEL or its flag."""
