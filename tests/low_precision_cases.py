@@ -27,3 +27,11 @@ def losses(mesh: Mesh, spec: RunSpec) -> list[float]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
     return [trainer.step(batch, number).loss for number, batch in enumerate(first_batches(spec, mesh, 3), 1)]
+
+
+def losses_and_norms(mesh: Mesh, spec: RunSpec) -> list[float]:
+    """Losses of two steps, in the second of which all scales are known, and the norms of their gradients."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    steps = [trainer.step(batch, number) for number, batch in enumerate(first_batches(spec, mesh, 2), 1)]
+    return [*(step.loss for step in steps), *(step.grad_norm for step in steps)]

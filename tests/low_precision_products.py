@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
 
+from low_precision_cases import losses_and_norms
+from meshwright.comm.mesh import Mesh
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.kernels.low_precision_casts import unblocked
 from meshwright.model.low_precision_linear import LowPrecision, Scaling, operand_of
+from meshwright.model.scaled_products import KernelProducts
+from meshwright.parallel import parallelize
+from meshwright.spec import RunSpec
 
 
 def scaled_mm(
@@ -81,3 +87,24 @@ def layer_products(
         *(products.of_weight(*each) for each in zip(found, [kept] * len(weights), weights, strict=True)),
         total,
     ]  # type: ignore[list-item]
+
+
+def run_by_kernels(mesh: Mesh, spec: RunSpec, capability: tuple[int, int]) -> tuple[list[float], int]:
+    """Losses and norms of a short run by kernels, of which a stand-in computes some; and how often one was
+    called."""
+    calls = 0
+
+    def counted(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return multiply(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(parallelize, "products_of", lambda precision, *_: KernelProducts(precision, capability)),
+        patch.object(torch.nn.functional, "scaled_mm", counted(scaled_mm)),
+        patch.object(torch, "_scaled_mm", counted(torch._scaled_mm)),
+    ):
+        return losses_and_norms(mesh, spec), calls

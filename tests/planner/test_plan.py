@@ -363,7 +363,7 @@ def test_days_count_the_slower_start_of_a_growing_batch(tokens: float) -> None:
         seen += trained
     steady = Plan(best.spec.at_step(10**9), best.costs)
     ratio = seconds / (tokens / steady.tokens_per_second)
-    assert ratio > 1.01
+    assert ratio > 1.02
     assert best.training(tokens).days / steady.training(tokens).days == pytest.approx(ratio, rel=1e-3)
 
 

@@ -7,7 +7,8 @@ import torch
 
 from covering import marked, name
 from equality import Counted, equal_to_one_device, verify_and_count
-from low_precision_cases import BASE, EXPERTS, MLA, RECIPES, losses
+from low_precision_cases import BASE, EXPERTS, MLA, RECIPES, losses, losses_and_norms
+from low_precision_products import run_by_kernels
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
@@ -157,3 +158,31 @@ def test_how_much_scales_of_a_row_depend_on_tensor_ranks(recipe: str) -> None:
     assert one.norm() > 0
     off = float((one - two).norm() / one.norm())
     assert off == 0 if recipe != "fp8-rowwise" else 0 < off < 0.1
+
+
+BY_KERNELS: list[tuple[dict[str, object], tuple[int, int]]] = [
+    ({"precision__compute": "fp8", "layout__dp": 2, "layout__zero": 3}, (9, 0)),
+    ({"precision__compute": "fp8-rowwise", "layout__tp": 2, "layout__sequence_parallel": "false"}, (9, 0)),
+    ({"precision__compute": "fp8-blockwise", "recompute__policy": "selective"}, (9, 0)),
+    ({"precision__compute": "fp8-blockwise", "layout__tp": 2}, (10, 0)),
+    ({"precision__compute": "mxfp8", "layout__pp": 2, "layout__schedule": "zb-h1"}, (10, 0)),
+    ({"precision__compute": "nvfp4", "recompute__policy": "full"}, (10, 0)),
+]
+
+
+@pytest.mark.parametrize(("case", "capability"), BY_KERNELS, ids=str)
+def test_a_run_by_kernels_has_the_losses_and_norms_of_rounded_operands(
+    ranks: Ranks, case: dict[str, object], capability: tuple[int, int]
+) -> None:
+    """Also through ZeRO, tensor ranks, recomputation, and gradients of weights that are put off."""
+    base = BASE | {
+        "data.corpus": "synthetic",
+        "train.lr": 0.002,
+        "train.warmup_steps": 0,
+        "model.hidden": 256,
+    }
+    spec = spec_of(base, **SHORT, **case)
+    emulated = ranks.run(spec.layout, losses_and_norms, spec)[0]
+    found, calls = ranks.run(spec.layout, run_by_kernels, spec, capability)[0]
+    assert calls > 0 and found != emulated
+    assert found == pytest.approx(emulated, rel=5e-3)

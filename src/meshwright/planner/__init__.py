@@ -5,8 +5,8 @@ named models on one device. Folders: `search` finds layouts,
 `cost` has their seconds, `memory` their bytes, `traffic` their messages; `explain` gives reasons and
 `validation` compares with measured runs. `layout_space` enumerates layouts, `rank_view` is what one rank
 sees of a run, `group_shapes` where its groups lie, `activations`, with `activations_moe`, `activations_head`,
-`activations_lora` and `activations_sizes`, what it keeps for the backward, and `simulated_pipeline` one step,
-action by action.
+`activations_linear`, `activations_lora` and `activations_sizes`, what it keeps for the backward, and
+`simulated_pipeline` one step, action by action.
 """
 
 OBJECTIVES = ("time", "cost", "longest-context", "largest-model")

@@ -25,8 +25,7 @@ def linear_inputs(s: Sizes, layer: int) -> list[int]:
     if model.parallel_block and (s.gathers or found[0] == whole):
         found[0] = 0  # both layers keep one tensor
     inner = s.input(s.inner(layer), hidden, channels)
-    again = output_again(s)
-    kept = s.input(s.out, hidden, out) if again or s.takes(hidden, out) else 0
+    kept = s.input(s.tokens * out, hidden, out) if output_again(s) or s.takes(hidden, out) else 0
     return [*found, *([feed] if feed else []), inner, *([kept] if kept else [])]
 
 
