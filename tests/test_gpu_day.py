@@ -106,9 +106,10 @@ def test_the_whole_day_is_rehearsed(tmp_path: Path) -> None:
     assert {*tests} == {file.name for file in gpu_tests.FOLDER.glob("test_*.py")} and min(tests.values()) > 0
     assert all(row["races"] == 0 < row["launches"] for row in found["verify"].rows)
     shown = (tmp_path / "index.md").read_text(encoding="utf-8")
+    # Products in fp8 are within one operator of a compiled block, into which a faked device does not look.
     for field in ("count", "seconds"):
         none = f"differences of {field} from the fake trace, with the rates of h100-sxm: none"
-        assert shown.count(none) == 8
+        assert shown.count(none) == 6
 
 
 @faked
