@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from meshwright.kernels.flash_implementation import flash_implementation
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_day.devices import cluster_here, device_here, fake_tensors
 from gpu_day.kernel_clock import rate_of, seconds_of
@@ -102,6 +96,9 @@ def _implementation(name: str) -> Iterator[None]:
     if name == "FA2":  # torch's own
         yield
         return
+    # An older torch has no such functions, which is that backend's row then.
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
     activate_flash_attention_impl(name)
     try:
         yield

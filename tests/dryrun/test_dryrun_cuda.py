@@ -441,7 +441,7 @@ PARTS = {"softmax_statistics", "softmax_gradient_"}
         ({"precision.compute": "fp32"}, 60, 2, {"cross_entropy_"}),
         ({"preference.loss": "dpo", "lora.rank": 4}, 300, 4, PARTS),
     ],
-    ids=str,
+    ids=("tensor ranks", "soft cap", "fp32", "answers"),
 )
 def test_other_heads_take_the_kernels(
     process: FakeCudaProcess, flags: dict[str, object], launched: int, times: int, kernels: set[str]
