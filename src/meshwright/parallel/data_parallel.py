@@ -57,7 +57,8 @@ class DataParallel:
     the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
     hold: tied embeddings. With `stale` gradients are left as sums over the ranks of a replica, without
     squares, for `stale_gradients.py`. Modules before `first_trained` have no backward. The last units, one
-    for each layer `beyond` the head, run within its forward, and in training only.
+    for each layer `beyond` the head, run within its forward, and in training only. The backward of blocks
+    that are `compiled` has all gradients of a block at once.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class DataParallel:
         stale: bool = False,
         first_trained: int = 0,
         beyond: range = range(0),
+        compiled: bool = False,
     ) -> None:
-        self._observer, self._encoding = observer, encoding
+        self._observer, self._encoding, self._compiled = observer, encoding, compiled
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -139,7 +141,9 @@ class DataParallel:
             slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
             form = slots[0].piece.quantised
             quantised = None if form is None else QuantisedWeights(form, self.formats)
-            yield Unit(slots, mesh, shards, replicas, self.formats, self._observer, self._encoding, quantised)
+            compiled = self._compiled and slots[0].key.startswith("blocks.")
+            how = self._observer, self._encoding, quantised, compiled
+            yield Unit(slots, mesh, shards, replicas, self.formats, *how)
 
     # When things move -------------------------------------------------------------------------------
 

@@ -104,10 +104,12 @@ class Unit:
         observer: UnitObserver | None = None,
         encoding: Encoding | None = None,
         quantised: QuantisedStorage | None = None,
+        compiled: bool = False,
     ) -> None:
         """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too.
 
-        Either all of them are trained, or none, and all of them are `quantised`, or none.
+        Either all of them are trained, or none, and all of them are `quantised`, or none. The backward of
+        what is `compiled` has all gradients at once.
         """
         self.trainable = slots[0].piece.trainable
         if not self.trainable:
@@ -142,8 +144,9 @@ class Unit:
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
-        self._vectors: list[tuple[Tensor, Tensor]] = []
-        """Places in `packed`, and the gradients of vectors that are still to be copied there."""
+        self._compiled = compiled
+        self._uncopied: list[tuple[Tensor, Tensor]] = []
+        """Places in `packed`, and the gradients that are still to be copied there."""
         self.waiting: dict[str, int] = {}
         """Parameter -> number of gradients still expected before the unit can be reduced."""
         self._packed_format = formats.reduce
@@ -317,14 +320,15 @@ class Unit:
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Copy a parameter's gradient into `packed`, or add it if one has arrived before.
 
-        First gradients of vectors are copied together, by `take_packed` or before others are added.
+        First gradients that need no memory meanwhile, of vectors and of what is compiled, are copied
+        together, by `take_packed` or before others are added.
         """
         place, begun = self._place(slot)
         if begun:
-            self._copy_vectors()
+            self._copy_together()
             place.add_(grad)
-        elif grad.ndim == 1:
-            self._vectors.append((place, grad))
+        elif grad.ndim == 1 or self._compiled:
+            self._uncopied.append((place, grad))
         else:
             place.copy_(grad)
 
@@ -332,7 +336,7 @@ class Unit:
         """A parameter's part of `packed`, to which the caller adds the gradient instead of calling `pack`."""
         place, begun = self._place(slot)
         if begun:
-            self._copy_vectors()
+            self._copy_together()
         return RunningSum(place, begun)
 
     def _place(self, slot: ParamSlot) -> tuple[Tensor, bool]:
@@ -344,11 +348,11 @@ class Unit:
         self.arrived.add(slot.key)
         return place, begun
 
-    def _copy_vectors(self) -> None:
-        if self._vectors:
-            places, grads = zip(*self._vectors, strict=True)
+    def _copy_together(self) -> None:
+        if self._uncopied:
+            places, grads = zip(*self._uncopied, strict=True)
             torch._foreach_copy_([*places], [*grads])
-            self._vectors.clear()
+            self._uncopied.clear()
 
     def _ensure_packed(self) -> Tensor:
         if self.packed is None:
@@ -360,7 +364,7 @@ class Unit:
         """The packed gradients, zeros where none arrived; a unit that is not sharded keeps them to the end of
         the step."""
         packed = self._ensure_packed()
-        self._copy_vectors()
+        self._copy_together()
         for slot in self.slots:
             if slot.key not in self.arrived:
                 self._rows(packed, slot).zero_()
@@ -389,7 +393,7 @@ class Unit:
         """Free the memory of gradients."""
         self.gradient = self.packed = None
         self.arrived = set()
-        self._vectors.clear()
+        self._uncopied.clear()
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Store the summed gradients (P/n,) of this rank's part."""
