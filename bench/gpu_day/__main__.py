@@ -41,7 +41,6 @@ class Day:
         self.results: list[Result] = []
         faked = self.device == "fake"
         self._until = time.monotonic() + (3600.0 if faked else self.minutes * 60 - MARGIN)
-        out.mkdir(parents=True, exist_ok=True)
         self.before: dict[str, Result] = {}
         """Results in the folder of parts that are not done now."""
         if options.parts:
@@ -114,6 +113,10 @@ def main() -> int:
         parser.error(f"--parts: {unknown[0]!r} is not a part; the parts are {', '.join(_ORDER)}")
     today = datetime.now(UTC).strftime("%Y%m%d")
     out = options.out or ROOT / "bench" / "results" / f"gpu_day-{today}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {out} cannot be a folder of results ({error.strerror}); give another one")
     day = Day(options, out.resolve())
     first, *_ = parts_of(1)
     found = day.do(first, options.gpus or 1)

@@ -36,6 +36,7 @@ from meshwright.hardware.attention_backend import (
     AttentionBackends,
     AttentionGpu,
     attention_backends,
+    check_release,
     holds_documents,
 )
 from meshwright.kernels import attention_cpu
@@ -137,8 +138,9 @@ def assumed_backends(spec: RunSpec, device: torch.device) -> AttentionBackends:
     """The kernels of attention on a device: of packages those that the run asks for by name."""
     if device.type != "cuda":
         return attention_backends(spec, None)
-    packages = frozenset({spec.train.attention_backend})
-    return attention_backends(spec, AttentionGpu(torch.cuda.get_device_capability(device), packages))
+    chosen, capability = spec.train.attention_backend, torch.cuda.get_device_capability(device)
+    check_release(chosen, capability, torch.cuda.get_device_name(device))
+    return attention_backends(spec, AttentionGpu(capability, frozenset({chosen})))
 
 
 def compiles(spec: RunSpec) -> bool:

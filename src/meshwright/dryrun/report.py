@@ -14,6 +14,7 @@ from meshwright.dryrun.timeline import TIMED_ASSUMPTIONS, RankTimeline, capabili
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import device_work
 from meshwright.fake_cuda import library
+from meshwright.fake_cuda.library import NAMES
 from meshwright.fake_cuda.runtime import set_capability
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.rank_view import place_of
@@ -37,8 +38,8 @@ def rehearsals(
     """See `api.dryrun`; with `cluster`, the clocks of the ranks that are told, too."""
     _check(spec, world, rank, device, capability)
     _check_cluster(cluster)
-    if cluster is not None and capability is None:
-        capability = "{}.{}".format(*capability_of(cluster))
+    if cluster is not None:
+        capability = _capability_of(cluster, capability)
     gpu = _fake_gpu(capability) if library.is_loaded() else None
     size, stages = spec.layout.world_size, spec.layout.pp
     grid = rank_grid(spec.layout).view(stages, -1)
@@ -56,7 +57,7 @@ def rehearsals(
         if trace is not None and cluster is not None:
             traces.append((each, stage_ranks.index(each), trace.events))
     attention = assumed_backends(spec, torch.device(device))
-    assumed, followed = _assumed(spec), list[RankTimeline]()
+    assumed, followed = [*_assumed(spec), *_stand_in(cluster, gpu)], list[RankTimeline]()
     if cluster is not None:
         made, plan = timelines(spec, cluster, traces)
         followed = [each for each in made if each.rank in shown]
@@ -79,6 +80,24 @@ def rehearsals(
         "ranks": rows,
     }
     return result, followed
+
+
+def _capability_of(cluster: Cluster, given: str | None) -> str:
+    """The compute capability that is faked for a cluster. Raises `UserError` if another one is given."""
+    own, device = "{}.{}".format(*capability_of(cluster)), cluster.device
+    if given is not None and device.capability is not None and given != own:
+        raise UserError(
+            f"--capability: is {given}, but --cluster {cluster.name} has {device.name}, for which {own} is "
+            "faked; leave out --capability, or give a cluster of such devices"
+        )
+    return given or own
+
+
+def _stand_in(cluster: Cluster | None, gpu: str | None) -> list[str]:
+    """A sentence where the GPU that is faked is not of the capability of the cluster's devices."""
+    if cluster is None or gpu is None or cluster.device.capability in NAMES:
+        return []
+    return [f"kernels are chosen as on {gpu}, since no {cluster.device.name} can be faked"]
 
 
 def _check(spec: RunSpec, world: int | None, rank: int, device: str, capability: str | None) -> None:

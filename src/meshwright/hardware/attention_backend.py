@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from meshwright.hardware.cluster import Device
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 
 AttentionBackend = Literal["cudnn", "FA2", "FA3", "FA4", "efficient", "math", "tiles", "cpu"]
 Capability = tuple[int, int]
@@ -87,6 +87,16 @@ class AttentionBackends:
         return kernels | {"words": self.words, "notes": list(self.notes)}
 
 
+def check_release(chosen: AttentionBackend, capability: Capability, device: str) -> None:
+    """Raise `UserError` for a release of FlashAttention that is not for such a device."""
+    if chosen in MAJORS and capability[0] not in MAJORS[chosen]:
+        needed = " or ".join(f"{each}.x" for each in MAJORS[chosen])
+        raise UserError(
+            f"train.attention_backend: {chosen!r} needs a GPU of compute capability {needed}, and {device} "
+            f"has {capability[0]}.{capability[1]}; take 'auto'"
+        )
+
+
 def attention_backends(spec: RunSpec, gpu: AttentionGpu | None) -> AttentionBackends:
     """The kernels of attention of a run on a GPU; None stands for processors, which have kernels of ours."""
     path = _path(spec)
@@ -122,8 +132,10 @@ def planned_backends(spec: RunSpec, device: Device) -> AttentionBackends:
     """
     if device.kind == "cpu":
         return attention_backends(spec, None)
-    packages = frozenset({spec.train.attention_backend})
-    return attention_backends(spec, AttentionGpu(device.capability or (8, 0), packages))
+    packages, capability = frozenset({spec.train.attention_backend}), device.capability or (8, 0)
+    if device.capability is not None:
+        check_release(spec.train.attention_backend, capability, device.name)
+    return attention_backends(spec, AttentionGpu(capability, packages))
 
 
 def holds_documents(spec: RunSpec) -> bool:

@@ -15,12 +15,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.hardware.attention_backend import (
-    MAJORS,
     NATIVE,
     AttentionBackend,
     AttentionBackends,
     AttentionGpu,
     attention_backends,
+    check_release,
 )
 from meshwright.spec import RunSpec, UserError
 
@@ -90,16 +90,11 @@ def _gpu(device: torch.device, packages: frozenset[str]) -> AttentionGpu:
 
 def _release(spec: RunSpec, device: torch.device) -> AttentionBackend | None:
     """The release of FlashAttention that the run takes from a package, if any. Raises `UserError`."""
-    chosen, (major, minor) = spec.train.attention_backend, torch.cuda.get_device_capability(device)
+    chosen, capability = spec.train.attention_backend, torch.cuda.get_device_capability(device)
     if chosen == "FA3" or chosen == "FA4":
-        if major in MAJORS[chosen]:
-            return chosen
-        needed = " or ".join(f"{each}.x" for each in MAJORS[chosen])
-        raise UserError(
-            f"train.attention_backend: {chosen!r} needs a GPU of compute capability {needed}, and "
-            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; take 'auto'"
-        )
-    native = None if chosen == "FA2" or torch.version.hip else NATIVE.get(major)
+        check_release(chosen, capability, torch.cuda.get_device_name(device))
+        return chosen
+    native = None if chosen == "FA2" or torch.version.hip else NATIVE.get(capability[0])
     return native if native is not None and _is_installed(PACKAGES[native]) else None
 
 

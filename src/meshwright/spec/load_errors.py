@@ -14,6 +14,8 @@ from meshwright.spec.schema import known_keys
 
 Where = Callable[[str], str]
 """Dotted key -> the flag or file that gave it, as messages name it."""
+_RENAMED = {"train.flash_attention": "train.attention_backend"}
+"""Key of an earlier version -> its name."""
 _OF_PEFT = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
     "use_rslora": "rslora", "use_dora": "dora", "from": "weights", "adapter": "weights",
@@ -67,6 +69,8 @@ def _without_branch(location: list[str]) -> tuple[str, str]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown key: its last word in another table, or a close word in its own or any."""
     keys = list(known)
+    if name in _RENAMED:
+        return f"; it is '{_RENAMED[name]}' now"
     table, _, last = name.rpartition(".")
     if table == "lora" and last in _OF_PEFT:
         return f"; did you mean 'lora.{_OF_PEFT[last]}'?"

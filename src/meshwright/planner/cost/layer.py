@@ -293,7 +293,7 @@ class LayerCost:
         batch = sequences * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]
-        core = sum(self.kernels.matmul(self.sixteen, *p) for p in shapes)
+        core = sum(self.kernels.matmul(self.sixteen, p.m, p.n, p.k, p.batch) for p in shapes)
         # counted: softmax reads and writes 2 bytes twice; dropout its result, and a mask of 1 byte
         scored = (13 if self.stack.dropout else 8) * pairs
         if blocked:  # half of the pairs; counted: the cap reads and writes scores three times, its slope, too
