@@ -61,7 +61,7 @@ def test_the_faster_plan_is_named_where_a_simpler_one_is_first(capsys: pytest.Ca
         "plan",
         "llama3-8b",
         "--cluster",
-        "h100",
+        "a100",
         "--gpus",
         "8",
         "--seq-len",

@@ -71,7 +71,7 @@ def test_products_have_kernels_and_operands_are_cast_once(
     assert sum(counts(row).get(name, 0) for name in SCALED) == rounded * linears
     assert casts(row) == (4 + 3 * 7) * spec.model.layers  # 4 inputs; weights twice, and gradients
     assert row["device_work"]["launches"] < 1800
-    assert moved(row) - moved(plain) < 16e9  # bf16 moves 60 GB in the blocks
+    assert moved(row) < 75e9  # of them 8 GB copy gradients, which products in bf16 write to their places
     kept = row["most"]["activations"]
     assert activations(spec, cpu=False).kept == pytest.approx(kept, rel=0.001)
     less = plain["most"]["activations"] - kept

@@ -11,11 +11,11 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
+from gpu_loss import rehearsed
 from layouts import draw
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
@@ -24,7 +24,6 @@ from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.hardware.find import cluster
-from meshwright.kernels import cross_entropy
 from meshwright.optim.offload import MomentMemory
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.planner.cost.model import CostModel
@@ -32,7 +31,6 @@ from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.memory.in_flight import host_activations
 from meshwright.spec import RunSpec, load
-from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.step import StepResult, Trainer
 
 CPU = torch.device("cpu")
@@ -65,16 +63,6 @@ class SecondStep(Trainer):
         super().step(batch, number, following)
         self._memory.restart()
         return super().step(following or batch, number + 1)
-
-
-def rehearsed(spec: RunSpec, rank: int = 0) -> dryrun.Rehearsal:
-    """A dry run whose loss is taken as on a GPU, in chunks as large."""
-    usual = Tiling()
-    with (
-        patch.object(cross_entropy, "takes_triton", lambda _device: True),
-        tiled(replace(usual, logits_cpu=usual.logits, loss_logits_cpu=usual.loss_logits)),
-    ):
-        return dryrun.rehearse(spec, rank, CPU)
 
 
 def planned(spec: RunSpec) -> Memory:

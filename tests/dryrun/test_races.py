@@ -116,6 +116,7 @@ def _keep_nothing(self: Any, *args: Any, _watched: Any = TrafficCounter.watched,
     return pending
 
 
+GATHERED_IN_8_BITS = {"model.hidden": 512, "precision.compute": "fp8", "precision.fp8_gather": "true"}
 RING = {"layout.dp": 1, "layout.zero": 0, "layout.cp": 2, "layout.context_mode": "ring"}
 PIPELINE = {"layout.dp": 1, "layout.zero": 1, "layout.pp": 2, "layout.micro_batch": 1}
 PLANTED: dict[str, tuple[dict[str, object], Any, str, Any, str]] = {
@@ -136,7 +137,7 @@ PLANTED: dict[str, tuple[dict[str, object], Any, str, Any, str]] = {
         r"freeing memory on stream 0 \(forward .* does not wait for aten::copy_ on stream 1",
     ),
     "parts are freed before they are gathered": (
-        {}, TrafficCounter, "watched", _keep_nothing,
+        GATHERED_IN_8_BITS, TrafficCounter, "watched", _keep_nothing,
         r"freeing memory on stream 0 \(forward .* does not wait for shard all_gather on stream 2",
     ),
     "sums are freed before a ring has passed them on": (

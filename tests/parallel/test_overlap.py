@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.comm import mesh as meshes
-from meshwright.comm.mesh import Pending, TrafficCounter
+from meshwright.comm.mesh import Axis, Pending, TrafficCounter
 from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.parallel.gradient_reduction import GradientReduction, _finish_first
@@ -41,17 +41,10 @@ class Trace(TrafficCounter):
     computed: int = 0
     listed: list[Collective] = field(default_factory=list)
 
-    def start(
-        self,
-        axis: str,
-        operation: str,
-        sent: float,
-        works: Sequence[Pending | None],
-        calls: Sequence[object] = (),
-    ) -> Pending:
-        noted = Collective(axis, operation, self.computed)
+    def start(self, axis: Axis, operation: str, *facts: Any) -> Pending:
+        noted = Collective(axis.name, operation, self.computed)
         self.listed.append(noted)
-        return _Noted(super().start(axis, operation, sent, works, calls), noted, self)
+        return _Noted(super().start(axis, operation, *facts), noted, self)
 
     def of(self, *operations: str) -> list[Collective]:
         """Collectives that move parameters and gradients."""

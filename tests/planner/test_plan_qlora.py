@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from meshwright.dryrun.rank_step import rehearse
+from gpu_loss import rehearsed
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import model_contents
@@ -48,7 +47,7 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("sections", LAYOUTS, ids=str)
 def test_states_and_the_peak_are_those_of_a_dry_run(sections: dict[str, Any]) -> None:
     spec = spec_of(**sections)
-    found = rehearse(spec, 0, torch.device("cpu"))
+    found = rehearsed(spec)
     assert found.states == states(spec, 0).total
     assert found.most["buffers"] < 0.5 * 2 * spec.model.parameters  # one block at a time is dequantised
     if spec.layout.pp == 1:

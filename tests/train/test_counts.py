@@ -58,7 +58,10 @@ def spec_of(name: str, world: int) -> RunSpec:
 def test_counts_do_not_grow_with_the_world_and_only_fall(name: str) -> None:
     few, many = (rehearse(spec_of(name, world), 0, CPU).counts for world in (1024, 16384))
     seconds = [(each["setup"].pop("seconds"), each["step"].pop("seconds")) for each in (few, many)]
-    assert few == many
+    for key in ("kernels", "kernels_a_block"):  # more ranks pad more parameters, which are cut unevenly
+        assert many["step"][key] == pytest.approx(few["step"].pop(key), rel=0.003)
+    assert few["setup"] == many["setup"]
+    assert few["step"].items() <= many["step"].items()
     flat = {f"{part}.{key}": value for part in many for key, value in many[part].items()}
     recorded = RECORDED.get(name, {})
     grown = {key: value for key, value in flat.items() if value > recorded.get(key, -1)}

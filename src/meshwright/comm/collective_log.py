@@ -22,10 +22,11 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:  # a supervisor reads what ranks publish, and has no torch
+    import torch
+    import torch.distributed as dist
 
 GROUPS = 32
 """Groups of a rank that are published: those that were last used."""
@@ -126,6 +127,8 @@ def _at_once() -> bool:
 
 def recorded() -> Ended:
     """Record an event on the present stream; tells whether the device has come to it."""
+    import torch
+
     event = torch.cuda.Event()
     event.record()
     return event.query
@@ -166,7 +169,7 @@ class CollectiveLog:
 
     def __init__(self, memory: memoryview, record: Callable[[], Ended] = recorded) -> None:
         self._memory, self.record = memory, record
-        self._device = torch.device("cpu")
+        self._device: torch.device | None = None
         self._lock = threading.Lock()
         self._groups: OrderedDict[tuple[int, tuple[int, int, int] | None], _Group] = OrderedDict()
 
@@ -226,9 +229,12 @@ class CollectiveLog:
         """Publish several times a second from now on, as long as the process lives."""
 
         def look() -> None:
+            import torch
+
             pause, there = threading.Event(), False
             while not pause.wait(LOOK_S):
-                if not there and self._device.type == "cuda" and torch.cuda.is_initialized():
+                on_gpu = self._device is not None and self._device.type == "cuda"
+                if not there and on_gpu and torch.cuda.is_initialized():
                     torch.cuda.set_device(self._device)  # that of a new thread is the first one
                     there = True
                 self.publish()
@@ -242,6 +248,8 @@ def _all(ended: Sequence[Ended]) -> Ended:
 
 def _record(axis: str, group: dist.ProcessGroup, pair: tuple[int, int, int] | None) -> _Group:
     """A new record; its identity is above 0, and equal on the ranks of the group or both ends of a pair."""
+    import torch.distributed as dist
+
     ranks = dist.get_process_group_ranks(group)
     identity = 1 + zlib.crc32(f"{group.group_name} {ranks} {pair}".encode())
     if pair is None:

@@ -191,7 +191,8 @@ class FakeMemory(TorchDispatchMode):
         made_here = kwargs.get("device") == self.device
         if not made_here and not any(isinstance(x, FakeTensor) for x in leaves):
             return func(*args, **kwargs)
-        program = func.decompose if _is_composed(func) else self.programs.get(func)
+        composed = self.device.type == "cuda" and _is_composed(func)
+        program = func.decompose if composed else self.programs.get(func)
         if program is not None:
             with self:
                 return program(*args, **kwargs)

@@ -87,10 +87,11 @@ class AttentionBackends:
         return kernels | {"words": self.words, "notes": list(self.notes)}
 
 
-def check_release(chosen: AttentionBackend, capability: Capability, device: str) -> None:
+def check_release(chosen: str, capability: Capability, device: str) -> None:
     """Raise `UserError` for a release of FlashAttention that is not for such a device."""
-    if chosen in MAJORS and capability[0] not in MAJORS[chosen]:
-        needed = " or ".join(f"{each}.x" for each in MAJORS[chosen])
+    majors = next((found for release, found in MAJORS.items() if release == chosen), None)
+    if majors is not None and capability[0] not in majors:
+        needed = " or ".join(f"{each}.x" for each in majors)
         raise UserError(
             f"train.attention_backend: {chosen!r} needs a GPU of compute capability {needed}, and {device} "
             f"has {capability[0]}.{capability[1]}; take 'auto'"

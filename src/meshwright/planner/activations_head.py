@@ -93,7 +93,7 @@ def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
         return b * s.whole + weight * (b + exact) + softmax, weight * b if mixed else 0, in_norm(s)
     softmax = b * chunk + (0 if kernel else piece * (2 * exact if mixed else exact) + slope)
     summed = weight_width(s, cpu)
-    product = weight * (b + (exact if cpu else 0)) if summed != b else 0
+    product = weight * (b + exact) if cpu and summed != b else 0  # a GPU's writes wider numbers to the sum
     return (
         b * (s.stream + s.gathered) + max(softmax, b * chunk + product),
         weight * b if summed != b else 0,
