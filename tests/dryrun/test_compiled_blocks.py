@@ -64,7 +64,8 @@ def flops(row: dict[str, Any], attention: bool) -> int:
 )
 def test_compiled_blocks_compute_and_send_what_others_do(process: FakeCudaProcess, case: str) -> None:
     """States, messages and attention are equal; what is launched and moved beside products is less."""
-    flags = {"layout__schedule": "1f1b", **LAYOUTS[case]}
+    # Enough tokens that a block's weights, whose gradients eager products add in place, weigh less.
+    flags = {"layout__schedule": "1f1b", "data__seq_len": 512, "train__batch_tokens": 2048, **LAYOUTS[case]}
     eager = row_of(process, tiny(**flags))
     found = row_of(process, tiny(**flags, train__compile="true"))
     for key in ("states", "wire", "units"):
@@ -77,8 +78,7 @@ def test_compiled_blocks_compute_and_send_what_others_do(process: FakeCudaProces
     assert 0 < flops(found, attention=False) <= flops(eager, attention=False)
     assert compiled(found) > compiled(eager) == 0
     moved = [row["device_work"]["elementwise_a_block"] for row in (eager, found)]
-    # Products add gradients where they are packed, but for those of compiled blocks: of tensor ranks more.
-    assert 0 < moved[1] < moved[0] * (1.1 if case == "tp2" else 1)
+    assert 0 < moved[1] < moved[0]
 
 
 def test_twelve_blocks_are_one_graph(process: FakeCudaProcess) -> None:
