@@ -151,7 +151,7 @@ class Slot:
 
 
 class SlotImage(HostImage):
-    """The image of a slot. A device's tensors are copied to its memory (`copies`), a block each GiB, one
+    """The image of a slot. A device's tensors are copied to its memory (`stage`), a block each GiB, one
     after another; from host memory they are written without a copy of it, and the slot is not mapped."""
 
     def __init__(self, slot: Slot) -> None:
