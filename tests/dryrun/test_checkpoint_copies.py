@@ -1,4 +1,4 @@
-"""Checkpoints behind training on a faked GPU: the thread of training waits for no copy, and an update waits."""
+"""Checkpoints behind training on a faked GPU: its thread waits for no copy, and an update does."""
 
 from __future__ import annotations
 

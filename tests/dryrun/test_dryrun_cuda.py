@@ -467,6 +467,29 @@ def test_the_command_shows_kernels_copies_and_waits(capsys: pytest.CaptureFixtur
         assert part in shown
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"precision.compute": "fp8", "precision.high": "fp32"},
+            ["no kernel of 'fp8' for precision.high = 'fp32'"],
+        ),
+        ({"precision.compute": "fp32", "train.compile": "true"}, []),
+    ],
+    ids=("products without kernels", "compiled in fp32"),
+)
+def test_warnings_of_the_process_are_shown_as_the_commands_own(keys: dict[str, str], told: list[str]) -> None:
+    words = [word for key, value in (TINY | keys).items() for word in (f"--{key}", str(value))]
+    ran = subprocess.run(
+        [sys.executable, "-m", "meshwright", "dryrun", *words, "--device", "cuda"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stderr.splitlines()
+    assert all(line.startswith("meshwright: warning: ") for line in lines), ran.stderr
+    assert bool(lines) == bool(told) and all(any(each in line for each in told) for line in lines)
+
+
 def test_errors_come_back_from_the_process(process: FakeCudaProcess) -> None:
     with pytest.raises(UserError, match=r"--rank: is 7, but the world has 2 ranks"):
         dryrun_on(process, tiny(), rank=7)

@@ -116,11 +116,11 @@ class CheckpointStore:
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
         """Publish a checkpoint of `tensors` (this rank's) and of rank 0's JSON `state` under `step`.
 
-        Returns when the tensors may be changed: right after the copy to host memory when `asynchronous`
-        (then `poll` raises a failure), else when it is published. Copies from a GPU are then only issued: what
-        changes the tensors there is issued after `fence`. Waits for a save that is in flight. Where anything
-        fails on any rank, all ranks raise the same error, the partial directory is removed and older
-        checkpoints stay.
+        Returns when the tensors may be changed: when it is published, or, when `asynchronous`, right after
+        the copy to host memory, which from a GPU is only issued: what changes the tensors there is issued
+        after `fence`. Then `poll` raises a failure. Waits for a save that is in flight. Where anything fails
+        on any rank, all ranks raise the same error, the partial directory is removed and older checkpoints
+        stay.
         """
         self._behind.join()
         text, description = self._ranks.together(lambda: self._prepare(tensors, state))
