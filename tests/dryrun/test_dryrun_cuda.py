@@ -92,29 +92,87 @@ def test_every_layout_of_a_dense_model_runs(process: FakeCudaProcess, number: in
     hold(process, spec, spec.layout.world_size - 1)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"train__offload": "host", "train__optimiser": "muon"},
-        {"train__offload": "disk"},
+BLOCKS, MATRICES, PARAMETERS, UNITS = 2, 2 * 7, 2 * 9 + 3, 4
+"""Of `tiny`, which takes one microbatch; beside blocks there are the embedding, a norm and the head."""
+STEP_PARTS: list[tuple[dict[str, object], dict[str, int]]] = [
+    # Five times three products for each matrix that Muon has dealt to this rank.
+    ({"train__offload": "host", "train__optimiser": "muon"}, {"linalg_vector_norm": 8, "mm": 23 + 8 * 15}),
+    # An update of matrices and one of vectors for each unit, but for the embedding's, which has no vectors.
+    ({"train__offload": "disk"}, {"_fused_adamw_": 2 * UNITS - 1}),
+    # Two moments in 8 bits for each update of some, and a norm for each parameter.
+    (
         {"train__optimiser": "adamw8bit", "train__clip_parameter": 1.0},
-        {"train__zclip": 2.5, "train__ema": 0.99},
+        {"addcdiv_": 10, "lerp_.Scalar": 20, "__rshift__.Scalar": 20, "linalg_vector_norm": PARAMETERS},
+    ),
+    ({"train__zclip": 2.5, "train__ema": 0.99}, {"lerp_.Scalar": UNITS}),
+    (
         {"model__mtp_num_layers": 1, "model__attention_sinks": "true"},
+        {"cross_entropy_": 2, "varlen_attention": BLOCKS + 1, "exp_": BLOCKS + 1},
+    ),
+    (
         {"model__attention_softcap": 50.0, "model__logit_softcap": 30.0, "train__frozen": "embed.*"},
-        {"precision__qat": "int4"},
-        {"lora__rank": 4, "lora__dropout": 0.1},
+        {"blocked_attention": BLOCKS, "blocked_attention_backward": BLOCKS, "embedding_dense_backward": 0},
+    ),
+    ({"precision__qat": "int4"}, {"round": 2 * MATRICES, "amax": 2 * MATRICES}),  # weights and inputs
+    ({"lora__rank": 4, "lora__dropout": 0.1}, {"bitwise_xor.Scalar": MATRICES, "mm.dtype_out": 2 * MATRICES}),
+    (
         {"lora__rank": 4, "lora__dora": "true", "recompute__policy": "full", "lora__dropout": 0.1},
+        {"linalg_vector_norm": 2 * MATRICES, "varlen_attention": 2 * BLOCKS},  # forward, and once more
+    ),
+    # The reference's forward and the model's; of KTO one more of each answer with another prompt.
+    (
         {"lora__rank": 4, "preference__loss": "dpo"},
+        {"softmax_statistics": 2, "varlen_attention": 2 * BLOCKS, "log_sigmoid_backward": 1},
+    ),
+    (
         {"lora__rank": 4, "preference__loss": "kto"},
+        {"softmax_statistics": 3, "varlen_attention": 3 * BLOCKS, "sigmoid_backward": 1},
+    ),
+    (
         {"precision__compute": "nvfp4"},
-    ],
-    ids=lambda flags: ", ".join(f"{key}={value}" for key, value in flags.items()),
+        {"_scaled_mm_v2": 3 * MATRICES, "cast_nvfp4": BLOCKS * (4 + 3 * 7), "mm.dtype_out": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    STEP_PARTS,
+    ids=[", ".join(f"{key}={value}" for key, value in flags.items()) for flags, _ in STEP_PARTS],
 )
-def test_every_part_of_a_step_runs(process: FakeCudaProcess, flags: dict[str, object]) -> None:
-    spec = tiny(**flags)
-    work = work_of(process, spec, capability="10.0")
+def test_every_part_of_a_step_runs(
+    process: FakeCudaProcess, flags: dict[str, object], expected: dict[str, int]
+) -> None:
+    """Each launches its own kernels, as often as it has something to compute."""
+    work = work_of(process, tiny(**flags), capability="10.0")
     blocking = [row["name"] for row in work["host_waits"] if row["name"] != "event"]
-    assert work["launches"] > 100 and not blocking and not work["races"]
+    assert not blocking and not work["races"]
+    found = kernels(work)
+    assert {name: found.get(name, 0) for name in expected} == expected
+
+
+def test_a_step_without_these_parts_launches_none_of_their_kernels(process: FakeCudaProcess) -> None:
+    found = kernels(work_of(process, tiny(), capability="10.0"))
+    for flags, expected in STEP_PARTS:
+        assert {name: found.get(name, 0) for name in expected} != expected, flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "moments"),
+    [({"train__offload": "disk"}, 8), ({"train__offload": "host", "train__optimiser": "muon"}, 4)],
+    ids=["disk", "host"],
+)
+def test_moments_that_are_elsewhere_come_and_go_once(
+    process: FakeCudaProcess, flags: dict[str, object], moments: int
+) -> None:
+    """At least so many bytes of each parameter of the rank's half, over the bus in each direction."""
+    plain, found = (
+        {row["direction"]: row["bytes"] for row in work_of(process, spec)["copies"]}
+        for spec in (tiny(), tiny(**flags))
+    )
+    held = tiny().model.parameters / 2
+    for way in ("host to device", "device to host"):
+        assert moments * held <= found[way] - plain[way] <= 8.01 * held, way
 
 
 def test_a_step_that_begins_an_exchange_of_islands_runs(process: FakeCudaProcess) -> None:
