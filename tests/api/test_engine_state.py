@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,43 @@ def test_arguments_that_cannot_be_taken_are_told(folders: dict[str, Path], messa
                 engine.log_probs(batch, **arguments)
         assert engine.forward_backward(whole_batch())["loss"] > 0  # nothing was lost
         engine.step()
+
+
+class Silent:
+    """A callback without the methods of one."""
+
+
+CALLS: dict[str, Callable[[Engine], object]] = {
+    "save: 5 is not a path; give one as a string": lambda engine: engine.save(5),  # type: ignore[arg-type]
+    'save: "" is not a path': lambda engine: engine.save(""),
+    r"save: .* is not a path": lambda engine: engine.save(b"run"),  # type: ignore[arg-type]
+    "load: null is not a path": lambda engine: engine.load(None),  # type: ignore[arg-type]
+    r'load: step "last" does not count steps': lambda engine: engine.load("run", "last"),  # type: ignore[arg-type]
+    "load: step true does not count": lambda engine: engine.load("run", True),
+    r'hf_state: dtype "bf16" is no format of weights': lambda engine: [*engine.hf_state("bf16")],  # type: ignore[arg-type]
+    r'decoder: dtype "torch.int8" is no format': lambda engine: engine.decoder(torch.int8),
+    "load_hf_state: was given int; give .name, tensor. pairs": lambda engine: engine.load_hf_state(5),  # type: ignore[arg-type]
+    "load_hf_state: was given dict; .* items": lambda engine: engine.load_hf_state({}),  # type: ignore[arg-type]
+    "load_hf_state: was given str in the place of": lambda engine: engine.load_hf_state(["ab"]),  # type: ignore[list-item]
+    "callbacks: Silent is no sequence": lambda engine: Engine(engine.spec, callbacks=Silent()),  # type: ignore[arg-type]
+    "callbacks: .*Silent.* has not the methods": lambda engine: Engine(engine.spec, callbacks=[Silent()]),  # type: ignore[list-item]
+    "callbacks: .*EngineCallback.* give objects": lambda engine: Engine(
+        engine.spec, callbacks=[EngineCallback]
+    ),  # type: ignore[list-item]
+    "group: 8 is no process group": lambda engine: Engine(engine.spec, 8),  # type: ignore[arg-type]
+    "Engine: 5 is not a path": lambda _: Engine(5),  # type: ignore[arg-type]
+    "from_pretrained: 5 is not a path": lambda _: Engine.from_pretrained(5),  # type: ignore[arg-type]
+    "data.seq_len: 'long'": lambda engine: Engine.from_pretrained("llama3-8b", data__seq_len="long"),
+    "data.seq_len: '0'|data.seq_len: 0": lambda engine: Engine.from_pretrained("llama3-8b", data__seq_len=0),
+}
+
+
+def test_what_other_calls_cannot_take_is_told(folders: dict[str, Path]) -> None:
+    with Engine(spec_of(folders["llama"], {})) as engine:
+        for message, call in CALLS.items():
+            with pytest.raises(UserError, match=message):
+                call(engine)
+        assert engine.forward_backward(whole_batch())["loss"] > 0  # nothing was lost
 
 
 def untrained_on_all_but_one(mesh: Mesh, spec: RunSpec) -> list[float]:
