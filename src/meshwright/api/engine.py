@@ -65,10 +65,11 @@ class Engine:
         mesh: Mesh | None = None,
     ) -> None:
         self.spec = spec_from(spec)
-        self.callbacks = list(callbacks)
+        self.callbacks = arguments.checked_callbacks(callbacks)
         self.steps = 0
         """Optimiser steps taken."""
         check_runnable(self.spec)
+        arguments.check_group(group)
         self._stack = ExitStack()
         try:
             self.mesh = mesh or self._stack.enter_context(_world(self.spec, group))
@@ -285,6 +286,7 @@ class Engine:
         stored: then they are what `export` writes.
         """
         self._check_onloaded("hf_state")
+        arguments.check_dtype("hf_state", dtype)
         master = self._trainer.states.formats.master
         return hf_state(self.spec.model, self._trainer.held, self.mesh, master, dtype)
 
@@ -296,7 +298,7 @@ class Engine:
         partly the old ones.
         """
         self._check_onloaded("load_hf_state")
-        weights = StreamedWeights(self.spec.model, tensors)
+        weights = StreamedWeights(self.spec.model, arguments.named_tensors(tensors))
         self.mesh.control.together(lambda: self._trainer.fill(weights))
 
     def decoder(self, dtype: torch.dtype | None = None) -> Decoder:
@@ -305,6 +307,7 @@ class Engine:
         Every rank gets one, in `dtype`, by default the format to compute in. It does not follow later steps.
         """
         self._check_onloaded("decoder")
+        arguments.check_dtype("decoder", dtype)
         formats = self._trainer.states.formats
         held = self._trainer.held
         source = GatheredParameters(self.spec.model, held, self.mesh, formats.master)
@@ -320,7 +323,8 @@ class Engine:
         `meshwright export`, `generate`, `evaluate` and `--from` take the folder. Raises `UserError`.
         """
         self._check_onloaded("save")
-        saved = save_checkpoint(self._trainer, self.mesh, self.steps, Path(path))
+        folder = arguments.checked_path("save", path)
+        saved = save_checkpoint(self._trainer, self.mesh, self.steps, folder)
         called(self.callbacks, "on_save", self, saved)
         return saved
 
@@ -330,8 +334,10 @@ class Engine:
         Its layout may be any, its model, optimiser and precision are this run's. Raises `UserError`.
         """
         self._check_onloaded("load")
+        folder = arguments.checked_path("load", path)
+        arguments.check_step(step)
         self.zero_grad()
-        self.steps = load_checkpoint(self._trainer, self.mesh, Path(path), step)
+        self.steps = load_checkpoint(self._trainer, self.mesh, folder, step)
 
     def offload(self) -> int:
         """Move weights, moments and averages to the host's memory; return the bytes freed on the device.

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.api.engine_callbacks import EngineCallback
 from meshwright.spec import UserError
 from meshwright.spec.records import show
 
@@ -64,6 +72,71 @@ def check_rate(lr: Any) -> None:
     found = _number(lr)
     if lr is not None and (found is None or not 0 <= found < math.inf):
         raise UserError(f"step: lr is {show(lr)}, which no step can take; give 0 or a positive number")
+
+
+def checked_path(where: str, path: Any) -> Path:
+    """Return the path of a file or folder. Raises `UserError` for what is none, `where` it was given."""
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise UserError(f"{where}: {show(path)} is not a path; give one as a string or a pathlib.Path")
+    return Path(name)
+
+
+def check_step(step: Any) -> None:
+    """Raise `UserError` unless `step` is None or the number of a step."""
+    if step is not None and (isinstance(step, bool) or not isinstance(step, Integral) or step < 0):
+        raise UserError(
+            f"load: step {show(step)} does not count steps; give that of a checkpoint, or leave it out for "
+            "the newest"
+        )
+
+
+def check_dtype(where: str, dtype: Any) -> None:
+    """Raise `UserError` unless `dtype` is None or a format of numbers with a fraction."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UserError(
+            f"{where}: dtype {show(dtype)} is no format of weights; give one of torch's, such as "
+            "torch.bfloat16, or leave it out"
+        )
+
+
+def named_tensors(tensors: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) pairs. Raises `UserError` for what are none."""
+    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+        raise UserError(
+            f"load_hf_state: was given {type(tensors).__name__}; give (name, tensor) pairs, such as those of "
+            "hf_state, or a dictionary's items()"
+        )
+    for pair in tensors:
+        found = tuple(pair) if isinstance(pair, tuple | list) else ()
+        if len(found) != 2 or not isinstance(found[0], str) or not isinstance(found[1], Tensor):
+            raise UserError(
+                f"load_hf_state: was given {type(pair).__name__} in the place of a (name, tensor) pair; give "
+                "pairs, such as those of hf_state"
+            )
+        yield found[0], found[1]
+
+
+def checked_callbacks(callbacks: Any) -> list[EngineCallback]:
+    """Return the callbacks. Raises `UserError` for what is no sequence of them."""
+    if not isinstance(callbacks, Sequence):
+        raise UserError(f"callbacks: {type(callbacks).__name__} is no sequence; give a list of them")
+    for each in callbacks:
+        names = [name for name in vars(EngineCallback) if name.startswith("on_")]
+        if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in names):
+            raise UserError(
+                f"callbacks: {show(each)} has not the methods of an EngineCallback; give objects of a class "
+                "that extends it"
+            )
+    return [*callbacks]
+
+
+def check_group(group: Any) -> None:
+    """Raise `UserError` unless `group` is None or a process group."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise UserError(
+            f"group: {show(group)} is no process group; give one of torch.distributed, or leave it out"
+        )
 
 
 def _number(value: Any) -> float | None:
