@@ -18,7 +18,8 @@ from meshwright.comm.collective_log import CollectiveLog
 from meshwright.comm.collectives import start_all_reduce
 from meshwright.comm.control import Control
 from meshwright.comm.heartbeat import BYTES, Beat, Heartbeat
-from meshwright.comm.mesh import Axis, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.rank.flight_recorder import first_uncompleted
 from meshwright.rank.gpu import bind_to_node, bound_node, numa_cpus
 from meshwright.train import state

@@ -30,16 +30,16 @@ from meshwright.checkpoint.background import BackgroundThread
 from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.disk import rank_file
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.manifest import Hull, Manifest, ManifestPart, TensorEntry
 from meshwright.checkpoint.no_snapshots import NoSnapshots
 from meshwright.checkpoint.peer_snapshots import Landing, Wanted, copy_to_peer, host_axis
 from meshwright.checkpoint.peer_snapshots import fetch as fetch_pieces
 from meshwright.checkpoint.reader import Reading, match_tensors
 from meshwright.checkpoint.save_plan import LocalShard, SavePlan, Tensors, describe
-from meshwright.checkpoint.slots import Image, Images, Slot, SlotHeader, SlotImage
+from meshwright.checkpoint.slots import Image, Images, Slot, SlotHeader, SlotImage, manifest_of
 from meshwright.checkpoint.staging import devices_of
 from meshwright.comm.control import Control
-from meshwright.comm.mesh import Axis, Mesh, TrafficCounter
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.units import gigabytes
 
 SHARE = 0.02
@@ -303,7 +303,7 @@ class Snapshots(NoSnapshots):
         else:
             own = [slot for pair in self._slots for slot in pair[:2] if slot.head().key == found]
             texts, images = self._ranks.together(lambda: [slot.text() for slot in own]), [*own]
-        manifest = _manifest(step, texts)
+        manifest = manifest_of(step, texts)
         self._ranks.together(lambda: check(manifest.state))
         self._ranks.together(lambda: match_tensors(manifest, tensors, _WHERE))
         disk = Images({rank_file(number): image for number, image in enumerate(images)})
@@ -381,22 +381,6 @@ class Snapshots(NoSnapshots):
 
 def _fail(error: OSError) -> NoReturn:
     raise error
-
-
-def _manifest(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:
-    """Return a manifest of these parts of the state, with one part inside, each piece once."""
-    forms: dict[str, Any] = {}
-    for text in texts:
-        forms |= text["forms"]
-    tensors = {
-        name: TensorEntry(dtype, tuple(shape), number)
-        for number, (name, (dtype, shape, _)) in enumerate(forms.items())
-    }
-    spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
-    inside = ManifestPart.of([text["rows"] for text in texts], 0)
-    for pieces in inside.tensors.values():
-        pieces[:] = {piece.rectangle: piece for piece in reversed(pieces)}.values()
-    return Manifest(step, "", len(texts), 0, dict(texts[0]["state"]), tensors, spreads, [], inside)
 
 
 def snapshots_of(

@@ -56,7 +56,7 @@ from meshwright.checkpoint.staging import Forms, StreamedImage
 from meshwright.checkpoint.weights import WeightPart
 from meshwright.checkpoint.writer import Writer
 from meshwright.comm.control import Control
-from meshwright.comm.mesh import TrafficCounter
+from meshwright.comm.traffic_counter import TrafficCounter
 
 
 class CheckpointStore:

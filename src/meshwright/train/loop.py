@@ -34,7 +34,8 @@ from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.starting_point import StartingPoint, StartingPoints
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from meshwright.train.validation import Validation
 
 Row = dict[str, Any]
