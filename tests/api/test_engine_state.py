@@ -344,17 +344,17 @@ CALLS: dict[str, Callable[[Engine], object]] = {
     "load: null is not a path": lambda engine: engine.load(None),  # type: ignore[arg-type]
     r'load: step "last" does not count steps': lambda engine: engine.load("run", "last"),  # type: ignore[arg-type]
     "load: step true does not count": lambda engine: engine.load("run", True),
-    r'hf_state: dtype "bf16" is no format of weights': lambda engine: [*engine.hf_state("bf16")],  # type: ignore[arg-type]
-    r'decoder: dtype "torch.int8" is no format': lambda engine: engine.decoder(torch.int8),
+    r'hf_state: dtype "bf16" is not a format of weights': lambda engine: [*engine.hf_state("bf16")],  # type: ignore[arg-type]
+    r'decoder: dtype "torch.int8" is not a format': lambda engine: engine.decoder(torch.int8),
     "load_hf_state: was given int; give .name, tensor. pairs": lambda engine: engine.load_hf_state(5),  # type: ignore[arg-type]
     "load_hf_state: was given dict; .* items": lambda engine: engine.load_hf_state({}),  # type: ignore[arg-type]
     "load_hf_state: was given str in the place of": lambda engine: engine.load_hf_state(["ab"]),  # type: ignore[list-item]
-    "callbacks: Silent is no sequence": lambda engine: Engine(engine.spec, callbacks=Silent()),  # type: ignore[arg-type]
+    "callbacks: Silent is not a sequence": lambda engine: Engine(engine.spec, callbacks=Silent()),  # type: ignore[arg-type]
     "callbacks: .*Silent.* has not the methods": lambda engine: Engine(engine.spec, callbacks=[Silent()]),  # type: ignore[list-item]
     "callbacks: .*EngineCallback.* give objects": lambda engine: Engine(
         engine.spec, callbacks=[EngineCallback]
     ),  # type: ignore[list-item]
-    "group: 8 is no process group": lambda engine: Engine(engine.spec, 8),  # type: ignore[arg-type]
+    "group: 8 is not a process group": lambda engine: Engine(engine.spec, 8),  # type: ignore[arg-type]
     "Engine: 5 is not a path": lambda _: Engine(5),  # type: ignore[arg-type]
     "from_pretrained: 5 is not a path": lambda _: Engine.from_pretrained(5),  # type: ignore[arg-type]
 }

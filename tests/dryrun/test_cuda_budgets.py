@@ -1,4 +1,4 @@
-"""What steps launch, copy and wait for on a faked GPU, which may only fall."""
+"""Launches, copies and waits of steps on a faked GPU, whose numbers may only fall."""
 
 from __future__ import annotations
 

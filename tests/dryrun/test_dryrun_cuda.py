@@ -72,7 +72,7 @@ def test_every_layout_of_a_dense_model_runs(process: FakeCudaProcess, number: in
 
 
 BLOCKS, MATRICES, PARAMETERS, UNITS = 2, 2 * 7, 2 * 9 + 3, 4
-"""Of `tiny`, which takes one microbatch; beside blocks there are the embedding, a norm and the head."""
+"""Numbers of `tiny`, of one microbatch; beside blocks there are the embedding, a norm and the head."""
 STEP_PARTS: list[tuple[dict[str, object], dict[str, int]]] = [
     # Five times three products for each matrix that Muon has dealt to this rank.
     ({"train__offload": "host", "train__optimiser": "muon"}, {"linalg_vector_norm": 8, "mm": 23 + 8 * 15}),

@@ -101,7 +101,7 @@ def test_what_is_refused_is_said(gpu: AttentionGpu, flags: dict[str, str], note:
     ],
 )
 def test_a_package_that_would_not_be_taken_is_not_missed(gpu: AttentionGpu, flags: dict[str, str]) -> None:
-    """What refuses is the format or the heads, whatever is installed."""
+    """The format or the heads are refused, whatever is installed."""
     notes = attention_backends(spec_with(flags), gpu).notes
     assert notes and not any("package" in each for each in notes), notes
 

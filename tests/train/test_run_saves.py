@@ -96,7 +96,7 @@ def test_saves_that_go_on_failing_end_the_run_with_the_exit_code_of_storage(
 
 
 def fences(mesh: Mesh, spec: RunSpec, out: Path) -> list[list[str]]:
-    """What each update of a run and each of its saves waits for, before it."""
+    """Each update and each save of a run, with the fences before the next one."""
     run, found = open_run(spec, mesh, out, Observers([])), list[list[str]]()
     update, save = run.trainer._start_update, run.store.save
 

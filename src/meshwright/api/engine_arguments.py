@@ -95,7 +95,7 @@ def check_dtype(where: str, dtype: Any) -> None:
     """Raise `UserError` unless `dtype` is None or a format of numbers with a fraction."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UserError(
-            f"{where}: dtype {show(dtype)} is no format of weights; give one of torch's, such as "
+            f"{where}: dtype {show(dtype)} is not a format of weights; give one of torch's, such as "
             "torch.bfloat16, or leave it out"
         )
 
@@ -120,7 +120,7 @@ def named_tensors(tensors: Any) -> Iterator[tuple[str, Tensor]]:
 def checked_callbacks(callbacks: Any) -> list[EngineCallback]:
     """Return the callbacks. Raises `UserError` for what is no sequence of them."""
     if not isinstance(callbacks, Sequence):
-        raise UserError(f"callbacks: {type(callbacks).__name__} is no sequence; give a list of them")
+        raise UserError(f"callbacks: {type(callbacks).__name__} is not a sequence; give a list of them")
     for each in callbacks:
         names = [name for name in vars(EngineCallback) if name.startswith("on_")]
         if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in names):
@@ -135,7 +135,7 @@ def check_group(group: Any) -> None:
     """Raise `UserError` unless `group` is None or a process group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise UserError(
-            f"group: {show(group)} is no process group; give one of torch.distributed, or leave it out"
+            f"group: {show(group)} is not a process group; give one of torch.distributed, or leave it out"
         )
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf.config_read import has_weights, read_hf_config
-from meshwright.spec.hf.family import FamilyName
+from meshwright.spec.hf.families import FamilyName
 from meshwright.spec.layers import Activation, LayerKind, LayerType, RopeScaling, RopeSpec
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS

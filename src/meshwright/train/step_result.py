@@ -1,4 +1,4 @@
-"""What a training step has come to."""
+"""The result of a training step: its loss, norm and rate, and what became of it."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Literal, get_args
 
 from meshwright.spec.hf.config_keys import Keys
-from meshwright.spec.hf.family import STACKED, ExpertNames, Family, FamilyName
+from meshwright.spec.hf.family import STACKED, ExpertNames, Family
 from meshwright.spec.hf.json_object import COUNT, FACTOR, FLAG, LAYERS, NUMBER, PAIR, SIZE, JsonKey
 from meshwright.spec.hf.tensor_names import (
     GEMMA,
@@ -25,6 +25,12 @@ from meshwright.spec.hf.tensor_names import (
 )
 from meshwright.spec.layers import Activation
 from meshwright.spec.moe_mla import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec
+
+FamilyName = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma2", "gemma3_text",
+    "glm4", "cohere2", "olmo2", "olmo3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe",
+    "glm4_moe", "deepseek_v2", "granitemoe", "gpt_oss",
+]  # fmt: skip
 
 
 def _llama(max_seq_len: int, norm_eps: float = 1e-6, tied: bool = False) -> Keys:

@@ -10,12 +10,6 @@ from meshwright.spec.hf.config_keys import Keys
 from meshwright.spec.hf.tensor_names import LLAMA, TensorNames
 from meshwright.spec.layers import Activation
 
-FamilyName = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3", "starcoder2", "gemma2", "gemma3_text",
-    "glm4", "cohere2", "olmo2", "olmo3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "qwen2_moe",
-    "glm4_moe", "deepseek_v2", "granitemoe", "gpt_oss",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ExpertNames:
