@@ -1,4 +1,4 @@
-"""Checks of what callers of the engine pass beside a batch, before anything is computed."""
+"""Checks of what callers of the engine pass, before anything is computed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.api.engine_callbacks import EngineCallback
-from meshwright.spec import UserError
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.records import show
+from meshwright.train.given_batch import GivenBatch, pieces_of
 
 
 def checked_count(count: Any) -> float:
@@ -136,6 +137,38 @@ def check_group(group: Any) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise UserError(
             f"group: {show(group)} is not a process group; give one of torch.distributed, or leave it out"
+        )
+
+
+def check_alike(rows: Sequence[Sequence[float]]) -> None:
+    """Raise `UserError` where a rank could not read its batch, or has another than those that share it."""
+    for rank, (failed, *_) in enumerate(rows):
+        if failed:
+            raise UserError(f"batch: rank {rank} was given what it cannot take; its own error says why")
+    first: dict[float, tuple[int, Sequence[float]]] = {}
+    for rank, (_, data_rank, *numbers) in enumerate(rows):
+        other, wanted = first.setdefault(data_rank, (rank, numbers[:4]))
+        if numbers[:4] != wanted:
+            raise UserError(
+                f"batch: ranks {other} and {rank} are both of data rank {int(data_rank)} and were given "
+                "different samples or counts; give ranks of the tensor, context and pipeline axes the same, "
+                "by engine.data_rank"
+            )
+
+
+def check_padding(spec: RunSpec, rows: Sequence[Sequence[float]], given: GivenBatch) -> None:
+    """Raise `UserError` for no samples at all, and where a balance would count padding by the layout."""
+    samples, moe = {int(row[2]) for row in rows}, spec.model.moe
+    if samples == {0}:
+        raise UserError("batch: no rank has any samples; give one of them some")
+    if moe is None or not (moe.aux_loss or moe.z_loss or moe.bias or moe.capacity_factor is not None):
+        return
+    if len(samples) > 1 or given.length != given.batch.tokens.shape[1]:
+        raise UserError(
+            f"batch: the balance of experts counts all tokens, and rows of {given.length} tokens would be "
+            f"padded for the layout; give each data rank equally many rows, whose length is a multiple of "
+            f"{pieces_of(spec.layout)}, or balance by none of model.moe.aux_loss, z_loss, bias and "
+            f"capacity_factor"
         )
 
 
