@@ -1,4 +1,4 @@
-"""Beside training on a CUDA device: snapshots, checkpoints, the log of collectives, and a rank's processors."""
+"""Beside training on a CUDA device: snapshots, checkpoints, the log of collectives, processors of a rank."""
 
 from __future__ import annotations
 
