@@ -74,7 +74,7 @@ def one_rank(source: str, rank: int, mapped: bool, flags: list[str]) -> dict[str
     from meshwright.checkpoint.save_plan import local_chunks
     from meshwright.checkpoint.weights import held_rectangles
     from meshwright.comm.mesh import build_mesh
-    from meshwright.dryrun.rank_step import FakeGroups, fake_world
+    from meshwright.dryrun.fake_world import FakeGroups, fake_world
     from meshwright.spec.load import load
     from meshwright.train.step import Trainer
     from meshwright.weights.initial_weights import open_weights

@@ -15,7 +15,8 @@ import torch
 
 from meshwright.comm.collective_log import CollectiveLog
 from meshwright.comm.heartbeat import Heartbeat
-from meshwright.comm.mesh import Axis, Pending, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending, TrafficCounter
 
 
 class Stream:

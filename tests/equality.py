@@ -14,7 +14,8 @@ from meshwright.data.loader import Batch
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import run_parameters
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from meshwright.train.step_sums import Sums
 from meshwright.verify import verify as subject
 from meshwright.verify.sweep import KnownReferences

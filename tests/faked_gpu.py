@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from meshwright import api
+from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.spec import RunSpec, load
 
 TINY: dict[str, object] = {
@@ -29,3 +33,19 @@ def large(**flags: object) -> RunSpec:
 def _run(keys: dict[str, object], flags: dict[str, object]) -> RunSpec:
     given = keys | {key.replace("__", "."): value for key, value in flags.items()}
     return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def dryrun_on(process: FakeCudaProcess, spec: RunSpec, **options: Any) -> dict[str, Any]:
+    return process.call(api.dryrun, spec, device="cuda", **options)
+
+
+def work_of(process: FakeCudaProcess, spec: RunSpec, **options: object) -> dict[str, Any]:
+    """The work of the device of rank 0 in a step."""
+    (row,) = dryrun_on(process, spec, **options)["ranks"]
+    work: dict[str, Any] = row["device_work"]
+    return work
+
+
+def kernels(work: dict[str, Any]) -> dict[str, int]:
+    """The numbers of kernels by their names without namespace."""
+    return {row["name"].partition("::")[2]: row["count"] for row in work["kernels"]}

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.spec.hf.families import FAMILIES, Family
+from meshwright.spec.hf.families import FAMILIES
+from meshwright.spec.hf.family import Family
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- table of families -->\n", "<!-- end of the table -->\n"

@@ -3,7 +3,8 @@
     python -m gpu_day [--minutes 10|30] [--device cuda|fake] [--gpus 1|8] [--out DIR] [--parts NAME ...]
 
 The folder DIR, by default bench/results/gpu_day-DATE, gets a JSON file and a log for each part, and
-`index.md`. The exit code is 1 if a part failed; what had no time left is told on the page.
+`index.md`. The exit code is 1 if a part failed, and 2 for a mistake, such as no GPU; what had no time left is
+told on the page.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpu_day.commands import ROOT, environment, last_lines, python, run_limited
+from gpu_day.machine import lacks_gpu
 from gpu_day.page import page
 from gpu_day.parts import Part, parts_of
 from gpu_day.results import DONE, FAILED, LEFT_OUT, STOPPED, Result, Task
@@ -94,7 +96,7 @@ def gpus_of(result: Result) -> int:
 
 
 def main() -> int:
-    """Run the parts; the exit code is 1 if one failed."""
+    """Run the parts; the exit code is 1 if one failed, and 2 for a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m gpu_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,6 +113,9 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := [name for name in options.parts or () if name not in _ORDER]:
         parser.error(f"--parts: {unknown[0]!r} is not a part; the parts are {', '.join(_ORDER)}")
+    if options.device == "cuda" and (sentence := lacks_gpu()):
+        print(sentence, file=sys.stderr)
+        return 2
     today = datetime.now(UTC).strftime("%Y%m%d")
     out = options.out or ROOT / "bench" / "results" / f"gpu_day-{today}"
     try:

@@ -78,8 +78,8 @@ def world_of(work: Work, spec: RunSpec, device: torch.device) -> Iterator[tuple[
             assert mesh is not None
             yield mesh, None
         return
+    from meshwright.dryrun.fake_world import FakeGroups, fake_world
     from meshwright.dryrun.memory_tracker import FakeMemory
-    from meshwright.dryrun.rank_step import FakeGroups, fake_world
     from meshwright.dryrun.trace import Trace
     from meshwright.fake_cuda.runtime import RUNTIME
 

@@ -23,15 +23,22 @@ PACKAGES = (
 """Packages that decide what can run; those that are missing are told as such."""
 
 
+def lacks_gpu() -> str:
+    """A sentence if torch finds no GPU on this machine; "" if it does."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    return (
+        f"--device: is cuda, and torch {torch.__version__} finds no GPU on this machine; run it on one that "
+        "has GPUs, or give --device fake"
+    )
+
+
 def run(work: Work) -> None:
     """Add a row for each fact; one that cannot be had is a row with the reason."""
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit(
-            f"--device: is cuda, and torch {torch.__version__} finds no GPU on this machine; run it on "
-            "one that has GPUs, or give --device fake"
-        )
     device = device_here()
     properties = torch.cuda.get_device_properties(device)
     facts: dict[str, Callable[[], Any]] = {

@@ -21,7 +21,8 @@ from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import Manifest, ManifestPart, PartFile, join, report
 from meshwright.checkpoint.replicas import deal
-from meshwright.comm.mesh import Mesh, TrafficCounter
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.spec import Layout
 from meshwright.spec.tiling import Tiling, tiled
 from ranks import RANKS, Ranks, RanksFailedError

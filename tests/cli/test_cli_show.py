@@ -13,6 +13,7 @@ from stand_ins import stand_in
 from meshwright import api
 from meshwright.cli import evaluate
 from meshwright.cli import output as show
+from meshwright.cli.dryrun import _kernels
 from meshwright.cli.main import main
 from meshwright.hardware.cluster import Collective, Matmul, ProfiledTimes
 from meshwright.hardware.find import cluster
@@ -48,6 +49,22 @@ def test_the_widest_columns_are_narrowed_first(capsys: pytest.CaptureFixture[str
     words = " ".join(lines).split()
     assert words.count("blocks.0,") == 10 and words.count("MiB,") == 8
     assert "1.5 GiB" in lines[1] and lines[1].endswith(" 7") and lines[0].endswith("  rank")
+
+
+def test_a_number_stays_with_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a name that no line holds, as kernels of a compiler have."""
+    show.table(
+        [{"kernel": "compiled::" + "fused_" * 16, "bytes": "1.2 GiB", "time": "13 ms", "for": "one two"}]
+    )
+    *_, row, below = capsys.readouterr().out.splitlines()
+    assert row.split("  ")[1:] == ["1.2 GiB", "13 ms", "one"] and below.strip() == "two"
+
+
+def test_kernels_of_a_compiler_have_rows_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "compiled::triton_red_fused__fused_rms_norm__fused_rms_norm_backward__unsafe_view_add_view_15"
+    show.table(_kernels([{"name": name, "count": 12345, "bytes": 2e9, "flops": 2e12}]))
+    _, row = capsys.readouterr().out.splitlines()
+    assert len(row) <= 80 and "..._view_add_view_15  12,345  1.9 GiB  2" in row
 
 
 def test_a_word_that_is_too_long_stays_whole(capsys: pytest.CaptureFixture[str]) -> None:

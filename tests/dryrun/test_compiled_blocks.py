@@ -21,7 +21,8 @@ from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.spec import RunSpec
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 
 pytestmark = [
     pytest.mark.skipif(

@@ -31,7 +31,8 @@ from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.memory.in_flight import host_activations
 from meshwright.spec import RunSpec, load
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 
 CPU = torch.device("cpu")
 LARGER = {"layout__pp": 1, "model__hidden": 128, "model__ffn": 384}

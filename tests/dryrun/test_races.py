@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from meshwright.comm.mesh import TrafficCounter
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.dryrun.races import races, told
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.dryrun.trace import ByteRange, Event, Kind, Trace

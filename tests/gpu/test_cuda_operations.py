@@ -1,4 +1,4 @@
-"""Beside training on a CUDA device: snapshots, the log of collectives, and the processors of a rank."""
+"""Beside training on a CUDA device: snapshots, checkpoints, the log of collectives, processors of a rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.slots import Slot
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.comm.collective_log import CollectiveLog
 from meshwright.comm.collectives import start_all_reduce
 from meshwright.comm.control import Control
 from meshwright.comm.heartbeat import BYTES, Beat, Heartbeat
-from meshwright.comm.mesh import Axis, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.rank.flight_recorder import first_uncompleted
 from meshwright.rank.gpu import bind_to_node, bound_node, numa_cpus
 from meshwright.train import state
@@ -54,6 +56,30 @@ def test_a_snapshot_is_of_its_step_though_training_goes_on() -> None:
     assert issued < 0.5 and not warnings and max(Slot(slot).head().step for slot in slots) == 1
     again = Snapshots([slots], Control(), 1, lambda: 1 << 40, warnings)
     again.load(1, state.tensors(trainer), lambda _: None)
+    for name, tensor in _local(trainer).items():
+        assert torch.equal(tensor.to_local().cpu(), expected[name])
+
+
+def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
+    """As a snapshot: the copies are behind a kernel of a second, and the update comes after them."""
+    spec = cuda_runs.spec_of(train__batch_tokens=512)
+    trainer = Trainer(spec, cuda_runs.mesh_of(spec))
+    trainer.initialise()
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(0, state.tensors(trainer), {"step": 0}, asynchronous=True)  # pins the memory
+    store.wait()
+    expected = {name: tensor.to_local().cpu().clone() for name, tensor in _local(trainer).items()}
+    torch.cuda._sleep(BUSY)
+    begun = time.perf_counter()
+    store.save(1, state.tensors(trainer), {"step": 1}, asynchronous=True)
+    issued = time.perf_counter() - begun
+    store.fence()
+    for tensor in _local(trainer).values():
+        tensor.to_local().add_(1)
+    store.wait()
+    assert issued < 0.5 and store.published == 1
+    store.load(1, state.tensors(trainer))
+    store.close()
     for name, tensor in _local(trainer).items():
         assert torch.equal(tensor.to_local().cpu(), expected[name])
 

@@ -91,6 +91,21 @@ def test_what_is_refused_is_said(gpu: AttentionGpu, flags: dict[str, str], note:
     assert any(each.startswith(note) for each in attention_backends(spec_with(flags), gpu).notes)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "flags"),
+    [
+        (H100, FP32),
+        (B200, FP32),
+        (B200, {"model.head_dim": "192"}),
+        (H100, {"model.head_dim": "320"}),
+    ],
+)
+def test_a_package_that_would_not_be_taken_is_not_missed(gpu: AttentionGpu, flags: dict[str, str]) -> None:
+    """The format or the heads are refused, whatever is installed."""
+    notes = attention_backends(spec_with(flags), gpu).notes
+    assert notes and not any("package" in each for each in notes), notes
+
+
 def test_the_words_begin_with_the_path_that_samples_take() -> None:
     packed, whole = (attention_backends(spec_with(flags), H100) for flags in ({}, WHOLE))
     assert packed.words == "FlashAttention 2 for packed documents, cuDNN for whole sequences"

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from meshwright.comm import mesh as meshes
-from meshwright.comm.mesh import Axis, Pending, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending, TrafficCounter
 from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.parallel.gradient_reduction import GradientReduction, _finish_first

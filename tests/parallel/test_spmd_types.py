@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.comm.collectives import DONE
-from meshwright.comm.mesh import Axis, Pending, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending, TrafficCounter
 from meshwright.parallel import tensor_linears
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import ColumnParallel, EnterParallelRegion, RowParallel

@@ -15,7 +15,8 @@ import pytest
 from covering import covered, marked
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.expert_parallel import AllToAllDispatcher, BoundedDispatcher
-from meshwright.planner.traffic.messages import Copies, messages, traffic
+from meshwright.planner.traffic.layer_messages import Copies
+from meshwright.planner.traffic.messages import messages, traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks

@@ -16,16 +16,15 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.explain.link_load import communication
 from meshwright.planner.rank_view import share
-from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
-from meshwright.planner.traffic.messages import (
+from meshwright.planner.traffic.layer_messages import (
     Copies,
-    Message,
-    Phase,
     end_messages,
     expert_messages,
     layer_messages,
-    messages,
 )
+from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
+from meshwright.planner.traffic.message import Message, Phase
+from meshwright.planner.traffic.messages import messages
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import block_parameters
 from small import spec_of

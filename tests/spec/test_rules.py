@@ -78,7 +78,7 @@ RULES = [
     ({"model": MOE, "layout": {"dp": 3, "ep": 3}}, ["layout.ep: 3", "model.moe.experts = 8", "try 1"]),
     (
         {"model": MOE, "layout": {"dp": 2, "ep": 8}},
-        ["layout.ep: 8", "dp 2 x cp 1 x tp 1 = 2 ranks", "try layout.ep = 2"],
+        ["layout.ep: 8", "dp 2 x cp 1 x tp 1 = 2 ranks", "set layout.dp = 8", "try layout.ep = 2"],
     ),
     ({"model": MOE, "layout": {"tp": 2, "etp": 5}}, ["layout.etp: 5", "model.moe.ffn = 128", "try 2"]),
     ({"model": MOE, "layout": {"dp": 2, "etp": 4}}, ["layout.etp: 4", "2 ranks", "layout.etp = 2"]),

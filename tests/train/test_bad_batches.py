@@ -34,7 +34,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.guard import guard
 from meshwright.train.loop import TrainingRun
 from meshwright.train.open_run import open_run
-from meshwright.train.step import StepResult
+from meshwright.train.step_result import StepResult
 from ranks import Ranks
 
 KINDS = ("nan-batch", "inf-batch")

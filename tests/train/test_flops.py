@@ -21,7 +21,8 @@ from meshwright.spec.architecture import Architecture
 from meshwright.spec.other_models import teacher_of
 from meshwright.train.metrics import Metrics
 from meshwright.train.parts import Sources
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from ranks import Ranks
 
 LENGTH = 32

@@ -24,7 +24,8 @@ from meshwright.train.guard.guard import Guard
 from meshwright.train.guard.nonfinite import bad_state
 from meshwright.train.loop import TrainingRun
 from meshwright.train.open_run import open_run
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from ranks import Ranks
 from small import first_batches
 from training_runs import EXPERTS, Notes, spec_of, start

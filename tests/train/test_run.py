@@ -20,7 +20,8 @@ from meshwright.spec.errors import UserError
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from ranks import Ranks, RanksFailedError
 from training_runs import (
     EXPERTS,

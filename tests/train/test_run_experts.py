@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import api
 from meshwright.spec import RunSpec
 from ranks import Ranks
 from training_runs import EXPERTS, digests, go_on, loaded, run_and_watch, spec_of, start, trained
@@ -45,6 +46,19 @@ def test_a_run_with_experts_stops_resumes_and_moves(ranks: Ranks, corpus: Path, 
     flags |= {"layout__dp": 1, "layout__ep": 2, "layout__tp": 2, "layout__pp": 2, "layout__zero": 0}
     moved, _ = go_on(ranks, spec_of(corpus, **flags), tmp_path / "moved", 2)
     assert moved["final_loss"] == pytest.approx(whole["final_loss"], abs=1e-4)
+
+
+def test_a_bound_without_expert_ranks_is_told(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    """By a run, and by its dry run; with expert ranks neither has a word to say."""
+    for count, told in ((1, 1), (2, 0)):
+        flags = EXPERTS | {"layout__dp": 2, "layout__ep": count, "layout__expert_buffer_factor": 4.0}
+        spec = spec_of(corpus, **flags, train__steps=1)
+        _, events = ranks.run(spec.layout, run_and_watch, spec, tmp_path / str(count))[0]
+        warned = [fields["message"] for kind, fields in events if kind == "warning"]
+        assumed = api.dryrun(spec)["assumed"]
+        for sentences in (warned, assumed):
+            found = [each for each in sentences if "expert_buffer_factor" in each]
+            assert len(found) == told and all("4 has no effect" in each for each in found), sentences
 
 
 def test_rows_of_a_run_with_experts_tell_their_balance(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:

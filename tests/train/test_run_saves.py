@@ -95,6 +95,39 @@ def test_saves_that_go_on_failing_end_the_run_with_the_exit_code_of_storage(
     assert found[0][1] == steps
 
 
+def fences(mesh: Mesh, spec: RunSpec, out: Path) -> list[list[str]]:
+    """Each update and each save of a run, with the fences before the next one."""
+    run, found = open_run(spec, mesh, out, Observers([])), list[list[str]]()
+    update, save = run.trainer._start_update, run.store.save
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda: found[-1].append(name) if found else None
+
+    def after(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            found.append([name])
+            return call(*given)
+
+        return called
+
+    with (
+        patch.object(run.store, "fence", noted("checkpoint")),
+        patch.object(run.snapshots, "fence", noted("snapshot")),
+        patch.object(run.trainer, "_start_update", after("update", update)),
+        patch.object(run.store, "save", after("save", save)),
+    ):
+        run.execute(None)
+    return found
+
+
+def test_updates_wait_for_copies_of_snapshots_and_of_checkpoints(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    found = ranks.run((spec := spec_of(corpus, checkpoint__every=5)).layout, fences, spec, tmp_path)[0]
+    updates = [waits[1:3] for waits in found if waits[0] == "update"]
+    assert updates == [["snapshot", "checkpoint"]] * STEPS and ["save"] in [each[:1] for each in found]
+
+
 class EndOfRankError(Exception):
     """An error that a run does not foresee."""
 

@@ -12,7 +12,8 @@ from covering import marked
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec, UserError
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from ranks import Ranks
 from small import first_batches
 from training_runs import EXPERTS, HALF, STEPS, TrainedOnce, go_on, poisoned, spec_of, start

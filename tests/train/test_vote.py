@@ -24,7 +24,8 @@ from meshwright.train.guard.nonfinite import bad_state, buffers, locate
 from meshwright.train.guard.replay import replay, replicas
 from meshwright.train.guard.vote import Divergence, Vote
 from meshwright.train.open_run import open_run
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from ranks import Ranks
 from training_runs import EXPERTS, Notes, spec_of
 

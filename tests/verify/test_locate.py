@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
-from meshwright.train.step import StepResult
+from meshwright.train.step_result import StepResult
 from meshwright.train.step_sums import Sums
 from meshwright.verify import verify as subject
 from meshwright.verify.compare import Comparison, Difference, factor_of

@@ -19,7 +19,7 @@ from meshwright.kernels.gradient_accumulation_fusion import no_sum
 from meshwright.model.chunked_cross_entropy import _LinearCrossEntropy
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import step as train_step
-from meshwright.train.step import StepResult
+from meshwright.train.step_result import StepResult
 from meshwright.train.step_sums import Sums
 from meshwright.verify import precision as subject
 from meshwright.verify.reference import decoder as reference_decoder

@@ -37,7 +37,7 @@ from meshwright.parallel.microbatches import microbatches, own_tokens
 from meshwright.rank.world import joined_mesh, mesh_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.accumulation import Accumulation
-from meshwright.train.given_batch import GivenBatch, pieces_of, read_batch
+from meshwright.train.given_batch import GivenBatch, read_batch
 from meshwright.train.state_offload import StateOffload
 from meshwright.train.step import Trainer
 from meshwright.weights.initial_weights import open_weights
@@ -65,10 +65,11 @@ class Engine:
         mesh: Mesh | None = None,
     ) -> None:
         self.spec = spec_from(spec)
-        self.callbacks = list(callbacks)
+        self.callbacks = arguments.checked_callbacks(callbacks)
         self.steps = 0
         """Optimiser steps taken."""
         check_runnable(self.spec)
+        arguments.check_group(group)
         self._stack = ExitStack()
         try:
             self.mesh = mesh or self._stack.enter_context(_world(self.spec, group))
@@ -259,8 +260,8 @@ class Engine:
         if failure is not None:
             raise failure
         assert given is not None
-        _check_alike(rows)
-        _check_padding(self.spec, rows, given)
+        arguments.check_alike(rows)
+        arguments.check_padding(self.spec, rows, given)
         if further.numbers:
             further.expect_targets([sum(row[-1] for row in rows)])
         counts = {int(row[1]): row[4] for row in rows}
@@ -285,6 +286,7 @@ class Engine:
         stored: then they are what `export` writes.
         """
         self._check_onloaded("hf_state")
+        arguments.check_dtype("hf_state", dtype)
         master = self._trainer.states.formats.master
         return hf_state(self.spec.model, self._trainer.held, self.mesh, master, dtype)
 
@@ -296,7 +298,7 @@ class Engine:
         partly the old ones.
         """
         self._check_onloaded("load_hf_state")
-        weights = StreamedWeights(self.spec.model, tensors)
+        weights = StreamedWeights(self.spec.model, arguments.named_tensors(tensors))
         self.mesh.control.together(lambda: self._trainer.fill(weights))
 
     def decoder(self, dtype: torch.dtype | None = None) -> Decoder:
@@ -305,6 +307,7 @@ class Engine:
         Every rank gets one, in `dtype`, by default the format to compute in. It does not follow later steps.
         """
         self._check_onloaded("decoder")
+        arguments.check_dtype("decoder", dtype)
         formats = self._trainer.states.formats
         held = self._trainer.held
         source = GatheredParameters(self.spec.model, held, self.mesh, formats.master)
@@ -320,7 +323,8 @@ class Engine:
         `meshwright export`, `generate`, `evaluate` and `--from` take the folder. Raises `UserError`.
         """
         self._check_onloaded("save")
-        saved = save_checkpoint(self._trainer, self.mesh, self.steps, Path(path))
+        folder = arguments.checked_path("save", path)
+        saved = save_checkpoint(self._trainer, self.mesh, self.steps, folder)
         called(self.callbacks, "on_save", self, saved)
         return saved
 
@@ -330,8 +334,10 @@ class Engine:
         Its layout may be any, its model, optimiser and precision are this run's. Raises `UserError`.
         """
         self._check_onloaded("load")
+        folder = arguments.checked_path("load", path)
+        arguments.check_step(step)
         self.zero_grad()
-        self.steps = load_checkpoint(self._trainer, self.mesh, Path(path), step)
+        self.steps = load_checkpoint(self._trainer, self.mesh, folder, step)
 
     def offload(self) -> int:
         """Move weights, moments and averages to the host's memory; return the bytes freed on the device.
@@ -349,38 +355,6 @@ class Engine:
     def _check_onloaded(self, what: str) -> None:
         if self._states.is_out:
             raise UserError(f"{what}: the states are in the host's memory; call onload first")
-
-
-def _check_alike(rows: Sequence[Sequence[float]]) -> None:
-    """Raise `UserError` where a rank could not read its batch, or has another than those that share it."""
-    for rank, (failed, *_) in enumerate(rows):
-        if failed:
-            raise UserError(f"batch: rank {rank} was given what it cannot take; its own error says why")
-    first: dict[float, tuple[int, Sequence[float]]] = {}
-    for rank, (_, data_rank, *numbers) in enumerate(rows):
-        other, wanted = first.setdefault(data_rank, (rank, numbers[:4]))
-        if numbers[:4] != wanted:
-            raise UserError(
-                f"batch: ranks {other} and {rank} are both of data rank {int(data_rank)} and were given "
-                "different samples or counts; give ranks of the tensor, context and pipeline axes the same, "
-                "by engine.data_rank"
-            )
-
-
-def _check_padding(spec: RunSpec, rows: Sequence[Sequence[float]], given: GivenBatch) -> None:
-    """Raise `UserError` for no samples at all, and where a balance would count padding by the layout."""
-    samples, moe = {int(row[2]) for row in rows}, spec.model.moe
-    if samples == {0}:
-        raise UserError("batch: no rank has any samples; give one of them some")
-    if moe is None or not (moe.aux_loss or moe.z_loss or moe.bias or moe.capacity_factor is not None):
-        return
-    if len(samples) > 1 or given.length != given.batch.tokens.shape[1]:
-        raise UserError(
-            f"batch: the balance of experts counts all tokens, and rows of {given.length} tokens would be "
-            f"padded for the layout; give each data rank equally many rows, whose length is a multiple of "
-            f"{pieces_of(spec.layout)}, or balance by none of model.moe.aux_loss, z_loss, bias and "
-            f"capacity_factor"
-        )
 
 
 def _world(spec: RunSpec, group: dist.ProcessGroup | None) -> Any:

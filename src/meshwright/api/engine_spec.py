@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.api.engine_arguments import checked_path
 from meshwright.api.source import keys_of_source
 from meshwright.rank.env import fit_layout, resolve, worker
 from meshwright.spec import RunSpec, UserError
@@ -23,7 +24,7 @@ def spec_from(given: RunSpec | Path | str) -> RunSpec:
     """Return a spec, or that of a run file or run's folder; a layout without axes takes the world's ranks."""
     if isinstance(given, RunSpec):
         return given
-    return resolve(read_tree(Path(given)), (), _ranks(), str(given))
+    return resolve(read_tree(checked_path("Engine", given)), (), _ranks(), str(given))
 
 
 def pretrained_spec(model: Path | str, keys: Mapping[str, Any], caller: str = "from_pretrained") -> RunSpec:
@@ -33,11 +34,13 @@ def pretrained_spec(model: Path | str, keys: Mapping[str, Any], caller: str = "f
     which names the `caller`.
     """
     given = {name.replace("__", "."): _text(value) for name, value in keys.items()}
+    if not isinstance(model, str):  # a name on a hub is no path
+        model = checked_path(caller, model)
     overrides = [*keys_of_source(str(model), given, caller), *given.items()]
     ranks = _ranks()
     if "train.batch_tokens" not in given:
-        length = int(given.get("data.seq_len", DataSpec().seq_len))
-        rows = int(given.get("layout.micro_batch", max(1, MOST_TOKENS // length)))
+        length = _size(given, "data.seq_len", DataSpec().seq_len)
+        rows = _size(given, "layout.micro_batch", max(1, MOST_TOKENS // length))
         overrides.append(("train.batch_tokens", str(length * rows * ranks)))
     return from_tree({}, fit_layout({}, overrides, ranks), ranks=ranks)
 
@@ -61,6 +64,12 @@ def _ranks() -> int:
         return dist.get_world_size()
     place = worker()
     return place.world_size if place else 1
+
+
+def _size(given: Mapping[str, str], key: str, default: int) -> int:
+    """The number that a key was given, or the default, also for text that the key's own rule refuses."""
+    text = given.get(key, "")
+    return int(text) if text.isdecimal() and 0 < len(text) < 10 and int(text) else default
 
 
 def _text(value: Any) -> str:

@@ -17,7 +17,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.checkpoint.save_plan import Tensors, describe
 from meshwright.checkpoint.writer import Writer
-from meshwright.comm.mesh import TrafficCounter
+from meshwright.comm.traffic_counter import TrafficCounter
 
 
 class FrozenTensors:

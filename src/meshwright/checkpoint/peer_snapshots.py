@@ -22,7 +22,8 @@ from meshwright.checkpoint.slots import PACKED_BYTES, Image, Slot, SlotHeader
 from meshwright.comm import process_groups
 from meshwright.comm.collectives import start_all_to_all, start_shift
 from meshwright.comm.control import Control
-from meshwright.comm.mesh import Axis, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import TrafficCounter
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 << 20

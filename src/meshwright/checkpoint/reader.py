@@ -35,7 +35,7 @@ from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest, Manife
 from meshwright.checkpoint.rectangles import check_cover, common
 from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, narrow
-from meshwright.comm.mesh import TrafficCounter
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.records import read, show

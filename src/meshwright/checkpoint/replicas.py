@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.comm.collectives import start_broadcast
-from meshwright.comm.mesh import Axis, TrafficCounter
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.parallel.flat_param import UnpaddedDTensor
 
 T = TypeVar("T")

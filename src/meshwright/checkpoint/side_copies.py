@@ -8,17 +8,28 @@ a forward may change, are copied on training's stream. A thread waits for the en
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.heartbeat import Heartbeat
-
 _BY_UPDATES = "model", "optim"
 """Tensors that updates alone change, by the first part of their names."""
+Copies = Iterable[tuple[str, Tensor, Tensor]]
+"""Name, target and source of each copy."""
+
+
+class IssuedCopies:
+    """Copies that the device has yet to end; what is copied lives until `wait`."""
+
+    def __init__(self, done: torch.cuda.Event, device: torch.device, sources: list[Tensor]) -> None:
+        self._done, self._device, self._sources = done, device, sources
+
+    def wait(self) -> None:
+        """Return when the targets have their bytes; any thread may call it."""
+        torch.cuda.set_device(self._device)  # that of a new thread is the first one
+        self._done.synchronize()
+        self._sources.clear()
 
 
 class SideCopies:
@@ -29,55 +40,23 @@ class SideCopies:
         self._stream = torch.cuda.Stream(device)
         self._done: torch.cuda.Event | None = None
         """The end of the last copies, until training waits for it."""
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        """The error that the thread has ended in."""
-        self.longest = 0.0
-        """Most seconds that a thread has taken for one set."""
 
-    def start(self, copies: Iterable[tuple[str, Tensor, Tensor]], then: Callable[[], None]) -> None:
-        """Start to copy (name, target, source) each; a thread calls `then` once all are copied.
-
-        Called after `settle`. The sources live until they are copied.
-        """
+    def issue(self, copies: Copies) -> IssuedCopies:
+        """Let the device make the copies, while the host goes on."""
         listed = list(copies)
         aside = [each for each in listed if _is_aside(each[0])]
-        _copy(each for each in listed if not _is_aside(each[0]))
+        copy_all(each for each in listed if not _is_aside(each[0]))
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            _copy(aside)
-        self._done = done = self._stream.record_event()
-        sources = [source for _, _, source in listed]
-
-        def work() -> None:
-            begun = time.perf_counter()
-            try:
-                torch.cuda.set_device(self._device)  # that of a new thread is the first one
-                done.synchronize()
-                sources.clear()
-                then()
-            except BaseException as error:  # raised by `settle`
-                self._error = error
-            self.longest = max(self.longest, time.perf_counter() - begun)
-
-        self._thread = threading.Thread(target=work, name="snapshot", daemon=True)
-        self._thread.start()
+            copy_all(aside)
+        self._done = self._stream.record_event()
+        return IssuedCopies(self._done, self._device, [source for _, _, source in listed])
 
     def fence(self) -> None:
         """Let what training issues from now on wait for the copies, on the device."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
             self._done = None
-
-    def settle(self, heartbeat: Heartbeat) -> None:
-        """Return when the thread has ended, and raise the error that it has ended in, if any."""
-        if self._thread is not None:
-            with heartbeat.waits("the snapshot before"):
-                self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
 
 def _is_aside(name: str) -> bool:
@@ -86,7 +65,8 @@ def _is_aside(name: str) -> bool:
     return parts[0] in _BY_UPDATES or (parts[0].startswith("island.") and parts[1] in _BY_UPDATES)
 
 
-def _copy(copies: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+def copy_all(copies: Copies) -> None:
+    """Make the copies: of a device's tensors on the stream that is used."""
     with torch.no_grad():
         for _, target, source in copies:
             target.copy_(source, non_blocking=True)

@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.checkpoint.digests import Digest, sum64
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.checkpoint.manifest import Hull, Manifest, ManifestPart, TensorEntry
 from meshwright.checkpoint.pinned_memory import pin, unpin
 from meshwright.checkpoint.save_plan import LocalShard
 from meshwright.checkpoint.staging import HostImage, LiveImage
@@ -151,7 +152,7 @@ class Slot:
 
 
 class SlotImage(HostImage):
-    """The image of a slot. A device's tensors are copied to its memory (`copies`), a block each GiB, one
+    """The image of a slot. A device's tensors are copied to its memory (`stage`), a block each GiB, one
     after another; from host memory they are written without a copy of it, and the slot is not mapped."""
 
     def __init__(self, slot: Slot) -> None:
@@ -168,6 +169,22 @@ class SlotImage(HostImage):
 
     def _make_room(self, pinned: bool) -> None:
         self._blocks = list(self._slot.image(sum(self._lengths)).split(self._lengths))
+
+
+def manifest_of(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Return a manifest of these parts of the state, with one part inside, each piece once."""
+    forms: dict[str, Any] = {}
+    for text in texts:
+        forms |= text["forms"]
+    tensors = {
+        name: TensorEntry(dtype, tuple(shape), number)
+        for number, (name, (dtype, shape, _)) in enumerate(forms.items())
+    }
+    spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
+    inside = ManifestPart.of([text["rows"] for text in texts], 0)
+    for pieces in inside.tensors.values():
+        pieces[:] = {piece.rectangle: piece for piece in reversed(pieces)}.values()
+    return Manifest(step, "", len(texts), 0, dict(texts[0]["state"]), tensors, spreads, [], inside)
 
 
 class Image(Protocol):

@@ -26,20 +26,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from meshwright.checkpoint.background import BackgroundThread
 from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.disk import rank_file
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.manifest import Hull, Manifest, ManifestPart, TensorEntry
 from meshwright.checkpoint.no_snapshots import NoSnapshots
 from meshwright.checkpoint.peer_snapshots import Landing, Wanted, copy_to_peer, host_axis
 from meshwright.checkpoint.peer_snapshots import fetch as fetch_pieces
 from meshwright.checkpoint.reader import Reading, match_tensors
 from meshwright.checkpoint.save_plan import LocalShard, SavePlan, Tensors, describe
-from meshwright.checkpoint.side_copies import SideCopies
-from meshwright.checkpoint.slots import Image, Images, Slot, SlotHeader, SlotImage
+from meshwright.checkpoint.slots import Image, Images, Slot, SlotHeader, SlotImage, manifest_of
 from meshwright.checkpoint.staging import devices_of
 from meshwright.comm.control import Control
-from meshwright.comm.mesh import Axis, Mesh, TrafficCounter
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.units import gigabytes
 
 SHARE = 0.02
@@ -114,7 +114,7 @@ class Snapshots(NoSnapshots):
         self._failed = False
         self._costs: list[float] = []
         self._begun = 0.0
-        self._side: SideCopies | None = None
+        self._behind = BackgroundThread()
         self._host_world: Axis | None = None
         """Over which peers copy: of host memory."""
         self._told_unpinned = False
@@ -142,15 +142,14 @@ class Snapshots(NoSnapshots):
         chunks = agreed.plan.own_share(tensors)
         taking = _Taking(step, agreed, self._own[turn], self._images[turn], chunks, dict(state()))
         taking.slot.open()
-        devices = devices_of(chunks)
-        if devices:
-            self._side = self._side or SideCopies(*devices)
+        if devices_of(chunks):
             try:
-                copies = taking.image.copies(chunks)
+                taking.image.stage(chunks)
             except OSError as error:
                 self._write(taking, partial(_fail, error))
             else:
-                self._side.start(copies, lambda: self._write(taking, lambda: taking.image.rows(sum64)))
+                rows = partial(taking.image.rows, sum64)
+                self._behind.start("snapshot", lambda: self._write(taking, rows))
             self._tell_unpinned(taking.slot)
         else:
             self._write(taking, lambda: taking.image.keep(chunks, sum64))
@@ -181,12 +180,14 @@ class Snapshots(NoSnapshots):
             self._last = slot.head().key
 
     def fence(self) -> None:
-        if self._side is not None:
-            self._side.fence()
+        for image in self._images:
+            image.fence()
 
     def settle(self) -> None:
-        if self._side is not None:
-            self._side.settle(self._ranks.heartbeat)
+        if self._behind.started:
+            with self._ranks.heartbeat.waits("the snapshot before"):
+                self._behind.join()
+        self._behind.raise_error()
 
     def _tell_unpinned(self, slot: Slot) -> None:
         """Say once that the memory of snapshots could not be pinned."""
@@ -263,9 +264,10 @@ class Snapshots(NoSnapshots):
             return
         costs = sorted(self._costs[2:])  # the first of each slot takes new pages
         step_seconds = (begun - self._begun) / TRIAL_STEPS - sum(self._costs[:-1]) / TRIAL_STEPS
-        behind = 0.0 if self._side is None else self._side.longest
         pause = max(
-            costs[len(costs) // 2] / SHARE, written / DISK_BYTES_PER_SECOND, behind / BACKGROUND_SHARE
+            costs[len(costs) // 2] / SHARE,
+            written / DISK_BYTES_PER_SECOND,
+            self._behind.longest / BACKGROUND_SHARE,
         )
         every = math.ceil(pause / max(step_seconds, 1e-9))
         self._every = int(self._ranks.broadcast(max(1, every)))
@@ -301,7 +303,7 @@ class Snapshots(NoSnapshots):
         else:
             own = [slot for pair in self._slots for slot in pair[:2] if slot.head().key == found]
             texts, images = self._ranks.together(lambda: [slot.text() for slot in own]), [*own]
-        manifest = _manifest(step, texts)
+        manifest = manifest_of(step, texts)
         self._ranks.together(lambda: check(manifest.state))
         self._ranks.together(lambda: match_tensors(manifest, tensors, _WHERE))
         disk = Images({rank_file(number): image for number, image in enumerate(images)})
@@ -379,22 +381,6 @@ class Snapshots(NoSnapshots):
 
 def _fail(error: OSError) -> NoReturn:
     raise error
-
-
-def _manifest(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:
-    """Return a manifest of these parts of the state, with one part inside, each piece once."""
-    forms: dict[str, Any] = {}
-    for text in texts:
-        forms |= text["forms"]
-    tensors = {
-        name: TensorEntry(dtype, tuple(shape), number)
-        for number, (name, (dtype, shape, _)) in enumerate(forms.items())
-    }
-    spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
-    inside = ManifestPart.of([text["rows"] for text in texts], 0)
-    for pieces in inside.tensors.values():
-        pieces[:] = {piece.rectangle: piece for piece in reversed(pieces)}.values()
-    return Manifest(step, "", len(texts), 0, dict(texts[0]["state"]), tensors, spreads, [], inside)
 
 
 def snapshots_of(

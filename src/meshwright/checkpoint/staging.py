@@ -1,5 +1,5 @@
 """A rank's piece file as an image: the tensors themselves while training waits for the writer, or else a
-copy in host memory, for which alone training waits.
+copy in host memory. Training waits for that copy alone, and on a GPU for none (`side_copies.py`).
 
 Pieces lie one after another, widest dtype first, so that each is aligned to its elements without padding:
 every byte of a piece file belongs to a piece and is covered by its hash. A copy consists of blocks of at
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.save_plan import LocalShard, cut_rows, narrow
+from meshwright.checkpoint.side_copies import IssuedCopies, SideCopies, copy_all
 from meshwright.checkpoint.weights import WeightPart
 from meshwright.spec.sharded_tensor import Rectangle
 from meshwright.spec.tiling import tiling
@@ -66,6 +67,9 @@ class HostImage(LiveImage):
         self._blocks: list[Tensor] = []
         self._lengths: list[int] = []
         """Bytes of the file in each block."""
+        self._side: SideCopies | None = None
+        self._issued: IssuedCopies | None = None
+        """The copies of the last `stage`, until they have been waited for."""
 
     @property
     def bytes(self) -> int:
@@ -73,15 +77,31 @@ class HostImage(LiveImage):
         return sum(self._lengths)
 
     def stage(self, chunks: Iterable[LocalShard]) -> None:
-        """Copy the chunks to the host; when this returns, training may change the tensors."""
-        chunks = list(chunks)
-        with torch.no_grad():
-            for _, copy, source in self.copies(chunks):
-                copy.copy_(source, non_blocking=True)
-        for device in devices_of(chunks):
-            torch.cuda.synchronize(device)
+        """Copy the chunks to the host.
 
-    def copies(self, chunks: Iterable[LocalShard]) -> list[tuple[str, Tensor, Tensor]]:
+        When this returns, training may change tensors in host memory. The copies from a GPU are only issued:
+        what changes its tensors is issued after `fence`, and `data` and `rows` wait for the bytes.
+        """
+        chunks = list(chunks)
+        self._wait()
+        copies, devices = self._copies(chunks), devices_of(chunks)
+        if devices:
+            self._side = self._side or SideCopies(*devices)
+            self._issued = self._side.issue(copies)
+        else:
+            copy_all(copies)
+
+    def fence(self) -> None:
+        """Let what training issues from now on, which may change the chunks, wait for their copies."""
+        if self._side is not None:
+            self._side.fence()
+
+    def _wait(self) -> None:
+        if self._issued is not None:
+            self._issued.wait()
+            self._issued = None
+
+    def _copies(self, chunks: Iterable[LocalShard]) -> list[tuple[str, Tensor, Tensor]]:
         """Make room for the chunks, and return name, place and tensor of each copy that is to be made."""
         chunks = widest_first(chunks)
         self._pieces, self._lengths = [], []
@@ -109,8 +129,13 @@ class HostImage(LiveImage):
                 self._blocks[number] = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
 
     def data(self) -> list[memoryview]:
+        self._wait()
         blocks = zip(self._blocks, self._lengths, strict=False)
         return [block.numpy().data[:length] for block, length in blocks]
+
+    def rows(self, digest: Digest = sha256) -> list[list[Any]]:
+        self._wait()
+        return super().rows(digest)
 
 
 class StreamedImage(LiveImage):

@@ -12,18 +12,19 @@ few ranks lists theirs in a part of the manifest, which each compares with what 
 root over the parts, syncs the directory, and renames once; then LATEST is replaced and old checkpoints are
 removed. A reader sees a whole checkpoint or none. Nothing is pickled.
 
-Training waits for the copy to host memory only; the rest happens behind it (CheckFreq, Mohan et al. 2021).
+Training waits for the copy to host memory only, and on a GPU its next update for that, on the device; the
+rest happens behind it (CheckFreq, Mohan et al. 2021).
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.background import BackgroundThread
 from meshwright.checkpoint.claim import claim
 from meshwright.checkpoint.directory import (
     candidates,
@@ -55,7 +56,7 @@ from meshwright.checkpoint.staging import Forms, StreamedImage
 from meshwright.checkpoint.weights import WeightPart
 from meshwright.checkpoint.writer import Writer
 from meshwright.comm.control import Control
-from meshwright.comm.mesh import TrafficCounter
+from meshwright.comm.traffic_counter import TrafficCounter
 
 
 class CheckpointStore:
@@ -97,8 +98,7 @@ class CheckpointStore:
         self.frozen = FrozenTensors(aside, self._wire)
         self.published: int | None = None
         """The step that this store published last, once this rank knows that it is."""
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._behind = BackgroundThread()
 
     # -- writing ---------------------------------------------------------------
 
@@ -109,19 +109,20 @@ class CheckpointStore:
         run starts, so that it fails before it has trained anything.
         """
         if not self._writer.claimed:
-            self._join()
+            self._behind.join()
             claim(self.directory, self._ranks, self._lease, self._disk)
             self._writer.claimed = True
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
         """Publish a checkpoint of `tensors` (this rank's) and of rank 0's JSON `state` under `step`.
 
-        Returns when the tensors may be changed: right after the copy to host memory when `asynchronous`
-        (then `poll` raises a failure), else when it is published. Waits for a save that is in flight. Where
-        anything fails on any rank, all ranks raise the same error, the partial directory is removed and older
-        checkpoints stay.
+        Returns when the tensors may be changed: when it is published, or, when `asynchronous`, right after
+        the copy to host memory, which from a GPU is only issued: what changes the tensors there is issued
+        after `fence`. Then `poll` raises a failure. Waits for a save that is in flight. Where anything fails
+        on any rank, all ranks raise the same error, the partial directory is removed and older checkpoints
+        stay.
         """
-        self._join()
+        self._behind.join()
         text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
         self._writer.plan.agree(description)
@@ -136,14 +137,14 @@ class CheckpointStore:
             return
 
         def commit() -> None:
-            try:
-                self._writer.commit(step, image, publish)
-                self.published = step
-            except Exception as error:
-                self._failure = error
+            self._writer.commit(step, image, publish)
+            self.published = step
 
-        self._thread = threading.Thread(target=commit, name=f"checkpoint of step {step}", daemon=True)
-        self._thread.start()
+        self._behind.start(f"checkpoint of step {step}", commit)
+
+    def fence(self) -> None:
+        """Let what training issues from now on, which may change what is saved, wait for copies of it."""
+        self._writer.fence()
 
     def save_parts(
         self, step: int, forms: Forms, parts: Iterable[WeightPart], state: Mapping[str, Any]
@@ -155,7 +156,7 @@ class CheckpointStore:
         """
         if self._ranks.size > 1:
             raise CheckpointError("parts of tensors are saved by one process alone")
-        self._join()
+        self._behind.join()
         text = json.dumps(dict(state))
         self.claim()
         described = {name: [DTYPE_NAMES[dtype], list(shape), 0] for name, (dtype, shape) in forms.items()}
@@ -172,8 +173,8 @@ class CheckpointStore:
 
         Nothing is written where no rank has any, or where checkpoints refer to them already.
         """
-        self._join()
-        self._ranks.together(self._deliver)
+        self._behind.join()
+        self._ranks.together(self._behind.raise_error)
         if self.frozen.name is None and self._ranks.any(bool(tensors)):
             self.claim()
             self.frozen.save(tensors)
@@ -187,36 +188,26 @@ class CheckpointStore:
         if self._lease.lost:
             self._lease.check()
         if not self.busy:
-            self._join()
-            self._deliver()
+            self._behind.join()
+            self._behind.raise_error()
 
     @property
     def busy(self) -> bool:
         """True if a background save is in progress on this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._behind.busy
 
     def wait(self) -> None:
         """Wait for the save in flight; raise on every rank what it raised, unless `poll` did."""
-        self._join()
-        self._ranks.together(self._deliver)
+        self._behind.join()
+        self._ranks.together(self._behind.raise_error)
 
     def close(self) -> None:
         """Finish the save in flight, give back the lease, and raise a failure that was not raised yet."""
-        self._join()
+        self._behind.join()
         if self._writer.claimed and self._ranks.rank == 0:
             self._lease.release()
         self._writer.claimed = False
-        self._deliver()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _deliver(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._behind.raise_error()
 
     # -- reading ---------------------------------------------------------------
 
@@ -225,7 +216,7 @@ class CheckpointStore:
 
         Where LATEST itself is damaged, `warnings` says which step is taken instead.
         """
-        self._join()
+        self._behind.join()
         return self._ranks.on_first(self._latest)
 
     def go_back(self, step: int) -> None:
@@ -233,7 +224,7 @@ class CheckpointStore:
 
         Without it a run that ends before its next save would be resumed from a step that it had given up.
         """
-        self._join()
+        self._behind.join()
 
         def point() -> None:
             (path,) = candidates(self.directory, step)
@@ -257,7 +248,7 @@ class CheckpointStore:
         Tensors with a name in `converted` may be stored in another dtype. Raises UserError when a tensor is
         missing or differs in shape or dtype, when all checkpoints are damaged, and when there is none.
         """
-        self._join()
+        self._behind.join()
         failures: list[str] = []
         names = self._ranks.on_first(lambda: self._candidates(step))
         for name in names:
@@ -309,7 +300,7 @@ class CheckpointStore:
 
     def _prepare(self, tensors: Tensors, state: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the state's text, and a description of the tensors that this rank holds."""
-        self._deliver()
+        self._behind.raise_error()
         return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
 
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:

@@ -55,6 +55,10 @@ class Writer:
         self._copy.stage(share)
         return self._copy
 
+    def fence(self) -> None:
+        """Let what training issues from now on wait for the copies of `image`, on the device."""
+        self._copy.fence()
+
     def commit(self, step: int, image: LiveImage, publish: Callable[[Path, list[Any]], None]) -> None:
         """Write the image, and `publish` it on rank 0, given the directory and the reported parts.
 

@@ -15,6 +15,8 @@ from meshwright.report.format import size
 
 MOST_KERNELS = 12
 """Kernels that have a row of their own."""
+MOST_NAME = 52
+"""Characters of a kernel's name, with which a row of a terminal has room for the rest."""
 
 
 @verb("dryrun", RUN, FROM, api.dryrun, JSON)
@@ -107,13 +109,21 @@ def _kernels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         shown.append({"name": f"{len(others)} others (--json)", **sums})
     return [
         {
-            "kernel": row["name"],
+            "kernel": _shortened(row["name"]),
             "count": f"{row['count']:,}",
             "bytes": size(row["bytes"]),
             "TFLOP": f"{row['flops'] / 1e12:.4g}" if row["flops"] else "",
         }
         for row in shown
     ]
+
+
+def _shortened(name: str) -> str:
+    """Return a name without its middle if it is longer than `MOST_NAME`; compilers give such to kernels."""
+    if len(name) <= MOST_NAME:
+        return name
+    end = MOST_NAME // 3
+    return f"{name[: MOST_NAME - end - 3]}...{name[-end:]}"
 
 
 def _reads(row: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns that lines are kept within, unless a single word is longer."""
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGTP]i?)?B\b|[mu]?s\b)")
+"""The space between a number and its unit."""
+_JOINT = "\ue000"
+"""Stands for that space while a table is laid out, so that no cell is cut there."""
 
 
 def result(
@@ -84,13 +89,14 @@ def pairs(result: Mapping[str, Any]) -> None:
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows with equal keys under a line of names, without nested values; numbers are right-aligned.
 
-    If they are wider than `WIDTH`, cells are wrapped, those of the widest columns first.
+    If they are wider than `WIDTH`, cells are wrapped, those of the widest columns first, but not between a
+    number and its unit.
     """
     if not rows:
         return
     names = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
     cells = [[name.replace("_", " ") for name in names]]
-    cells += [[text(row.get(name)) for name in names] for row in rows]
+    cells += [[_BEFORE_UNIT.sub(_JOINT, text(row.get(name))) for name in names] for row in rows]
     widths = _widths(list(zip(*cells, strict=True)))
     numbers = [all(isinstance(row.get(name), (int, float)) for row in rows) for name in names]
     for row in cells:
@@ -100,7 +106,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 part.rjust(width) if right else part.ljust(width)
                 for part, width, right in zip(parts, widths, numbers, strict=True)
             ]
-            print("  ".join(shown).rstrip())
+            print("  ".join(shown).rstrip().replace(_JOINT, " "))
 
 
 def _widths(columns: Sequence[Sequence[str]]) -> list[int]:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from meshwright.comm.mesh import Axis, Pending
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending
 from meshwright.host import host_number
 
 # torch 2.13 renamed these two and warns at each call of the old names; 2.11 has only those.

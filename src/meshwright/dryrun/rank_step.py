@@ -10,39 +10,34 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.checkpoint.weights import Wanted, held_rectangles
 from meshwright.comm.mesh import Mesh, build_mesh
-from meshwright.comm.process_groups import Groups, Row
-from meshwright.data.loader import Batch
+from meshwright.comm.process_groups import Groups
 from meshwright.dryrun.even_routing import route_evenly
+from meshwright.dryrun.fake_world import FakeGroups, FakeMoments, fake_batch, fake_world
 from meshwright.dryrun.fused_products import fused_products
 from meshwright.dryrun.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
 from meshwright.dryrun.trace import Trace
 from meshwright.dryrun.trace_counts import waits
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.inductor import CompiledCode, compiled_code
-from meshwright.fake_cuda.runtime import DEVICES_A_HOST, RUNTIME
+from meshwright.fake_cuda.runtime import RUNTIME
 from meshwright.hardware.attention_backend import (
     AttentionBackends,
     AttentionGpu,
     attention_backends,
     check_release,
-    holds_documents,
 )
 from meshwright.kernels import attention_cpu
 from meshwright.kernels.attention_backend import preferred
 from meshwright.kernels.triton_operator import has_triton
-from meshwright.optim.offload import MomentMemory
 from meshwright.parallel import fused_comm_ops
 from meshwright.parallel.activation_offload import HostMemory
 from meshwright.parallel.flat_param import ParamSlot
@@ -112,14 +107,14 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
         recording.hear(mesh, groups)
         with recording.compiler(spec, memory) as code, memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
-            trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
+            trainer = Trainer(spec, mesh, observer, FakeMoments(spec.train, device, mesh.control))
             held = held_rectangles(trainer.given)
             for part in trainer.parts:
                 part.assume(number)
             if trainer.offload is not None:
                 trainer.offload.host = host
             _tell(memory, trainer)
-            first, second = _batch(spec), _batch(spec)
+            first, second = fake_batch(spec), fake_batch(spec)
             trainer.expect(first)
             setup = recording.with_waits(_counts(mesh, groups, memory, started))
             for each in (memory.restart, memory.operators.clear, mesh.wire.clear, recording.forget):
@@ -240,43 +235,6 @@ def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> d
     }
 
 
-# The world ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def fake_world(size: int, rank: int) -> Iterator[None]:
-    """A default group of `size` ranks of which only this one is there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class FakeGroups(Groups):
-    """Groups that send nothing. Like NCCL's they keep the order of posting, so each lane has its own."""
-
-    @property
-    def in_order(self) -> bool:
-        return True
-
-    def are_peers(self, row: Row) -> bool:
-        """True for the ranks of a host, on which all GPUs are peers."""
-        return row[0] // DEVICES_A_HOST == row[-1] // DEVICES_A_HOST
-
-    def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
-        return None if own is None else dist.new_group(list(own), backend="fake")
-
-
-class _FakeMoments(MomentMemory):
-    """Moments on the faked device wherever the run has them; `_tell` says where that is."""
-
-    bounces = False
-
-    def zeros(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
-
-
 class _FakeHost(HostMemory):
     """The host's memory as a number of bytes: nothing is allocated there."""
 
@@ -291,17 +249,6 @@ class _FakeHost(HostMemory):
 
     def _allocate(self, here: Tensor) -> Tensor:
         return torch.empty(here.shape, dtype=here.dtype, device="meta")
-
-
-def _batch(spec: RunSpec) -> Batch:
-    """A rank's samples of a step; packed ones, and those of pairs, are of two documents, so that attention
-    needs to tell them."""
-    count, length = spec.rank_sequences, spec.data.seq_len
-    tokens = torch.zeros(1, length, dtype=torch.int64).expand(count, length)
-    positions = torch.arange(length).expand(count, length)
-    documents = (torch.arange(length) >= length // 2).long() if holds_documents(spec) else tokens[0]
-    ids = torch.arange(count)
-    return Batch(tokens, tokens, positions, documents.expand(count, length), ids, ids)
 
 
 # What serves what ---------------------------------------------------------------------------------------

@@ -143,6 +143,8 @@ def _assumed(spec: RunSpec) -> list[str]:
     found = ["bytes are those of tensors: what an allocator, a library or a kernel adds is not in them"]
     if spec.model.moe is not None:
         found.append("routing is even: every expert gets equally many tokens from every rank")
+    if remark := spec.layout.remark:
+        found.append(remark)
     if spec.data.pack and spec.data.document_mask:
         found.append("each sample holds two documents")
     if spec.train.batch_warmup:

@@ -322,7 +322,7 @@ class Trace:
         if group is None:  # of no elements: nothing is sent
             return RUNTIME.new_event()
         lane = lane if operation in ("send", "receive") else None
-        return self._call(axis, operation, group, reads, writes, sent, lane)
+        return self.sent(axis, operation, group, reads, writes, sent, lane)
 
     def sent(
         self,
@@ -331,26 +331,18 @@ class Trace:
         group: dist.ProcessGroup,
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-    ) -> int:
-        """A kernel has begun to exchange tensors with other ranks by itself; returns its number."""
-        return self._call(axis, operation, group, reads, writes, _moved(reads))
-
-    def _call(
-        self,
-        axis: str,
-        operation: str,
-        group: dist.ProcessGroup,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        sent: float,
+        size: float | None = None,
         lane: tuple[int, int, int] | None = None,
     ) -> int:
+        """An exchange of tensors with other ranks has begun, by default of all that it reads; returns its
+        number. `size` is in bytes, `lane` that of a message."""
         number = RUNTIME.new_event()
         if group.group_name not in self._groups:
             self._groups[group.group_name] = RUNTIME.new_stream()
         self.add(
             "collective", operation, "collective", self._groups[group.group_name],
-            reads=self._spans(reads), writes=self._spans(writes), bytes=sent, number=number, axis=axis,
+            reads=self._spans(reads), writes=self._spans(writes), number=number, axis=axis,
+            bytes=_moved(reads) if size is None else size,
             group=group.group_name, ranks=group.size(), stride=_stride(group), after=RUNTIME.stream,
             lane=lane,
         )  # fmt: skip

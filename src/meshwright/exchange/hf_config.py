@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf.config_keys import MLA_KEYS, ROPE_KEYS, written
 from meshwright.spec.hf.config_read import PREDICTED, model_fields
-from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
+from meshwright.spec.hf.families import FAMILIES, stored_shared_ffn
+from meshwright.spec.hf.family import Family
 from meshwright.spec.hf.json_object import Config
 from meshwright.spec.layers import LongRope
 from meshwright.spec.model import ModelSpec

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.hf.families import FAMILIES, Family, stored_shared_ffn
+from meshwright.spec.hf.families import FAMILIES, stored_shared_ffn
+from meshwright.spec.hf.family import Family
 from meshwright.spec.hf.tensor_names import LATENTS, latents_query
 from meshwright.spec.sharded_tensor import Rectangle
 

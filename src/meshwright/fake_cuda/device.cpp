@@ -8,6 +8,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/env.h>
 #include <torch/library.h>
@@ -46,6 +47,7 @@ struct Hooks final : public at::CUDAHooksInterface {
   void setCurrentDevice(DeviceIndex) const override {}
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
 // Operators that decompose where they have no kernel. A test compares the list with torch's own of its kernels.

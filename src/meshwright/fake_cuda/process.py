@@ -1,4 +1,7 @@
-"""A process whose torch has had the faked device since it was imported, for functions that need it."""
+"""A process whose torch has had the faked device since it was imported, for functions that need it.
+
+Warnings there are warnings here, so that they are shown, or not, as this process shows its own.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,25 @@ import signal
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from meshwright.fake_cuda import library
 from meshwright.spec import UserError
 
 T = TypeVar("T")
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from meshwright.fake_cuda.process import serve; serve()"
+
+
+class _Told(NamedTuple):
+    """A warning, by plain values."""
+
+    message: str
+    category: type[Warning]
+    file: str
+    line: int
 
 
 class FakeCudaProcess:
@@ -47,7 +60,7 @@ class FakeCudaProcess:
             with suppress(BrokenPipeError):  # then it has said why it ended
                 pickle.dump((function, args, kwargs), requests)
                 requests.flush()
-            result, error = pickle.load(replies)
+            result, error, told = pickle.load(replies)
         except (EOFError, pickle.UnpicklingError) as broken:
             code = self._process.wait()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -55,6 +68,8 @@ class FakeCudaProcess:
                 f"--device: is cuda; the process in which a GPU is faked ended {how}, perhaps for want of "
                 "memory; run it again with more memory, or give cpu"
             ) from broken
+        for each in told:
+            warnings.warn_explicit(each.message, each.category, each.file, each.line)
         if error is not None:
             raise error
         return result
@@ -70,13 +85,22 @@ def serve() -> None:
 
         install()
     except UserError as error:
-        pickle.dump((None, error), replies)
+        pickle.dump((None, error, []), replies)
         return
     with suppress(EOFError):
         while True:
             function, args, kwargs = pickle.load(sys.stdin.buffer)
-            pickle.dump(_outcome(function, args, kwargs), replies)
+            with warnings.catch_warnings(record=True) as caught:
+                outcome = _outcome(function, args, kwargs)
+            pickle.dump((*outcome, [_told(each) for each in caught]), replies)
             replies.flush()
+
+
+def _told(caught: warnings.WarningMessage) -> _Told:
+    """A warning for another process, in which torch's own kinds of warnings may not be known."""
+    known = caught.category.__module__ == "builtins"
+    category = caught.category if known else UserWarning
+    return _Told(str(caught.message), category, caught.filename, caught.lineno)
 
 
 def _outcome(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Exception | None]:

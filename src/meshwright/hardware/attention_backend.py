@@ -162,13 +162,16 @@ def _flash(spec: RunSpec, gpu: AttentionGpu) -> tuple[AttentionBackend | None, l
     elif chosen != "FA2" and native in gpu.packages and native is not None:
         wanted = native
     notes = []
-    if chosen in ("auto", "cudnn") and native is not None and wanted != native:
+    reasons = {
+        release: _refusal(release, channels, most, format, gpu.capability)
+        for release, most in _MOST_CHANNELS.items()
+    }
+    if chosen in ("auto", "cudnn") and native is not None and wanted != native and not reasons[native]:
         notes.append(f"without the package of {NAMES[native]}")
     for release in dict.fromkeys((wanted, "FA2")):
-        if reason := _refusal(release, channels, _MOST_CHANNELS[release], format, gpu.capability):
-            notes.append(reason)
-        else:
+        if not reasons[release]:
             return release, notes
+        notes.append(reasons[release])
     return None, notes
 
 

@@ -10,7 +10,7 @@ An entry is a hard link to a whole file, which only one of several islands can m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, field
 from pathlib import Path
@@ -20,8 +20,12 @@ from pydantic.dataclasses import dataclass
 
 from meshwright import atomic
 from meshwright.comm.authentication import shared_secret
+from meshwright.spec import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.records import Integer, Record, read
+
+OUTER_STEP = ("lr", "momentum", "nesterov", "staleness_lr")
+"""Keys of `outer` by which anchors follow from the log, so that all islands need equal ones."""
 
 
 def island_folder(out: Path, island: int) -> Path:
@@ -109,3 +113,14 @@ class IslandLog:
         with suppress(FileNotFoundError):
             return read(kind, parse_json(path.read_text(encoding="utf-8")), str(path))
         return None
+
+
+def check_same_step(own: Mapping[str, Any], members: Mapping[int, Entry]) -> None:
+    """Refuse an outer step that is not the members', whose anchors would be others."""
+    for island, entry in members.items():
+        for key, value in own.items():
+            if (theirs := entry.outer_step.get(key, value)) != value:
+                raise UserError(
+                    f"outer.{key}: {value!r}, and island {island}, which trains already, has {theirs!r}; all "
+                    f"islands of a run take the same outer step: give {theirs!r}, or another --out"
+                )

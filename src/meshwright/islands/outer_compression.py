@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import start_all_gather
-from meshwright.comm.mesh import Axis, Pending
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec.outer import OuterFormat, OuterSpec
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,8 @@ from torch import Tensor
 from meshwright.comm.checksum import checksum_of
 from meshwright.comm.control import Control
 from meshwright.comm.mailbox import Address, LostPeerError, Mailbox, Peer
-from meshwright.islands.island_log import Arrival, Entry, IslandLog
+from meshwright.islands.island_log import OUTER_STEP, Arrival, Entry, IslandLog, check_same_step
 from meshwright.islands.outer_quorum import Contribution, MergedExchange, QuorumOuter
-from meshwright.spec import UserError
 from meshwright.spec.outer import OuterSpec
 
 Tell = Callable[[str, dict[str, Any]], None]
@@ -38,8 +37,6 @@ ASK_S = 1.0
 """Time between two questions whether the members that are waited for are there."""
 START_S = 120.0
 """Longest time that a new run waits for its other islands to join."""
-OUTER_STEP = ("lr", "momentum", "nesterov", "staleness_lr")
-"""Keys of `outer` by which anchors follow from the log, so that all islands need equal ones."""
 TURN_S = 20.0
 """Longest time that the other ranks of an island wait for a word of rank 0."""
 
@@ -133,7 +130,7 @@ class LoggedArrivals:
                     members.pop(entry.island, None)
             lost = [island for island, entry in members.items() if not self._lives(island, entry)]
             if not lost:
-                _check_same_step(step, members)
+                check_same_step(step, members)
             own = Entry("join", self.island, tuple(addresses), not members, step, at=time.time())
             entry = Entry("leave", lost[0], reason="lost", at=time.time()) if lost else own
             if self.log.append(number, entry) and entry is own:
@@ -400,14 +397,3 @@ class LoggedArrivals:
         except LostPeerError:
             return False
         return True
-
-
-def _check_same_step(own: Mapping[str, Any], members: Mapping[int, Entry]) -> None:
-    """Refuse an outer step that is not the members', whose anchors would be others."""
-    for island, entry in members.items():
-        for key, value in own.items():
-            if (theirs := entry.outer_step.get(key, value)) != value:
-                raise UserError(
-                    f"outer.{key}: {value!r}, and island {island}, which trains already, has {theirs!r}; all "
-                    f"islands of a run take the same outer step: give {theirs!r}, or another --out"
-                )

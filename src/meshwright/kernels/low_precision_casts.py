@@ -83,21 +83,21 @@ def _dtype(e5m2: bool) -> torch.dtype:
     return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
 
 
-def _turned(x: Tensor) -> list[int]:
-    return [*x.shape[:-2], x.shape[-1], x.shape[-2]]
+def _shapes(x: Tensor, rows: bool, columns: bool) -> list[list[int]]:
+    """The shape of x, and that of its transpose, of those that are asked for."""
+    return [[*x.shape]] * rows + [[*x.shape[:-2], x.shape[-1], x.shape[-2]]] * columns
 
 
 def empty_tensor(
     x: Tensor, scale: Tensor, seen: list[Tensor], e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
     """Empty numbers along the columns and across, if asked for."""
-    shapes = [list(x.shape)] * rows + [_turned(x)] * columns
-    return [x.new_empty(shape, dtype=_dtype(e5m2)) for shape in shapes]
+    return [x.new_empty(shape, dtype=_dtype(e5m2)) for shape in _shapes(x, rows, columns)]
 
 
 def empty_rows(x: Tensor, e5m2: bool, columns: bool) -> list[Tensor]:
     """Empty numbers, of the transpose with `columns`, and a scale for each of their rows."""
-    shape = _turned(x) if columns else list(x.shape)
+    (shape,) = _shapes(x, not columns, columns)
     return [x.new_empty(shape, dtype=_dtype(e5m2)), x.new_empty(shape[:-1], dtype=torch.float32)]
 
 
@@ -106,7 +106,7 @@ def empty_tiles(
 ) -> list[Tensor]:
     """Empty numbers and scales along the columns and across, if asked for."""
     found: list[Tensor] = []
-    for shape in [list(x.shape)] * rows + [_turned(x)] * columns:
+    for shape in _shapes(x, rows, columns):
         *batch, height, width = shape
         down, along = _ceil(height, 128), _ceil(width, 128)
         found.append(x.new_empty(shape, dtype=_dtype(e5m2)))
@@ -118,10 +118,13 @@ def empty_tiles(
     return found
 
 
-def empty_nvfp4(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
+def empty_nvfp4(
+    x: Tensor, scale: Tensor, seen: list[Tensor], square: bool, stochastic: bool, rotated: bool, rows: bool,
+    columns: bool,
+) -> list[Tensor]:  # fmt: skip
     """Empty numbers, two in a byte, and scales of blocks along the columns and across, if asked for."""
     found: list[Tensor] = []
-    for height, width in [tuple(x.shape)] * rows + [tuple(_turned(x))] * columns:
+    for height, width in _shapes(x, rows, columns):
         packed = x.new_empty([height, width // 2], dtype=torch.uint8)
         found.append(packed.view(torch.float4_e2m1fn_x2))
         size = _ceil(height, 128) * _ceil(width, 64) * 512
@@ -129,35 +132,14 @@ def empty_nvfp4(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
     return found
 
 
-@triton_operator("low_precision_casts", mutates=("seen",))
-def cast_tensor(
-    x: Tensor, scale: Tensor, seen: list[Tensor], e5m2: bool, rows: bool, columns: bool
-) -> list[Tensor]:
-    """Casts of x in 8 bits with a given scale, along its columns and across, as one kernel."""
-    return empty_tensor(x, scale, seen, e5m2, rows, columns)
-
-
-@triton_operator("low_precision_casts")
-def cast_rows(x: Tensor, e5m2: bool, columns: bool) -> list[Tensor]:
-    """Casts of x in 8 bits with a scale for each row, or for each column across, as one kernel."""
-    return empty_rows(x, e5m2, columns)
-
-
-@triton_operator("low_precision_casts")
-def cast_tiles(
-    x: Tensor, e5m2: bool, block: int, square: bool, mx: bool, rows: bool, columns: bool
-) -> list[Tensor]:
-    """Casts of x in 8 bits with a scale for each block, along its columns and across, as one kernel."""
-    return empty_tiles(x, e5m2, block, square, mx, rows, columns)
-
-
-@triton_operator("nvfp4_casts", mutates=("seen",))
-def cast_nvfp4(
-    x: Tensor, scale: Tensor, seen: list[Tensor], square: bool, stochastic: bool, rotated: bool, rows: bool,
-    columns: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Casts of x in nvfp4, along its columns and across, as one kernel."""
-    return empty_nvfp4(x, rows, columns)
+cast_tensor = triton_operator("low_precision_casts", ["seen"], "cast_tensor")(empty_tensor)
+"""Casts of x in 8 bits with a given scale, along its columns and across, as one kernel."""
+cast_rows = triton_operator("low_precision_casts", name="cast_rows")(empty_rows)
+"""Casts of x in 8 bits with a scale for each row, or for each column across, as one kernel."""
+cast_tiles = triton_operator("low_precision_casts", name="cast_tiles")(empty_tiles)
+"""Casts of x in 8 bits with a scale for each block, along its columns and across, as one kernel."""
+cast_nvfp4 = triton_operator("nvfp4_casts", ["seen"], "cast_nvfp4")(empty_nvfp4)
+"""Casts of x in nvfp4, along its columns and across, as one kernel."""
 
 
 # The same by torch's operators ----------------------------------------------------------------------------

@@ -32,25 +32,28 @@ def takes_triton(device: torch.device) -> bool:
     return device.type == "cuda" and (has_triton() or torch.version.cuda is None)
 
 
-def triton_operator(file: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+def triton_operator(
+    file: str, mutates: Sequence[str] = (), name: str = ""
+) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: makes a function the operator `torch.ops.meshwright.NAME`, and returns that.
 
     The function's annotations are the operator's schema, `mutates` names the tensors that it writes to, and
-    its body makes the empty results from its arguments. On CUDA the operator is the function of the same name
-    in `kernels/triton/FILE.py`, which launches the kernel. Autograd does not see through it: a backward is
-    attached by `torch.library.register_autograd` or `kernels/with_backward.py`.
+    its body makes the empty results from its arguments. NAME is `name`, by default the function's. On CUDA
+    the operator is the function NAME in `kernels/triton/FILE.py`, which launches the kernel. Autograd does
+    not see through it: a backward is attached by `torch.library.register_autograd` or
+    `kernels/with_backward.py`.
     """
 
     def declare(like: Callable[..., Any]) -> Any:
-        name = like.__name__
+        own = name or like.__name__
 
         def launch(*args: Any, **kwargs: Any) -> Any:
-            return getattr(import_module(f"{KERNELS}.{file}"), name)(*args, **kwargs)
+            return getattr(import_module(f"{KERNELS}.{file}"), own)(*args, **kwargs)
 
-        full = f"meshwright::{name}"
+        full = f"meshwright::{own}"
         torch.library.define(full, torch.library.infer_schema(like, mutates_args=mutates))
         torch.library.impl(full, "CUDA", launch)
         torch.library.register_fake(full, like)
-        return getattr(torch.ops.meshwright, name).default
+        return getattr(torch.ops.meshwright, own).default
 
     return declare

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import start_all_to_all
-from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.traffic_counter import Pending
 from meshwright.kernels import expert_rows
 from meshwright.kernels.with_backward import with_backward
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks

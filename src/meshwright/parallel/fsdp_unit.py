@@ -43,7 +43,8 @@ from meshwright.comm.collectives import (
     start_all_gather_coalesced,
     start_reduce_scatter_coalesced,
 )
-from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.traffic_counter import Pending
 from meshwright.kernels.gradient_accumulation_fusion import RunningSum
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.precision import Formats

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import start_all_reduce
-from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.traffic_counter import Pending
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.grad_norm import norms, sum_of_squares
 from meshwright.parallel.precision import Formats

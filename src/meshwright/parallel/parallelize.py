@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -171,6 +172,8 @@ def recompute_and_compile(
     # What a compiled block saves, its program gives to autograd itself, whatever the policy.
     apply_recompute(dense, spec.recompute, cache, None if spec.train.compile else offload)
     if spec.train.compile:
+        # Products in fp32 are to be those of fp32; the advice of torch's compiler is a call in Python.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
         # Of a MoE block only the attention: the rows of its experts depend on the data.
         for module in [*dense, *(block.get_submodule("attn") for block in moe)]:
             module.forward = torch.compile(module.forward)

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.collectives import start_receive, start_send
-from meshwright.comm.mesh import Axis, Mesh, Pending
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.traffic_counter import Pending
 from meshwright.model.hooks import identity
 from meshwright.parallel.deferred_wgrad import WeightGradStore, Work, weight_gradients
 from meshwright.schedule import (

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import DONE, start_all_gather, start_reduce_scatter, start_shift
-from meshwright.comm.mesh import Axis, Pending
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending
 from meshwright.kernels.attention_flash import part_operators
 from meshwright.kernels.attention_intervals import AttentionIntervals
 from meshwright.kernels.partial_attention import (

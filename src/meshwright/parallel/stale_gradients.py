@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from meshwright.comm.collectives import DONE, start_all_reduce
-from meshwright.comm.mesh import Pending
+from meshwright.comm.traffic_counter import Pending
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.step_part import StepPart

@@ -22,7 +22,8 @@ from meshwright.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from meshwright.comm.mesh import Axis, Pending
+from meshwright.comm.mesh import Axis
+from meshwright.comm.traffic_counter import Pending
 from meshwright.kernels.with_backward import with_backward
 from meshwright.model.linear import Linear
 from meshwright.model.low_precision_linear import Operand, Products, operand_of

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm import collectives
-from meshwright.comm.mesh import Axis, TrafficCounter
+from meshwright.comm.mesh import Axis
 from meshwright.comm.process_groups import Groups
+from meshwright.comm.traffic_counter import TrafficCounter
 from meshwright.hardware.cluster import Collective
 from meshwright.profile.clock import Clock, repeats_within, time_shares
 

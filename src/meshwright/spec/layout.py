@@ -178,6 +178,16 @@ class Layout(FrozenModel):
         return self.expert_buffer_factor is not None and self.ep * self.etp > 1
 
     @property
+    def remark(self) -> str:
+        """A sentence on a key that has no effect with the others; "" if there is none."""
+        if self.expert_buffer_factor is None or self.bounds_dispatch:
+            return ""
+        return (
+            f"layout.expert_buffer_factor: {self.expert_buffer_factor:g} has no effect, as with layout.ep = "
+            f"1 and layout.etp = 1 no rank sends to experts of another; leave it out, or give layout.ep"
+        )
+
+    @property
     def expert_data_ranks(self) -> int:
         """Number of ranks that hold the same experts, and that ZeRO shards their states over."""
         return self.expert_ranks // (self.ep * self.etp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
+from math import gcd, lcm
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
@@ -56,10 +56,12 @@ def expert_axis_divides(spec: Sections) -> None:
         check_divides("layout.etp", etp, "model.hidden", spec.model.hidden, slices or [1], folded)
     if ranks % (ep * etp):
         key, hint = ("ep", nearest(ep, fits)) if fits else ("etp", nearest(etp, slices or [1]))
+        more = lcm(ranks, ep * etp) // (layout.cp * layout.tp)
         raise UserError(
             f"layout.{key}: {getattr(layout, key)} makes ep x etp = {ep * etp}, which does not divide the "
-            f"dp {layout.dp} x cp {layout.cp} x tp {layout.tp} = {ranks} ranks of a stage and replica; "
-            f"try layout.{key} = {hint}"
+            f"dp {layout.dp} x cp {layout.cp} x tp {layout.tp} = {ranks} ranks of a stage and replica, among "
+            f"which experts are shared out; set layout.dp = {more} for more of them, or try layout.{key} = "
+            f"{hint}"
         )
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.parallel.loss_normalization import power_and_rest, weight_of_a_count
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 
 
 class Accumulation:

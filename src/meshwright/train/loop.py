@@ -34,7 +34,8 @@ from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.starting_point import StartingPoint, StartingPoints
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from meshwright.train.validation import Validation
 
 Row = dict[str, Any]
@@ -68,7 +69,7 @@ class TrainingRun:
         self.out, self.observers, self.corpus = out, observers, corpus
         self.world, self.loader, self.trainer = world, loader, trainer
         self.store, self.snapshots = store, snapshots
-        trainer.before_update = snapshots.fence
+        trainer.before_update = self._fence
         self.saves = Saves(spec, self.control, store, observers)
         self.guard = Guard(trainer, loader, observers)
         reference = ReferenceRun(trainer, corpus, out)
@@ -226,7 +227,7 @@ class TrainingRun:
         """Do what is due after the last step done."""
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
-            self.snapshots.fence()  # averaged weights may take the place of these
+            self._fence()  # averaged weights may take the place of these
             self.validation.measure(self.done)
         if self.saves.due(self.done) and self.saves.saved != self.done:
             self._save(self.spec.checkpoint.asynchronous)
@@ -248,7 +249,7 @@ class TrainingRun:
 
     def _roll_back(self, first: int) -> None:
         """Go on from the newest checkpoint before a loss spike that began with step `first`."""
-        self.snapshots.fence()
+        self._fence()
         spiked, before = self.done, self.guard.state()
         self.saves.settle()
         self._tell_saved()
@@ -277,6 +278,11 @@ class TrainingRun:
         self.snapshots.save(self.done, state.tensors(self.trainer), kept, state.form(self.trainer))
         self._tell_warnings()
 
+    def _fence(self) -> None:
+        """Let what is issued from now on, which may change the state, wait for copies of it on the device."""
+        self.snapshots.fence()
+        self.store.fence()
+
     def _metadata(self, samples: str) -> Row:
         tokenizer = self.corpus.tokenizer.content_sha256 if self.corpus.has_text else None
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
@@ -284,7 +290,7 @@ class TrainingRun:
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
-        self.snapshots.fence()
+        self._fence()
         self.guard.before_save(self.done)
         kept = self._metadata(self.samples.digest())
         self.guard.refuse_flaw(self.done, lambda: state.flaw(kept))

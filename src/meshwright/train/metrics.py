@@ -19,7 +19,8 @@ from meshwright.spec import MoeSpec
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.memory_use import peak_memory_bytes
 from meshwright.train.mfu import datasheet_flops_per_second, shares_of_rates
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 
 Row = dict[str, Any]
 MOST_LOADS = 4096

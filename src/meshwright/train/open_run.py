@@ -60,6 +60,7 @@ def open_run(
     sources = Sources(soft_targets(corpus), world.arrivals)
     trainer = Trainer(spec, mesh, memory=memory, sources=sources)
     store = _claimed_store(spec, mesh, out, lease, disk)
+    store.warnings += [remark] if (remark := spec.layout.remark) else []
     snapshots = snapshots_of(spec.recovery.snapshot_every, slots, mesh, free_memory, store.warnings)
     return TrainingRun(spec, mesh, out, observers, corpus, world, loader, trainer, store, snapshots, weights)
 

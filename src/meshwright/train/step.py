@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -41,32 +40,10 @@ from meshwright.train.magnitudes import begin_magnitudes
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.nll import loss_and_count, own_targets
 from meshwright.train.parts import Sources, parts_of
+from meshwright.train.step_result import StepResult
 from meshwright.train.step_sums import Sums, Totals
 
 P = TypeVar("P", bound=StepPart)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step: `loss` in nats a token, over the global batch; `grad_norm` before clipping."""
-
-    loss: float
-    grad_norm: float
-    rate: float
-    applied: bool
-    """False when a gradient was not finite: then nothing was changed, on any rank."""
-    waiting: bool
-    """True if no gradient was due yet: one is applied `spec.staleness` steps late. `grad_norm` is 0 then."""
-    failures: int
-    """Number of ranks that reported a failure."""
-    stops: int
-    """Number of ranks that were asked to stop; step groups learn of each other's in their next exchange."""
-    loss_scale: float
-    """The loss scale that the step was computed with."""
-    further_loss: float | None = None
-    """The mean loss of the tokens after the next ones, where the model predicts them, without its factor."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Fields that parts of the step add to its metrics."""
 
 
 class Trainer:

@@ -30,7 +30,8 @@ from meshwright.spec.eight_bit import blocks_of
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiled
 from meshwright.train.guard.vote import Vote
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.held_out import reference_losses, validation_losses
 from meshwright.verify.kinds import phrase

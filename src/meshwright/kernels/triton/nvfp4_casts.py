@@ -147,7 +147,7 @@ def cast_nvfp4(
     columns: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The results of the operator `cast_nvfp4`."""
-    found = declared.empty_nvfp4(x, rows, columns)
+    found = declared.empty_nvfp4(x, scale, seen, square, stochastic, rotated, rows, columns)
     own = as_bytes(found)
     numbers, scales = own[:2] if rows else (None, None)
     turned, turned_scales = own[-2:] if columns else (None, None)

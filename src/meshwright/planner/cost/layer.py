@@ -33,9 +33,9 @@ from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import KERNELS, SoftwareStack, elementwise_passes
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
+from meshwright.planner.traffic.layer_messages import end_messages, layer_messages
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
-from meshwright.planner.traffic.messages import end_messages, layer_messages
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
 from meshwright.spec.parameter_groups import run_parameters

@@ -10,7 +10,8 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_keys import MLA_KEYS, Keys
 from meshwright.spec.hf.config_rope import read_rope
-from meshwright.spec.hf.families import FAMILIES, Family
+from meshwright.spec.hf.families import FAMILIES
+from meshwright.spec.hf.family import Family
 from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.other_layers import OTHER_INPUTS, OTHER_LAYERS
 from meshwright.spec.hf.special_tokens import check_within

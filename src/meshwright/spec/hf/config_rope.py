@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.spec.hf.config_keys import ROPE_KEYS
-from meshwright.spec.hf.families import Family
+from meshwright.spec.hf.family import Family
 from meshwright.spec.hf.json_object import NUMBER, SIZE, Config
 
 

@@ -20,7 +20,8 @@ from meshwright.train.guard.nonfinite import bad_state, locate
 from meshwright.train.guard.replay import replay, replicas
 from meshwright.train.guard.spikes import SpikeDetector, SpikesState
 from meshwright.train.guard.vote import Vote
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
+from meshwright.train.step_result import StepResult
 
 MOST_NAMED = 5
 """Parameters without gradients that a warning lists."""
