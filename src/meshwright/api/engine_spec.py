@@ -57,8 +57,6 @@ def check_runnable(spec: RunSpec) -> None:
 
 
 def _ranks() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
     place = worker()
     return place.world_size if place else 1
 

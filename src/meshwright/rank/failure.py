@@ -14,7 +14,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,16 @@ def record(error: BaseException) -> None:
         "py_callstack": sentence if plain else "".join(traceback.format_exception(error)),
     }
     atomic.write(Path(name), json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
+
+
+@contextmanager
+def errors_recorded() -> Iterator[None]:
+    """Block whose error is recorded before what is around it ends."""
+    try:
+        yield
+    except BaseException as error:
+        record(error)
+        raise
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.comm import process_groups
 from meshwright.rank.env import LOOPBACK, Supervision, Worker
-from meshwright.rank.failure import record
+from meshwright.rank.failure import errors_recorded
 from meshwright.rank.flight_recorder import record_collectives
 from meshwright.rank.gpu import device_index, refuse_shared
 from meshwright.rank.network import check_loopback
@@ -71,21 +71,24 @@ def process_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
         check_loopback()
-    with ExitStack() as stack:
-        try:
-            store: Store = dist.HashStore()  # type: ignore[attr-defined]
-            if place is not None and not alone:
-                store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
-            supervision, local_rank = Supervision.given(), place.local_rank if place else 0
-            dumps = folder / "flight-recorder" if folder is not None else None
-            if supervision is not None and supervision.flight_recorder:
-                dumps = Path(supervision.flight_recorder)
-            group = init_process_group(device_type, store, rank, size, local_rank, dumps)
-            yield group
-            dist.barrier()  # no rank hangs up on one that still listens
-        except BaseException as error:
-            record(error)
-            raise
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    with ExitStack() as stack, _left_at_end(), errors_recorded():
+        store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        if place is not None and not alone:
+            store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
+        supervision, local_rank = Supervision.given(), place.local_rank if place else 0
+        dumps = folder / "flight-recorder" if folder is not None else None
+        if supervision is not None and supervision.flight_recorder:
+            dumps = Path(supervision.flight_recorder)
+        group = init_process_group(device_type, store, rank, size, local_rank, dumps)
+        yield group
+        dist.barrier()  # no rank hangs up on one that still listens
+
+
+@contextmanager
+def _left_at_end() -> Iterator[None]:
+    """Block that may join the default group, and leaves it."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
