@@ -17,8 +17,8 @@ from meshwright.rank.env import LOOPBACK, Supervision, Worker
 from meshwright.rank.failure import errors_recorded
 from meshwright.rank.flight_recorder import record_collectives
 from meshwright.rank.gpu import device_index, refuse_shared
-from meshwright.rank.network import check_loopback
-from meshwright.rank.rendezvous import world_store
+from meshwright.rank.network import check_loopback, interface_towards
+from meshwright.rank.rendezvous import master, world_store
 from meshwright.spec import UserError
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
@@ -60,8 +60,8 @@ def process_group(
 
     Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
     store is in its memory. Gloo, which always listens, does so on the loopback interface where all ranks are
-    on this host. An error inside is recorded before the group goes down, so that it is older than the errors
-    that its end brings about in the other ranks.
+    on this host, and else where others reach it. An error inside is recorded before the group goes down, so
+    that it is older than the errors that its end brings about in the other ranks.
     """
     if device_type not in ("cpu", "cuda"):
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
@@ -69,6 +69,8 @@ def process_group(
     rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
     if alone or (place is not None and place.local_world_size == size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    elif not place.launched and (interface := interface_towards(master(os.environ)[0])) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
         check_loopback()
     with ExitStack() as stack, _left_at_end(), errors_recorded():

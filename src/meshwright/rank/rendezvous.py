@@ -62,7 +62,7 @@ def world_store(
     from meshwright.comm.store import AuthenticatedStore
 
     with ExitStack() as stack:
-        host, port = ("", 0) if place.launched else _master(os.environ)
+        host, port = ("", 0) if place.launched else master(os.environ)
         where = os.environ[STORE] if place.launched else f"{host}:{port}"
         try:
             if place.launched:
@@ -203,7 +203,7 @@ def _reached_at(master: str) -> tuple[str, str]:
     return ("0.0.0.0", master) if found is None else (found, found)
 
 
-def _master(given: Mapping[str, str]) -> tuple[str, int]:
+def master(given: Mapping[str, str]) -> tuple[str, int]:
     """Host and port of rank 0, of MASTER_ADDR and MASTER_PORT, or as a launcher's variables tell.
 
     Raises `UserError` where one is wrong, or nothing tells it.

@@ -19,6 +19,8 @@ class UserError(Exception):
     code = 2
     restart = False
     """True if a start of the ranks from what was saved may mend it."""
+    of_another_run = False
+    """True if another run goes on in the same folder, whose status this is not."""
 
 
 class StorageError(UserError):
