@@ -113,6 +113,13 @@ class Slurm:
         )  # fmt: skip
 
 
+    def kill_node(self, node: str) -> None:
+        """Kill all processes of a node at once, as one that loses power."""
+        space = f"{BRIDGE}-{node}"
+        found = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
+        subprocess.run(["kill", "-9", *found.stdout.split()], check=False)
+
+
 @contextmanager
 def slurm(folder: Path, nodes: int = 2, cpus: int = 2) -> Iterator[Slurm]:
     """A cluster of a number of nodes, which ends with the context; `cpus` are what each node says it has."""

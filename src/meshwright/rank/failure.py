@@ -24,6 +24,7 @@ from meshwright import atomic
 from meshwright.spec import UserError
 from meshwright.spec.errors import (
     ECHOES,
+    JOB_ENDS,
     CollectiveError,
     DataError,
     NumericalError,
@@ -66,6 +67,11 @@ class Outcome:
     details: str = ""
     stopped: bool = False
     restart: bool = False
+
+    @property
+    def leaves(self) -> bool:
+        """True if the ranks have saved since the job of their host ends, which no signal has told."""
+        return self.stopped and JOB_ENDS in self.sentence
 
     @property
     def final(self) -> bool:

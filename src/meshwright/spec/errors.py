@@ -66,6 +66,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REQUEUE = 75
 """Exit code of a run that was stopped and has saved: start it again (EX_TEMPFAIL of sysexits.h)."""
 
+JOB_ENDS = "the end of the job"
+"""What stops a run that saves before its scheduler ends the job, in the place of a signal's name."""
+
 
 class Stopped(KeyboardInterrupt):
     """A run ended early because a signal asked it to.

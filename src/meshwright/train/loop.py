@@ -22,7 +22,7 @@ from meshwright.kernels.attention_backend import backends_in_use
 from meshwright.rank.machine import machine
 from meshwright.rank.scheduler import deadly_signal, job
 from meshwright.spec import RunSpec
-from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
+from meshwright.spec.errors import JOB_ENDS, REQUEUE, CorruptionError, Stopped
 from meshwright.spec.parameter_groups import trained_parameters
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
@@ -40,7 +40,6 @@ from meshwright.train.step import StepResult, Trainer
 from meshwright.train.validation import Validation
 
 Row = dict[str, Any]
-JOB_ENDS = "the end of the job"
 MOST_NOTES = 100
 """Steps whose samples may be noted only; a restart from memory reads them again."""
 
