@@ -195,6 +195,13 @@ def launcher_of(given: Mapping[str, str]) -> tuple[Launcher, Task] | None:
     return None
 
 
+def ranks_flag() -> str:
+    """How the launcher of this process is told the number of ranks."""
+    if "RANK" in os.environ or (started := launcher_of(os.environ)) is None:
+        return "--nproc"
+    return started[0].flag
+
+
 def refuse_several_tasks(environment: Mapping[str, str] | None = None) -> None:
     """Raise `UserError` in one of several tasks of a launcher which no torchrun has made ranks."""
     given = os.environ if environment is None else environment

@@ -45,12 +45,18 @@ from meshwright.spec.rules import ranks_match
 def device_of(folder: Path | None = None) -> Iterator[torch.device]:
     """This process's device, in the world of its ranks (`worker`), or alone; its group lasts as long.
 
-    A default group that there is already is used, and stays, as does the number of threads that its owner has
-    chosen. `folder` is one that all ranks have (`rank/rendezvous.py`).
+    A default group that there is already is used, and stays, as do the number of threads that its owner has
+    chosen and afterwards the precision of products. `folder` is one that all ranks have
+    (`rank/rendezvous.py`).
     """
     if (joined := joined_device()) is not None:
-        with errors_recorded():
-            yield joined
+        before = torch.get_float32_matmul_precision()
+        use_fast_fp32_matmul(joined)
+        try:
+            with errors_recorded():
+                yield joined
+        finally:
+            torch.set_float32_matmul_precision(before)
         return
     place = worker()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
