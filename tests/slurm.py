@@ -112,7 +112,6 @@ class Slurm:
             check=True, env=os.environ | self.environment,
         )  # fmt: skip
 
-
     def kill_node(self, node: str) -> None:
         """Kill all processes of a node at once, as one that loses power."""
         space = f"{BRIDGE}-{node}"
@@ -135,7 +134,9 @@ def slurm(folder: Path, nodes: int = 2, cpus: int = 2) -> Iterator[Slurm]:
     )
     file = folder / "slurm.conf"
     file.write_text(configuration, encoding="utf-8")
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")  # else it looks for them
+    (folder / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v1\n", encoding="utf-8"
+    )  # else it looks for them
     cluster = Slurm(folder, names, {"SLURM_CONF": str(file)})
     with _namespaces(names):
         try:

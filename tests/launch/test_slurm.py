@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm import Slurm, missing, slurm
 
 from meshwright.runs.record import read_run
 from meshwright.runs.status import read_status
+from slurm import Slurm, missing, slurm
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")

@@ -17,7 +17,6 @@ from meshwright.comm import process_groups
 from meshwright.rank import env
 from meshwright.rank import process_group as process_group_module
 from meshwright.rank.env import Worker, fit_layout, keep_compiled_code, resolve, worker
-from meshwright.rank.process_group import process_group
 from meshwright.rank.launchers import (
     LOWEST_PORT,
     PORTS,
@@ -25,6 +24,7 @@ from meshwright.rank.launchers import (
     launcher_of,
     refuse_several_tasks,
 )
+from meshwright.rank.process_group import process_group
 from meshwright.spec import UserError, load
 from meshwright.spec.load import from_tree
 
@@ -137,7 +137,9 @@ def test_tasks_of_launchers_are_ranks(given: dict[str, str]) -> None:
 
 def test_tasks_of_slurm_are_ranks_unless_an_inner_launcher_has_made_others() -> None:
     assert worker(SRUN) == Worker(3, 5, 1, 2)
-    assert worker({**SRUN, "SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}) == Worker(4, 5, 0, 1)
+    assert worker({**SRUN, "SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}) == Worker(
+        4, 5, 0, 1
+    )
     assert worker(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}) == Worker(3, 5, 1, 2)  # srun --mpi=pmi2
     assert worker(SRUN | {"PMIX_RANK": "3"}) == Worker(3, 5, 1, 2)  # srun --mpi=pmix
     assert worker(SRUN | MPIRUN) == Worker(5, 8, 1, 4)  # mpirun in a job, whose daemons srun has started
@@ -153,14 +155,20 @@ def test_tasks_of_a_job_meet_at_the_first_host_and_a_port_of_the_job() -> None:
     assert launcher.master(task, SRUN | {"SLURM_JOB_ID": "42"})[1] != port
     assert launcher.master(task, SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "77"}) == ("a", 77)
     mpirun, place = launcher_of(MPIRUN) or pytest.fail("mpirun made no ranks")
-    with pytest.raises(UserError, match="MASTER_ADDR: .* Open MPI does not say .* -x MASTER_ADDR=ADDRESS"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR: .* Open MPI does not say .* -x MASTER_ADDR=ADDRESS"):
         mpirun.master(place, MPIRUN)
     assert mpirun.master(place._replace(local_world_size=8), MPIRUN)[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("n[3-5,9]", "n3"), ("gpu-[012,014]", "gpu-012"), ("a7,b[1-2]", "a7"), ("r[1-2]c0,x", "r1c0")],
+    [
+        ("n1", "n1"),
+        ("n[3-5,9]", "n3"),
+        ("gpu-[012,014]", "gpu-012"),
+        ("a7,b[1-2]", "a7"),
+        ("r[1-2]c0,x", "r1c0"),
+    ],
 )
 def test_the_first_host_of_a_list_of_slurms(nodes: str, first: str) -> None:
     assert first_host(nodes) == first

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright.api.source import keys_of_source
 from meshwright.rank.env import fit_layout, resolve, worker
 from meshwright.spec import RunSpec, UserError

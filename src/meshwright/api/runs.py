@@ -14,6 +14,7 @@ from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, preload, run_on_ranks, write_call
+from meshwright.api.run_status import status_at_end
 from meshwright.api.start_checks import (
     check_folder,
     check_host,
@@ -25,7 +26,6 @@ from meshwright.api.train_rank import train_worker
 from meshwright.islands.island_log import island_folder
 from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
-from meshwright.runs.status import status_at_end
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 

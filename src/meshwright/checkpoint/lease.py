@@ -228,9 +228,7 @@ class Lease:
                         self.predecessor = other if silent else self.predecessor
                         return self._replace(other)
             elif other.place == _place() and _process(other.pid)[1] == "T":
-                raise InUseError(
-                    f"{self.directory} is in use by {other}, which is stopped; end that process"
-                )
+                raise InUseError(f"{self.directory} is in use by {other}, which is stopped; end that process")
             elif other.place == _place() or (moved and now - begun >= self._patience_s):
                 raise InUseError(
                     f"{self.directory} is in use by {other}; "

@@ -87,7 +87,9 @@ class Launcher:
             )
         if port := given.get("MASTER_PORT", ""):
             if not (port.isdecimal() and 0 < int(port) < 1 << 16):
-                raise UserError(f"MASTER_PORT: {port!r} is not a port; give a free one of {host}, or unset it")
+                raise UserError(
+                    f"MASTER_PORT: {port!r} is not a port; give a free one of {host}, or unset it"
+                )
             return host, int(port)
         words = [given[name] for name in self.job if name in given] or [str(os.getppid())]
         drawn = int.from_bytes(hashlib.sha256(" ".join([self.name, *words]).encode()).digest()[:8], "big")
@@ -242,8 +244,8 @@ def first_host(nodes: str) -> str:
 
 def _remedy(launcher: Launcher) -> str:
     return (
-        f"start one torchrun on each node with {launcher.one_a_host}, or one `meshwright train --nodes N`, or "
-        f"unset the variable if it is not of this process"
+        f"start one torchrun on each node with {launcher.one_a_host}, or one `meshwright train --nodes N`, "
+        f"or unset the variable if it is not of this process"
     )
 
 

@@ -69,7 +69,11 @@ def process_group(
     rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
     if alone or (place is not None and place.local_world_size == size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    elif not place.launched and (interface := interface_towards(master(os.environ)[0])) is not None:
+    elif (
+        place is not None
+        and not place.launched
+        and (interface := interface_towards(master(os.environ)[0])) is not None
+    ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
         check_loopback()

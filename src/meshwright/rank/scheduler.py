@@ -66,7 +66,8 @@ def job_end(environment: Mapping[str, str] | None = None) -> float | None:
     if (text := given.get(JOB_END)) is not None:
         if not re.fullmatch(r"\d+(\.\d*)?", text):
             raise UserError(
-                f"{JOB_END}: {text!r} is not a time in seconds since 1970; give one, as of date +%s, or unset it"
+                f"{JOB_END}: {text!r} is not a time in seconds since 1970; give one, as of date +%s, or "
+                f"unset it"
             )
         return float(text)
     if "SLURM_JOB_ID" not in given:

@@ -18,9 +18,7 @@ AGAIN_S = 30.0
 class JobEnd:
     """Tells on the first rank, whose clock counts, when it is time to save; on others never."""
 
-    def __init__(
-        self, spec: RecoverySpec, first: bool, read: Callable[[], float | None] = job_end
-    ) -> None:
+    def __init__(self, spec: RecoverySpec, first: bool, read: Callable[[], float | None] = job_end) -> None:
         """`read` returns when the job ends, in seconds since 1970; None if it does not end by itself."""
         self._given, self._read = spec.job_end_margin, read
         self._longest = self._asked = 0.0
@@ -56,7 +54,7 @@ class JobEnd:
             return self._read()
         except (OSError, subprocess.SubprocessError) as error:
             self.warning = (
-                f"the end of the scheduler's job is not known ({error}), so the run does not save before it by "
-                f"itself; let the scheduler send a signal (sbatch --signal=USR1@300), or set {JOB_END}"
+                f"the end of the scheduler's job is not known ({error}), so the run does not save before it "
+                f"by itself; let the scheduler send a signal (sbatch --signal=USR1@300), or set {JOB_END}"
             )
             return self.end
