@@ -67,14 +67,7 @@ def process_group(
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
     alone = place is None or (place.launched and place.world_size == 1)
     rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
-    if alone or (place is not None and place.local_world_size == size):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    elif (
-        place is not None
-        and not place.launched
-        and (interface := interface_towards(master(os.environ)[0])) is not None
-    ):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    _choose_interface(place)
     if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
         check_loopback()
     with ExitStack() as stack, _left_at_end(), errors_recorded():
@@ -88,6 +81,14 @@ def process_group(
         group = init_process_group(device_type, store, rank, size, local_rank, dumps)
         yield group
         dist.barrier()  # no rank hangs up on one that still listens
+
+
+def _choose_interface(place: Worker | None) -> None:
+    """Let gloo listen on loopback where all ranks are on this host, and else where others reach it."""
+    if place is None or place.local_world_size == place.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    elif not place.launched and (found := interface_towards(master(os.environ)[0])) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
 
 
 @contextmanager
