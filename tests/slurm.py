@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,20 +74,21 @@ class Slurm:
     nodes: list[str]
     environment: dict[str, str] = field(default_factory=dict)
 
-    def run(self, *command: str, check: bool = True) -> str:
-        """Run a command such as squeue or scontrol; return what it printed."""
-        done = subprocess.run(
-            command, env=os.environ | self.environment, capture_output=True, text=True, check=False
-        )
+    def run(self, *command: str, check: bool = True, more: Mapping[str, str] | None = None) -> str:
+        """Run a command such as squeue or scontrol, with `more` variables; return what it printed."""
+        environment = os.environ | self.environment | dict(more or {})
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
         return done.stdout.strip()
 
-    def submit(self, script: str, *options: str) -> str:
-        """Submit a batch script; return the job's number."""
+    def submit(
+        self, script: str, *options: str, words: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> str:
+        """Submit a batch script with its words; return the job's number."""
         file = self.folder / f"job-{time.monotonic_ns()}.sh"
         file.write_text(script, encoding="utf-8")
-        return self.run("sbatch", "--parsable", *options, str(file))
+        return self.run("sbatch", "--parsable", *options, str(file), *words, more=environment)
 
     def state(self, job: str) -> dict[str, str]:
         """What Slurm says of a job, such as JobState, Restarts and ExitCode."""

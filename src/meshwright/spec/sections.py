@@ -181,7 +181,7 @@ class RecoverySpec(FrozenModel):
     job_end_margin: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="seconds before the end of the scheduler's job at which the run saves and ends, to be "
-        "started again; 'auto' is 60 and three times the longest step, 0 takes no notice of it",
+        "started again; 'auto' is 60 and twice the longest step, 0 takes no notice of it",
     )
     hang_seconds: float = Field(
         0.0,
