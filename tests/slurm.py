@@ -83,7 +83,11 @@ class Slurm:
         return done.stdout.strip()
 
     def submit(
-        self, script: str, *options: str, words: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        script: str,
+        *options: str,
+        words: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> str:
         """Submit a batch script with its words; return the job's number."""
         file = self.folder / f"job-{time.monotonic_ns()}.sh"

@@ -38,7 +38,10 @@ def test_a_block_leaves_the_word_and_a_note(tmp_path: Path) -> None:
     with status_at_end(tmp_path, tmp_path / "checkpoints", resumes=False):
         write_status(tmp_path, "running")
     assert read_status(tmp_path) == ("done", "")
-    with pytest.raises(RuntimeError) as caught, status_at_end(tmp_path, tmp_path / "checkpoints", resumes=True):
+    with (
+        pytest.raises(RuntimeError) as caught,
+        status_at_end(tmp_path, tmp_path / "checkpoints", resumes=True),
+    ):
         (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
         raise RuntimeError("first line\nsecond")
     assert newest_checkpoint(tmp_path / "checkpoints") == 7

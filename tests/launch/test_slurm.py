@@ -49,7 +49,11 @@ def submit(cluster: Slurm, script: str, *options: str, more: Sequence[str] = ())
     text = (EXAMPLES / script).read_text(encoding="utf-8")
     run = cluster.folder / "run.toml"
     run.write_text("", encoding="utf-8")
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1"}
+    found = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        "RANKS_PER_NODE": "1",
+    }
     cores = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0")
     job = cluster.submit(
         text, *cores, f"--output={out}.log", *options, words=[str(run), str(out), *WORDS, *more],

@@ -40,7 +40,9 @@ def test_the_end_of_a_job_is_what_slurm_or_its_script_says(
     with pytest.raises(UserError, match=r"MESHWRIGHT_JOB_END: 'soon' is not a time .* date \+%s"):
         job_end({JOB_END: "soon"})
     end = "2030-01-02T03:04:05"
-    scontrol(tmp_path, monkeypatch, f"JobId=41 JobState=RUNNING StartTime=2030-01-01T00:00:00 EndTime={end} X=1")
+    scontrol(
+        tmp_path, monkeypatch, f"JobId=41 JobState=RUNNING StartTime=2030-01-01T00:00:00 EndTime={end} X=1"
+    )
     assert job_end({"SLURM_JOB_ID": "41"}) == time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S"))
     scontrol(tmp_path, monkeypatch, "JobId=41 EndTime=Unknown")
     assert job_end({"SLURM_JOB_ID": "41"}) is None
