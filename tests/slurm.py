@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 BRIDGE, CONTROLLER = "mwslurm", "10.78.0.254"
 
 CONFIGURATION = """\
@@ -121,7 +121,8 @@ class Slurm:
         """Kill all processes of a node at once, as one that loses power."""
         space = f"{BRIDGE}-{node}"
         found = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
-        subprocess.run(["kill", "-9", *found.stdout.split()], check=False)
+        if found.stdout:
+            subprocess.run(["kill", "-9", *found.stdout.split()], check=False)
 
 
 @contextmanager
@@ -151,8 +152,9 @@ def slurm(folder: Path, nodes: int = 2, cpus: int = 2) -> Iterator[Slurm]:
             _ready(cluster)
             yield cluster
         finally:
-            for daemon in folder.glob("*.pid"):
-                subprocess.run(["kill", "-9", daemon.read_text().strip()], check=False)
+            for name in names:
+                cluster.kill_node(name)
+            subprocess.run(["kill", "-9", (folder / "slurmctld.pid").read_text().strip()], check=False)
 
 
 def _ready(cluster: Slurm) -> None:

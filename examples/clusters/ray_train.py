@@ -1,4 +1,4 @@
-"""Train a run on workers of Ray, one rank each; a lost worker is started again, and goes on where the run was.
+"""Train a run on workers of Ray, one rank each; those that are lost are started again, and the run goes on.
 
 ray job submit -- python examples/clusters/ray_train.py RUN.toml /shared/run --workers 16 --gpus
 """

@@ -16,6 +16,8 @@ from meshwright.runs.status import read_status
 from slurm import Slurm, missing, slurm
 
 STEPS = 240
+TRAINED_S = 300.0
+"""Most time in which a job of so few steps is over, also beside other work."""
 WORDS = [
     *("--model.preset", "tiny", "--model.layers", "1", "--model.hidden", "64", "--model.ffn", "64"),
     *("--model.vocab_size", "300", "--data.tokenizer", "byte", "--data.corpus", "synthetic"),
@@ -38,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def twin(cluster: Slurm) -> dict[str, object]:
     """The result of the run that nothing disturbs."""
     job, out = submit(cluster, "slurm.sbatch")
-    cluster.wait(job, "COMPLETED", seconds=120)
+    cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
     assert read_status(out) == ("done", "")
     return result(out)
 
@@ -73,7 +75,7 @@ def steps(out: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def wait_for_steps(out: Path, count: int, seconds: float = 90.0) -> None:
+def wait_for_steps(out: Path, count: int, seconds: float = TRAINED_S) -> None:
     limit = time.monotonic() + seconds
     while steps(out) < count:
         assert time.monotonic() < limit, Path(f"{out}.log").read_text()
@@ -94,7 +96,7 @@ def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
         wait_for_steps(out, goal)
         cluster.run("scancel", "-s", "USR1", job)
         cluster.wait(job, "PENDING")
-    ended = cluster.wait(job, "COMPLETED", seconds=120)
+    ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
     assert ended["Restarts"] == "2", log(out)
     assert result(out) == twin
     assert read_status(out) == ("done", "")
@@ -107,20 +109,20 @@ def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
 def test_a_job_saves_before_its_limit_and_goes_on_after_it(
     cluster: Slurm, twin: dict[str, object], script: str
 ) -> None:
-    """The limit is a minute, of which 58 seconds are to be left: no signal is sent."""
-    job, out = submit(cluster, script, "--time=1", more=["--recovery.job_end_margin", "58"])
+    """Of five minutes all but a second are to be left after it: no signal is sent."""
+    job, out = submit(cluster, script, "--time=5", more=["--recovery.job_end_margin", "299"])
     cluster.wait(job, "RUNNING")
-    cluster.wait(job, "PENDING", seconds=58)
+    cluster.wait(job, "PENDING", seconds=TRAINED_S)
     assert "stopped by the end of the job after step" in log(out)
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    ended = cluster.wait(job, "COMPLETED", seconds=120)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
     assert ended["Restarts"] == "1", log(out)
     assert result(out) == twin
 
 
 def test_a_job_that_fails_for_good_is_not_requeued(cluster: Slurm) -> None:
     job, out = submit(cluster, "slurm.sbatch", more=["--train.lr", "1e38", "--train.warmup_steps", "0"])
-    ended = cluster.wait(job, "FAILED", "COMPLETED", seconds=60)
+    ended = cluster.wait(job, "FAILED", "COMPLETED", seconds=TRAINED_S)
     assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "78:0"), log(out)
     status = read_status(out)
     assert status is not None
@@ -135,8 +137,8 @@ def test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin(
     cluster.wait(job, "RUNNING")
     wait_for_steps(out, 60)
     cluster.kill_node("n2")
-    cluster.wait(job, "PENDING", seconds=60)
+    cluster.wait(job, "PENDING", seconds=TRAINED_S)
     cluster.start_node("n2")
-    ended = cluster.wait(job, "COMPLETED", seconds=120)
+    ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
     assert int(ended["Restarts"]) >= 1
     assert result(out) == twin
