@@ -8,7 +8,7 @@ RESULTS ?= bench/results
 MINUTES ?= 10
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all exam interop verl lint format bench bench-peers chaos gpu gpu-test gpu-bench gpu-day \
+.PHONY: train test test-all exam interop verl ray lint format bench bench-peers chaos gpu gpu-test gpu-bench gpu-day \
 	gpu-day-rehearsal gpu-day-traces docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
@@ -53,6 +53,15 @@ interop: .venv/dev.done
 ## transformers
 verl: .interop/verl/verl.done
 	.interop/verl/bin/python -m pytest tests/api/test_verl_engine.py $(ARGS)
+
+## ray: runs on workers of a real Ray, in an environment of its own under .interop
+ray: .interop/ray/ray.done
+	.interop/ray/bin/python -m pytest tests/launch/test_ray.py $(ARGS)
+
+.interop/ray/ray.done:
+	$(PYTHON) -m venv .interop/ray
+	.interop/ray/bin/python -m pip install -q torch==2.13.0 "ray[default,train]==2.60.0" pytest pytest-timeout hypothesis -e .
+	touch $@
 
 .interop/verl/verl.done:
 	$(PYTHON) -m venv .interop/verl

@@ -17,8 +17,14 @@ from meshwright.comm import process_groups
 from meshwright.rank import env
 from meshwright.rank import process_group as process_group_module
 from meshwright.rank.env import Worker, fit_layout, keep_compiled_code, resolve, worker
+from meshwright.rank.launchers import (
+    LOWEST_PORT,
+    PORTS,
+    first_host,
+    launcher_of,
+    refuse_several_tasks,
+)
 from meshwright.rank.process_group import process_group
-from meshwright.rank.slurm_mpi import refuse_several_tasks
 from meshwright.spec import UserError, load
 from meshwright.spec.load import from_tree
 
@@ -62,12 +68,12 @@ def test_torchruns_environment_is_read() -> None:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE: '2' is given without RANK"),
         ({"RANK": "1", "LOCAL_RANK": "1"}, "without WORLD_SIZE; .* unset RANK and LOCAL_RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK: '1' is given without RANK and WORLD_SIZE"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks of Slurm and RANK is not set, .* --ntasks-per-node 1"),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_PROCID: this is task 1 of Slurm and RANK"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "2 tasks of Open MPI .* ppr:1:node"),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}, "this is task 3 of Open MPI .* each would run alone"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks of Slurm, whose other .* --ntasks-per-node 1"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_PROCID: this is task 1 of Slurm, whose other"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "2 tasks of Open MPI, .* ppr:1:node"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}, "this is task 3 of Open MPI, .* each would run alone"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK: this is task 1 of Open MPI"),
-        ({"PMI_SIZE": "16", "PMI_RANK": "0"}, "PMI_SIZE: 16 tasks of MPI .* -ppn 1"),
+        ({"PMI_SIZE": "16", "PMI_RANK": "0"}, "PMI_SIZE: 16 tasks of MPI, .* -ppn 1"),
         ({"MPI_LOCALRANKID": "1"}, "MPI_LOCALRANKID: this is task 1 of MPI"),
         ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE: 4 tasks of MVAPICH"),
         ({"FLUX_JOB_SIZE": "2"}, "2 tasks of Flux"),
@@ -102,6 +108,70 @@ def test_a_users_limit_on_threads_holds(
     monkeypatch.setattr("meshwright.host.cores", lambda: 8)
     assert env.limit_threads(ranks, given) == threads
     assert found == [threads]
+
+
+SRUN = {
+    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_RANK": "5", "PMIX_NAMESPACE": "prterun-a-12@1",
+}  # fmt: skip
+PALS = {
+    "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "4",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [MPIRUN, PALS, HYDRA, FLUX, JSRUN])
+def test_tasks_of_launchers_are_ranks(given: dict[str, str]) -> None:
+    assert worker(given) == Worker(5, 8, 1, 4)
+
+
+def test_tasks_of_slurm_are_ranks_unless_an_inner_launcher_has_made_others() -> None:
+    assert worker(SRUN) == Worker(3, 5, 1, 2)
+    assert worker({**SRUN, "SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}) == Worker(
+        4, 5, 0, 1
+    )
+    assert worker(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}) == Worker(3, 5, 1, 2)  # srun --mpi=pmi2
+    assert worker(SRUN | {"PMIX_RANK": "3"}) == Worker(3, 5, 1, 2)  # srun --mpi=pmix
+    assert worker(SRUN | MPIRUN) == Worker(5, 8, 1, 4)  # mpirun in a job, whose daemons srun has started
+    assert worker(SRUN | {"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "5"}) == Worker(0, 8, 0, 8)
+
+
+def test_tasks_of_a_job_meet_at_the_first_host_and_a_port_of_the_job() -> None:
+    launcher, task = launcher_of(SRUN) or pytest.fail("srun made no ranks")
+    host, port = launcher.master(task, SRUN)
+    assert host == "gpu07"
+    assert LOWEST_PORT <= port < LOWEST_PORT + PORTS
+    assert launcher.master(task, SRUN | {"SLURM_PROCID": "0"}) == (host, port)
+    assert launcher.master(task, SRUN | {"SLURM_JOB_ID": "42"})[1] != port
+    assert launcher.master(task, SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "77"}) == ("a", 77)
+    mpirun, place = launcher_of(MPIRUN) or pytest.fail("mpirun made no ranks")
+    with pytest.raises(UserError, match=r"MASTER_ADDR: .* Open MPI does not say .* -x MASTER_ADDR=ADDRESS"):
+        mpirun.master(place, MPIRUN)
+    assert mpirun.master(place._replace(local_world_size=8), MPIRUN)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[3-5,9]", "n3"),
+        ("gpu-[012,014]", "gpu-012"),
+        ("a7,b[1-2]", "a7"),
+        ("r[1-2]c0,x", "r1c0"),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurms(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
 
 
 def test_torchrun_under_a_launcher_makes_ranks() -> None:

@@ -9,9 +9,9 @@ print(api.generate(Path("runs/first"), "def "))
 Ranks: `ranks` calls a function on all of them, for every verb; `options` are those of functions and
 verbs.
 Training: `pretrained_runs` are those of a trained model and rows in memory. `runs` trains, on each rank by
-`train_rank`, after `start_checks`; `island_runs` trains step groups that are worlds of their own, `source`
-says what keys a run from a model has, `initial_weights` what a run starts from, `folders` names its folder,
-`chaos_runs` trains under faults.
+`train_rank`, after `start_checks`, and `run_status` says how that ended; `island_runs` trains step groups
+that are worlds of their own, `source` says what keys a run from a model has, `initial_weights` what a run
+starts from, `folders` names its folder, `chaos_runs` trains under faults.
 Checks: `verify_runs` compares one layout with one device, `sweeps` many.
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,

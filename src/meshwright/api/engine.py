@@ -34,7 +34,7 @@ from meshwright.exchange.hf_stream import GatheredParameters, StreamedWeights, h
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.loss_function import LossFn, SampleLogProbs, SampleLoss
 from meshwright.parallel.microbatches import microbatches, own_tokens
-from meshwright.rank.world import joined_mesh, mesh_of
+from meshwright.rank.world import mesh_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.accumulation import Accumulation
 from meshwright.train.given_batch import GivenBatch, read_batch
@@ -359,13 +359,11 @@ class Engine:
 
 def _world(spec: RunSpec, group: dist.ProcessGroup | None) -> Any:
     """A context in which this process has the mesh of its world, joined or made."""
-    if not dist.is_initialized():
-        if group is not None:
-            raise UserError("group: there is no default process group; leave it out, or make one first")
-        return mesh_of(spec)
+    if group is not None and not dist.is_initialized():
+        raise UserError("group: there is no default process group; leave it out, or make one first")
     if group is not None and group.size() != dist.get_world_size():
         raise UserError(
             f"group: has {group.size()} of the {dist.get_world_size()} ranks; an engine takes all ranks of "
             "the default process group, so start the others in a world of their own"
         )
-    return joined_mesh(spec)
+    return mesh_of(spec)

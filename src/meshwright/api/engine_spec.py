@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright.api.engine_arguments import checked_path
 from meshwright.api.source import keys_of_source
 from meshwright.rank.env import fit_layout, resolve, worker
@@ -60,8 +58,6 @@ def check_runnable(spec: RunSpec) -> None:
 
 
 def _ranks() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
     place = worker()
     return place.world_size if place else 1
 

@@ -14,6 +14,7 @@ from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, preload, run_on_ranks, write_call
+from meshwright.api.run_status import status_at_end
 from meshwright.api.start_checks import (
     check_folder,
     check_host,
@@ -78,28 +79,45 @@ def train(
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
         check_writable_folder(Path(out))
         check_inputs(spec)
-        return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
+        with status_at_end(Path(out), spec.checkpoint.folder(Path(out)), resume is not None):
+            return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     with folder_of(out, spec) as folder:
-        if worker() is not None:
-            return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
-        ranks_match(spec, spec.world_size if nproc is None else nproc)
-        check_host(spec, folder)
-        if resume is not None:
-            check_resumed_weights(spec, folder)
-        if spec.own_step_group is not None:
-            folder = island_folder(folder, spec.own_step_group)
-        free_running = spec.free_step_groups
-        if resume is None or free_running:  # else the ranks do it, since to read checkpoints takes torch
-            check_folder(spec, folder, resume)
-        if resume is None:
-            check_weights(spec)
-        if spec.own_step_group is not None or free_running:
-            make_folder(folder)
-        if free_running:
-            from meshwright.api.island_runs import train_islands
+        place = worker()
+        first, checkpoints = place is None or place.rank == 0, spec.checkpoint.folder(folder)
+        with status_at_end(folder, checkpoints, resume is not None, first):
+            if place is not None:
+                return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
+            return _train_here(spec, nproc, folder, resume, quiet, supervise, address)
 
-            return train_islands(spec, folder, resume, quiet)
-        return train_on_ranks(spec, folder, resume, quiet, supervise, address)
+
+def _train_here(
+    spec: RunSpec,
+    nproc: int | None,
+    out: Path,
+    resume: str | None,
+    quiet: bool,
+    supervise: bool,
+    address: str | None,
+) -> Result:
+    """Train on ranks that this process starts; see `train`."""
+    ranks_match(spec, spec.world_size if nproc is None else nproc)
+    check_host(spec, out)
+    if resume is not None:
+        check_resumed_weights(spec, out)
+    if spec.own_step_group is not None:
+        out = island_folder(out, spec.own_step_group)
+    free_running = spec.free_step_groups
+    if resume is None or free_running:  # else the ranks do it, since to read checkpoints takes torch
+        check_folder(spec, out, resume)
+    if resume is None:
+        check_weights(spec)
+    if spec.own_step_group is not None or free_running:
+        make_folder(out)
+    if free_running:
+        from meshwright.api.island_runs import train_islands
+
+        return train_islands(spec, out, resume, quiet)
+    return train_on_ranks(spec, out, resume, quiet, supervise, address)
 
 
 def train_on_ranks(

@@ -77,6 +77,7 @@ def _begin(
     """
     from meshwright.data.corpus import open_corpus
     from meshwright.rank.world import once_per_host
+    from meshwright.runs.status import write_status
     from meshwright.train.callbacks import Observers
     from meshwright.weights.initial_weights import open_weights
 
@@ -93,7 +94,9 @@ def _begin(
         if not first:
             return Observers([])
         make_folder(out)
-        return _observers(spec, out, stack.enter_context(lease), quiet)
+        observers = _observers(spec, out, stack.enter_context(lease), quiet)
+        write_status(out, "running")
+        return observers
 
     ranks.together(check)
     once_per_host(ranks, lambda: open_corpus(spec))  # if it fails, there is no folder yet

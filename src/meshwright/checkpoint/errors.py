@@ -27,6 +27,14 @@ class CheckpointError(UserError):
 class LostLeaseError(CheckpointError):
     """Another run took the directory over while this one was stopped or cut off: it must write no more."""
 
+    of_another_run = True
+
+
+class InUseError(CheckpointError):
+    """Another run holds the directory."""
+
+    of_another_run = True
+
 
 class VanishedError(CheckpointError, StorageError):
     """The folder of a run that writes in it is gone: moved, or its file system is away."""

@@ -32,7 +32,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from meshwright.checkpoint.disk import TEMPORARY, Disk
-from meshwright.checkpoint.errors import CheckpointError, LostLeaseError, VanishedError
+from meshwright.checkpoint.errors import CheckpointError, InUseError, LostLeaseError, VanishedError
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.records import Integer, Record, read
@@ -228,11 +228,9 @@ class Lease:
                         self.predecessor = other if silent else self.predecessor
                         return self._replace(other)
             elif other.place == _place() and _process(other.pid)[1] == "T":
-                raise CheckpointError(
-                    f"{self.directory} is in use by {other}, which is stopped; end that process"
-                )
+                raise InUseError(f"{self.directory} is in use by {other}, which is stopped; end that process")
             elif other.place == _place() or (moved and now - begun >= self._patience_s):
-                raise CheckpointError(
+                raise InUseError(
                     f"{self.directory} is in use by {other}; "
                     "stop that run, or give this one another directory"
                 )

@@ -38,12 +38,14 @@ def run() -> None:
         elif error.details:
             print(error.details.rstrip(), file=sys.stderr)
         output.error(str(error))
+        _tell_notes(error)
         code = exit_code(error)
     except KeyboardInterrupt as error:
         record(error)
         code = exit_code(error)
         if code != NO_READER:
             print(f"meshwright: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
+            _tell_notes(error)
     except OSError as error:
         if not _output_fails():
             raise
@@ -55,6 +57,12 @@ def run() -> None:
             code = 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     leave(code)
+
+
+def _tell_notes(error: BaseException) -> None:
+    """Print what has been added to an error, such as the status of the run that it has ended."""
+    for note in getattr(error, "__notes__", ()):
+        print(f"meshwright: {note}", file=sys.stderr)
 
 
 def _output_fails() -> bool:

@@ -10,7 +10,7 @@ from meshwright import api
 from meshwright.api.options import choice
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
-from meshwright.rank.slurm_mpi import refuse_several_tasks
+from meshwright.rank.launchers import refuse_several_tasks
 from meshwright.spec import UserError
 from meshwright.spec.quantisation import ALGORITHMS, RECIPES
 

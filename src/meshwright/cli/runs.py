@@ -13,9 +13,11 @@ from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.hardware.cluster import DeviceKind
 from meshwright.rank.device_defaults import with_device_defaults
-from meshwright.rank.env import resolve
+from meshwright.rank.env import resolve, sets_layout
+from meshwright.rank.launchers import ranks_flag
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.load import Overrides, read_tree
+from meshwright.spec.load import Overrides, from_tree, read_tree
+from meshwright.spec.rules import ranks_match
 from meshwright.units import counted
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
@@ -78,10 +80,15 @@ def spec_of(
 ) -> RunSpec:
     """Return the spec of a command line, with its layout fitted to the number of processes.
 
-    `ranks`, the number that torchrun has started, takes the place of --nproc; `kind` is that of the
+    `ranks`, the number that a launcher has started, takes the place of --nproc; `kind` is that of the
     devices that the run is asked about, by default this machine's.
     """
-    return resolve(*asked(call, ranks, kind, runs))
+    tree, overrides, nproc, source = asked(call, ranks, kind, runs)
+    if ranks is None or not sets_layout(tree, overrides):
+        return resolve(tree, overrides, nproc, source)
+    spec = from_tree(tree, overrides, source)
+    ranks_match(spec, ranks, ranks_flag())
+    return spec
 
 
 def asked(

@@ -19,7 +19,7 @@ from meshwright.cli.runs import ADAPTER, FROM, NPROC, RUN, asked, spec_of
 from meshwright.cli.verify import nothing_compared, show_verify
 from meshwright.exchange.hf_config import export_remark
 from meshwright.rank.env import Worker, nproc_of, worker
-from meshwright.rank.slurm_mpi import RANK_VARIABLES
+from meshwright.rank.launchers import RANK_VARIABLES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import from_tree
 

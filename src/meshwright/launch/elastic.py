@@ -101,8 +101,9 @@ class HostSupervisor:
                 if isinstance(world, Outcome):
                     return world
                 end = self._run_once(world, memory, began, folder, asked)
-                self._report(end, bool(asked))
-                if asked:  # the others see that this host leaves, before its word on itself is gone
+                leaves = bool(asked) or end.outcome.leaves
+                self._report(end, leaves)
+                if leaves:  # the others see that this host leaves, before its word on itself is gone
                     time.sleep(3 * LOOK_S)
                     return end.outcome if end.outcome.stopped else stopped_by(asked[-1])
 
@@ -192,11 +193,11 @@ class HostSupervisor:
             self._zygote.close()
             self._zygote = None
 
-    def _report(self, end: End, asked: bool) -> None:
+    def _report(self, end: End, leaves: bool) -> None:
         """Say how this host's ranks have ended."""
         found = end.outcome
         state: State = "failed"
-        if asked:
+        if leaves:
             state = "leaving"
         elif found.stopped:
             state = "stopped"

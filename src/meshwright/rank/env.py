@@ -1,4 +1,4 @@
-"""A rank's place in the world, read once from what torchrun sets, and the layout of a number of ranks."""
+"""A rank's place in the world, from whoever has started it, and the layout of a number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cpp_library import cache_folder
-from meshwright.rank.slurm_mpi import RANK_VARIABLES, refuse_several_tasks, refuse_worlds_apart
+from meshwright.rank.joined_group import joined_world, place_on_host
+from meshwright.rank.launchers import RANK_VARIABLES, launcher_of, refuse_worlds_apart
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
 
@@ -79,16 +80,26 @@ class Worker:
 
 
 def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
-    """The place that torchrun gave this process; None in a process that it did not start.
+    """The place of this process among the ranks of a world; None where it is no rank, or a world alone.
 
-    Raises `UserError` for an environment that says only half of it, and as `refuse_several_tasks`
-    and `refuse_worlds_apart` do.
+    It is that of the process group which this process has joined, as in a worker of Ray Train, or else what
+    the variables of torchrun or of a supervisor say (RANK, WORLD_SIZE), and without those what srun, mpirun
+    and others do (`rank/launchers.py`). Raises `UserError` for an environment that says only half of it, and
+    as `refuse_worlds_apart` does.
     """
     given = os.environ if environment is None else environment
+    place = _placed_by_variables(given)
+    joined = joined_world() if environment is None else None
+    if joined is None or (place is not None and (place.rank, place.world_size) == joined):
+        return place
+    return Worker(*joined, *place_on_host(*joined)) if joined[1] > 1 else None
+
+
+def _placed_by_variables(given: Mapping[str, str]) -> Worker | None:
     world = [name for name in RANK_VARIABLES if name in given]
     if not world:
-        refuse_several_tasks(given)
-        return None
+        started = launcher_of(given)
+        return None if started is None else Worker(*started[1])
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in given]:
         raise UserError(
             f"{world[0]}: {given[world[0]]!r} is given without {' and '.join(missing)}; start the ranks with "

@@ -14,7 +14,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from meshwright import atomic
 from meshwright.spec import UserError
 from meshwright.spec.errors import (
     ECHOES,
+    JOB_ENDS,
     CollectiveError,
     DataError,
     NumericalError,
@@ -65,6 +67,11 @@ class Outcome:
     details: str = ""
     stopped: bool = False
     restart: bool = False
+
+    @property
+    def leaves(self) -> bool:
+        """True if the ranks have saved since the job of their host ends, which no signal has told."""
+        return self.stopped and JOB_ENDS in self.sentence
 
     @property
     def final(self) -> bool:
@@ -112,6 +119,16 @@ def record(error: BaseException) -> None:
         "py_callstack": sentence if plain else "".join(traceback.format_exception(error)),
     }
     atomic.write(Path(name), json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
+
+
+@contextmanager
+def errors_recorded() -> Iterator[None]:
+    """Block whose error is recorded before what is around it ends."""
+    try:
+        yield
+    except BaseException as error:
+        record(error)
+        raise
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,24 @@ def only_address(interfaces: Sequence[str]) -> str | None:
     return given or (outside[0] if len(outside) == 1 else None)
 
 
+def interface_towards(host: str) -> str | None:
+    """The interface on which this host reaches another, where its own name does not lead to one.
+
+    Gloo listens at the address of this host's name. Where that is a loopback address, or another host's, as
+    in a container, no other host can connect; None where the name is good, or nothing is reached outside.
+    """
+    found = _addresses()
+    with suppress(OSError):
+        own = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)}
+        if any(address in found and not address.startswith("127.") for address in own):
+            return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # no packet is sent: the kernel chooses the route
+        address = str(probe.getsockname()[0])
+        return None if address.startswith("127.") else found.get(address)
+    return None
+
+
 def check_loopback() -> None:
     """Raise `UserError` if the loopback interface, on which ranks of this host meet, has no address."""
     if sys.platform == "linux" and "lo" not in (found := _addresses()).values():

@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 
 from meshwright.comm import process_groups
 from meshwright.rank.env import LOOPBACK, Supervision, Worker
-from meshwright.rank.failure import record
+from meshwright.rank.failure import errors_recorded
 from meshwright.rank.flight_recorder import record_collectives
 from meshwright.rank.gpu import device_index, refuse_shared
-from meshwright.rank.network import check_loopback
-from meshwright.rank.rendezvous import world_store
+from meshwright.rank.network import check_loopback, interface_towards
+from meshwright.rank.rendezvous import master, world_store
 from meshwright.spec import UserError
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
@@ -60,32 +60,42 @@ def process_group(
 
     Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
     store is in its memory. Gloo, which always listens, does so on the loopback interface where all ranks are
-    on this host. An error inside is recorded before the group goes down, so that it is older than the errors
-    that its end brings about in the other ranks.
+    on this host, and else where others reach it. An error inside is recorded before the group goes down, so
+    that it is older than the errors that its end brings about in the other ranks.
     """
     if device_type not in ("cpu", "cuda"):
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
     alone = place is None or (place.launched and place.world_size == 1)
     rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
-    if alone or (place is not None and place.local_world_size == size):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    _choose_interface(place)
     if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
         check_loopback()
-    with ExitStack() as stack:
-        try:
-            store: Store = dist.HashStore()  # type: ignore[attr-defined]
-            if place is not None and not alone:
-                store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
-            supervision, local_rank = Supervision.given(), place.local_rank if place else 0
-            dumps = folder / "flight-recorder" if folder is not None else None
-            if supervision is not None and supervision.flight_recorder:
-                dumps = Path(supervision.flight_recorder)
-            group = init_process_group(device_type, store, rank, size, local_rank, dumps)
-            yield group
-            dist.barrier()  # no rank hangs up on one that still listens
-        except BaseException as error:
-            record(error)
-            raise
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    with ExitStack() as stack, _left_at_end(), errors_recorded():
+        store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        if place is not None and not alone:
+            store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
+        supervision, local_rank = Supervision.given(), place.local_rank if place else 0
+        dumps = folder / "flight-recorder" if folder is not None else None
+        if supervision is not None and supervision.flight_recorder:
+            dumps = Path(supervision.flight_recorder)
+        group = init_process_group(device_type, store, rank, size, local_rank, dumps)
+        yield group
+        dist.barrier()  # no rank hangs up on one that still listens
+
+
+def _choose_interface(place: Worker | None) -> None:
+    """Let gloo listen on loopback where all ranks are on this host, and else where others reach it."""
+    if place is None or place.local_world_size == place.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    elif not place.launched and (found := interface_towards(master(os.environ)[0])) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+
+
+@contextmanager
+def _left_at_end() -> Iterator[None]:
+    """Block that may join the default group, and leaves it."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

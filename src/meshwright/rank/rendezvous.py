@@ -1,10 +1,10 @@
 """How the ranks of a world meet: at the store that their supervisor holds, or with the help of torchrun's.
 
 Whoever starts the run makes a secret, which the run's store asks of everybody (`comm/store_server.py`).
-A supervisor gives it to its ranks with their environment. Under a torchrun of the user's, rank 0 holds the
-store and puts the secret into a file for this user alone; torchrun's own store, which does what anybody says
-who reaches its port, passes on no more than where both are. Who changes that keeps ranks from meeting, and
-can do nothing else.
+A supervisor gives it to its ranks with their environment. Under a torchrun of the user's, srun or mpirun,
+rank 0 holds the store and puts the secret into a file for this user alone; torchrun's own store, or that in
+its place, which does what anybody says who reaches its port, passes on no more than where both are. Who
+changes that keeps ranks from meeting, and can do nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from meshwright.comm.authentication import AuthenticationError, read_secret, write_secret
 from meshwright.comm.store_endpoint import endpoint_of
 from meshwright.comm.store_server import StoreServer
+from meshwright.rank.launchers import launcher_of
 from meshwright.rank.network import only_address
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError
@@ -61,13 +62,14 @@ def world_store(
     from meshwright.comm.store import AuthenticatedStore
 
     with ExitStack() as stack:
-        where = os.environ[STORE] if place.launched else _master(os.environ)
+        host, port = ("", 0) if place.launched else master(os.environ)
+        where = os.environ[STORE] if place.launched else f"{host}:{port}"
         try:
             if place.launched:
                 store = AuthenticatedStore(where, bytes.fromhex(os.environ[SECRET]), timeout)
                 _meet(store, place)
             else:
-                with _told(place, timeout, folder, stack) as (endpoint, secret):
+                with _told(place, (host, port), timeout, folder, stack) as (endpoint, secret):
                     store = AuthenticatedStore(endpoint, secret, timeout)
                     _meet(store, place)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -94,24 +96,25 @@ def _meet(store: AuthenticatedStore, place: Worker) -> None:
 
 @contextmanager
 def _told(
-    place: Worker, timeout: timedelta, folder: Path | None, stack: ExitStack
+    place: Worker, master: tuple[str, int], timeout: timedelta, folder: Path | None, stack: ExitStack
 ) -> Iterator[tuple[str, bytes]]:
     """The endpoint and the secret of the store that rank 0 holds until `stack` ends.
 
-    Other ranks are told by torchrun's store, or by one that rank 0 has in the place of it; neither that nor
-    the file of the secret is needed once all have met, when the context ends.
+    Other ranks are told by torchrun's store, or by one that rank 0 has at `master` in the place of it;
+    neither that nor the file of the secret is needed once all have met, when the context ends.
     """
     from torch.distributed.rendezvous import rendezvous
 
-    told, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    at = f"tcp://{master[0]}:{master[1]}" if "RANK" not in os.environ else "env://"  # a torchrun may hold it
+    told, _, _ = next(rendezvous(at, place.rank, place.world_size, timeout=timeout))
     secret, one_host = _given_secret(), place.local_world_size == place.world_size
     if place.rank > 0:
         endpoint, file = json.loads(told.get(KEY))
         yield endpoint, secret or _read(Path(str(file)), place, folder)
         return
     private = stack.enter_context(scratch_folder())
-    at, host = (private, "") if one_host else _reached_at(os.environ["MASTER_ADDR"])
-    server = StoreServer(at, secret)
+    listens, host = (private, "") if one_host else _reached_at(master[0])
+    server = StoreServer(listens, secret)
     stack.callback(server.close, LEAVE_S)
     endpoint, file = endpoint_of(host, server.port) if host else server.endpoint, None
     if secret is None:
@@ -200,8 +203,14 @@ def _reached_at(master: str) -> tuple[str, str]:
     return ("0.0.0.0", master) if found is None else (found, found)
 
 
-def _master(given: Mapping[str, str]) -> str:
-    """Return host:port of rank 0 from MASTER_ADDR and MASTER_PORT. Raises `UserError` where one is wrong."""
+def master(given: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port of rank 0, of MASTER_ADDR and MASTER_PORT, or as a launcher's variables tell.
+
+    Raises `UserError` where one is wrong, or nothing tells it.
+    """
+    if "RANK" not in given and (started := launcher_of(given)) is not None:
+        launcher, task = started
+        return launcher.master(task, given)
     host, port = given.get("MASTER_ADDR", ""), given.get("MASTER_PORT", "")
     if not host:
         raise UserError(
@@ -212,4 +221,4 @@ def _master(given: Mapping[str, str]) -> str:
             f"MASTER_PORT: {port!r} is not a port; give a free one of {host}, from 1 to 65535, or start with "
             f"torchrun"
         )
-    return f"{host}:{port}"
+    return host, int(port)

@@ -32,7 +32,9 @@ from meshwright.rank.env import (
     limit_threads,
     worker,
 )
+from meshwright.rank.failure import errors_recorded
 from meshwright.rank.gpu import bind_to_node, device_index
+from meshwright.rank.joined_group import joined_device
 from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec
 from meshwright.spec.other_models import other_models
@@ -41,10 +43,21 @@ from meshwright.spec.rules import ranks_match
 
 @contextmanager
 def device_of(folder: Path | None = None) -> Iterator[torch.device]:
-    """This process's device, in the world that torchrun describes, or alone; its group lasts as long.
+    """This process's device, in the world of its ranks (`worker`), or alone; its group lasts as long.
 
-    `folder` is one that all ranks have (`rank/rendezvous.py`).
+    A default group that there is already is used, and stays, as do the number of threads that its owner has
+    chosen and afterwards the precision of products. `folder` is one that all ranks have
+    (`rank/rendezvous.py`).
     """
+    if (joined := joined_device()) is not None:
+        before = torch.get_float32_matmul_precision()
+        use_fast_fp32_matmul(joined)
+        try:
+            with errors_recorded():
+                yield joined
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return
     place = worker()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit_threads(place.local_world_size if place else 1)
@@ -58,32 +71,18 @@ def device_of(folder: Path | None = None) -> Iterator[torch.device]:
 
 @contextmanager
 def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch.device, Groups]]:
-    """This rank's device and its groups in the world that torchrun describes, or of this process alone.
+    """This rank's device and its groups in the world of its ranks (`worker`), or of this process alone.
 
     Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
     replicas would train another model, and write it into the same checkpoints.
     """
-    place = worker()
+    place, embedded = worker(), dist.is_initialized()
     ranks_match(spec, place.world_size if place else 1)
     with device_of(folder) as device:
-        if device.type == "cuda" and spec.train.numa_binding == "node":
+        if device.type == "cuda" and spec.train.numa_binding == "node" and not embedded:
             bind_to_node(device)
         with _groups_on(spec, device, own_heartbeat()) as groups:
             yield device, groups
-
-
-@contextmanager
-def joined_mesh(spec: RunSpec) -> Iterator[Mesh]:
-    """The mesh of the layout over the default process group, which this process is in already and stays in.
-
-    The device is that of the group's backend: the current CUDA device for NCCL, the CPU for gloo alone.
-    Raises `UserError` as `groups_of` does.
-    """
-    ranks_match(spec, dist.get_world_size())
-    cuda = "nccl" in dist.get_backend_config()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    with _groups_on(spec, device, Heartbeat()) as groups, mesh_on(spec, device, groups) as mesh:
-        yield mesh
 
 
 @contextmanager

@@ -309,9 +309,11 @@ class RunRecord:
             )
         rows = {"log_every": info.get("spec", {}).get("train", {}).get("log_every", 1)}
         own = {"step": step, "time": now(), **rows, "last_step": info.get("last_step")}
+        if info.get("job") is not None:
+            own["job"] = info["job"]
         starts = [*before, own]
         described = {
-            **{key: value for key, value in info.items() if key != "step"},
+            **{key: value for key, value in info.items() if key not in ("step", "job")},
             "version": __version__,
             "commit": commit(),
             "started": earlier.get("started", starts[-1]["time"]),

@@ -19,6 +19,8 @@ class UserError(Exception):
     code = 2
     restart = False
     """True if a start of the ranks from what was saved may mend it."""
+    of_another_run = False
+    """True if another run goes on in the same folder, whose status this is not."""
 
 
 class StorageError(UserError):
@@ -63,6 +65,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to save and end: Ctrl-C, a scheduler's, a lost terminal's, Slurm's `--signal`."""
 REQUEUE = 75
 """Exit code of a run that was stopped and has saved: start it again (EX_TEMPFAIL of sysexits.h)."""
+
+JOB_ENDS = "the end of the job"
+"""What stops a run that saves before its scheduler ends the job, in the place of a signal's name."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -350,20 +350,20 @@ def check_verification(asked: VerifyOptions) -> None:
         rule(asked)
 
 
-def ranks_match(spec: Sections, ranks: int) -> None:
-    """As many processes are started as the layout has ranks (checked by the launcher)."""
+def ranks_match(spec: Sections, ranks: int, flag: str = "--nproc") -> None:
+    """As many processes are started, by the number that a `flag` gives, as the layout has ranks."""
     layout = spec.layout
     if ranks == spec.world_size:
         return
     if spec.own_step_group is not None:
         raise UserError(
             f"layout: {layout.describe()} is {spec.world_size} ranks in a replica, but {ranks} were asked "
-            f"for; give --nproc {spec.world_size}"
+            f"for; give {flag} {spec.world_size}"
         )
     axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))
     raise UserError(
         f"layout: {axes} is {layout.world_size} ranks, but {ranks} were asked for; "
-        f"{near_worlds(spec, ranks, '--nproc')}"
+        f"{near_worlds(spec, ranks, flag)}"
     )
 
 

@@ -178,6 +178,11 @@ class RecoverySpec(FrozenModel):
     grace_seconds: PositiveFloat = Field(
         30.0, description="time that ranks have to save and end after a signal; then they are killed"
     )
+    job_end_margin: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="seconds before the end of the scheduler's job at which the run saves and ends, to be "
+        "started again; 'auto' is 60 and twice the longest step, 0 takes no notice of it",
+    )
     hang_seconds: float = Field(
         0.0,
         ge=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +20,9 @@ from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.kernels.attention_backend import backends_in_use
 from meshwright.rank.machine import machine
+from meshwright.rank.scheduler import deadly_signal, job
 from meshwright.spec import RunSpec
-from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
+from meshwright.spec.errors import JOB_ENDS, REQUEUE, CorruptionError, Stopped
 from meshwright.spec.parameter_groups import trained_parameters
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
@@ -29,6 +30,7 @@ from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard.guard import Guard
 from meshwright.train.island_world import World
+from meshwright.train.job_end import JobEnd
 from meshwright.train.metrics import Metrics
 from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.saves import Saves
@@ -79,6 +81,7 @@ class TrainingRun:
         self.metrics = Metrics(trainer)
         self.validation = Validation(spec, mesh, trainer, corpus, loader, observers)
         self._stand_at(StartingPoint(SampleRecord(mesh)))
+        self.job_end = JobEnd(spec.recovery, self.control.rank == 0)
         self.skipped = self.steps_timed = self.warned = 0
 
     def execute(self, resume: str | None) -> Row:
@@ -100,12 +103,12 @@ class TrainingRun:
                         self.batch = self.control.together(lambda: self.loader.step(self.done))
                         self.trainer.expect(self.batch)
                     while self.done < self.spec.train.last_step:
-                        if self._step(lambda: bool(noted)):
-                            self._stop(noted[0] if noted else signal.SIGTERM)
+                        if self._step(lambda: bool(noted) or self.job_end.is_near()):
+                            self._stop(noted)
                         garbage.after_step()
                     self._save_last()
                 if self.control.any(bool(noted)):  # in the last save
-                    self._stop(noted[0] if noted else signal.SIGTERM)
+                    self._stop(noted)
                 with stop_signals(self._interrupt):
                     return self._end(time.perf_counter() - started)
         except Stopped as stop:
@@ -141,10 +144,12 @@ class TrainingRun:
                 "matmul_flops_per_second": self.metrics.peak_flops,
                 "device": self.mesh.device.type,
                 "machine": machine(self.mesh.device) if self.control.rank == 0 else None,
+                "job": job(),
                 "attention": backends_in_use(self.spec, self.mesh.device).to_json(),
                 "torch": torch.__version__,
             }
         )
+        self.store.warnings += filter(None, (self.job_end.warning, deadly_signal()))
         self._tell_warnings()
         if self.from_memory:  # the ranks may have died in what was due after that step
             self._validate_and_save()
@@ -308,14 +313,16 @@ class TrainingRun:
         self.saves.tell()
         self._tell_warnings()
 
-    def _stop(self, number: int) -> None:
+    def _stop(self, noted: Sequence[int]) -> None:
+        """Save and end, for a signal that this or another rank has `noted`, or as the job ends."""
         self._save_last()
         self.world.leave("stopped")
-        self._interrupt(number)
+        ends = self.control.any(not noted and self.job_end.is_near())
+        self._interrupt(noted[0] if noted else signal.SIGTERM, None if noted or not ends else JOB_ENDS)
 
-    def _interrupt(self, number: int) -> NoReturn:
+    def _interrupt(self, number: int, why: str | None = None) -> NoReturn:
         """End the run, whose last step is saved."""
-        name = signal.Signals(number).name
+        name = why or signal.Signals(number).name
         raise Stopped(
             f"stopped by {name} after step {self.done}, which is saved; go on with meshwright train "
             f"{self.out} --resume auto",

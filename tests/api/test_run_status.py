@@ -1,0 +1,60 @@
+"""The word on how a run has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.api.run_status import newest_checkpoint, status_at_end, word_of
+from meshwright.checkpoint.errors import InUseError
+from meshwright.rank.failure import RanksFailed
+from meshwright.runs.status import read_status, write_status
+from meshwright.spec import UserError
+from meshwright.spec.errors import CorruptionError, NumericalError, Stopped
+
+
+@pytest.mark.parametrize(
+    ("error", "progress", "word"),
+    [
+        (Stopped("stopped by SIGUSR1 after step 3, which is saved", 75), True, "requeue"),
+        (Stopped("stopped by SIGTERM", 143), False, "requeue"),
+        (Stopped("stopped by SIGINT after step 3", 130), True, "stopped"),
+        (KeyboardInterrupt(), False, "stopped"),
+        (UserError("train.lr: no"), True, "failed"),
+        (NumericalError("not finite"), True, "failed"),
+        (CorruptionError("ranks differ"), True, "requeue"),
+        (RanksFailed("rank 1 failed again", 79), True, "failed"),
+        (RuntimeError("a bug"), False, "failed"),
+        (RuntimeError("a lost host"), True, "requeue"),
+        (RuntimeError("[..] Connection reset by peer"), False, "requeue"),
+    ],
+)
+def test_the_word_of_an_end(error: BaseException, progress: bool, word: str) -> None:
+    assert word_of(error, progress) == word
+
+
+def test_a_block_leaves_the_word_and_a_note(tmp_path: Path) -> None:
+    with status_at_end(tmp_path, tmp_path / "checkpoints", resumes=False):
+        write_status(tmp_path, "running")
+    assert read_status(tmp_path) == ("done", "")
+    with (
+        pytest.raises(RuntimeError) as caught,
+        status_at_end(tmp_path, tmp_path / "checkpoints", resumes=True),
+    ):
+        (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
+        raise RuntimeError("first line\nsecond")
+    assert newest_checkpoint(tmp_path / "checkpoints") == 7
+    assert read_status(tmp_path) == ("requeue", "first line")
+    assert caught.value.__notes__ == ["status: requeue"]
+
+
+def test_a_start_that_must_leave_a_run_alone_has_no_say_on_its_status(tmp_path: Path) -> None:
+    write_status(tmp_path, "done")
+    with pytest.raises(UserError), status_at_end(tmp_path, tmp_path, resumes=False):
+        raise UserError("--out: already holds a run")
+    assert read_status(tmp_path) == ("done", "")
+    write_status(tmp_path, "running")
+    with pytest.raises(InUseError), status_at_end(tmp_path, tmp_path, resumes=True):
+        raise InUseError(f"{tmp_path} is in use by another")
+    assert read_status(tmp_path) == ("running", "")

@@ -1,0 +1,113 @@
+"""Workers of a real Ray on this machine; `make ray` installs it into an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: make ray")
+
+SCRIPT = Path(__file__).parents[2] / "examples/clusters/ray_train.py"
+STEPS = 200
+RUN = f"""
+model = {{ preset = "tiny", layers = 1, hidden = 64, ffn = 64, vocab_size = 300 }}
+data = {{ tokenizer = "byte", corpus = "synthetic", seq_len = 64 }}
+train = {{ batch_tokens = 512, eval_tokens = 512, steps = {STEPS}, log_every = 1 }}
+layout = {{ dp = 2 }}
+checkpoint = {{ every = 10 }}
+"""
+TIMEOUT_S = 240
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a run file, beside a Ray of this machine that is up as long as the tests are."""
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "run.toml").write_text(RUN, encoding="utf-8")
+    ray = [str(Path(sys.executable).with_name("ray"))]
+    subprocess.run(
+        [*ray, "start", "--head", "--num-cpus", "4", "--disable-usage-stats", "--dashboard-port", "28265"],
+        check=True, capture_output=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    yield folder
+    subprocess.run([*ray, "stop", "--force"], check=True, capture_output=True)
+
+
+def figures(out: Path) -> dict[str, Any]:
+    found = json.loads((out / "result.json").read_text())
+    return {key: found[key] for key in ("parameters_sha256", "samples_sha256", "steps")}
+
+
+@pytest.fixture(scope="module")
+def twin(cluster: Path) -> dict[str, Any]:
+    """The figures of the same run under torchrun."""
+    out = cluster / "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshwright"]
+    subprocess.run(
+        [*command, "train", str(cluster / "run.toml"), "--out", str(out)],
+        check=True, capture_output=True, timeout=TIMEOUT_S, env=ENVIRONMENT,
+    )  # fmt: skip
+    return figures(out)
+
+
+def start(cluster: Path, out: Path) -> subprocess.Popen[str]:
+    """Start the shipped script with two workers, in the Ray that is up."""
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(cluster / "run.toml"), str(out), "--workers", "2"],
+        env={**ENVIRONMENT, "RAY_ADDRESS": "auto"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def first_worker(out: Path) -> int:
+    """The process of rank 0, which holds the run."""
+    return int(json.loads((out / "lease.json").read_text())["pid"])
+
+
+def test_two_workers_are_one_world_that_equals_torchruns(cluster: Path, twin: dict[str, Any]) -> None:
+    out = cluster / "two"
+    script = start(cluster, out)
+    told, _ = script.communicate(timeout=TIMEOUT_S)
+    assert script.returncode == 0, told
+    assert figures(out) == twin
+    assert json.loads((out / "run.json").read_text())["world_size"] == 2
+
+
+def test_a_killed_worker_is_started_again_and_the_run_equals_its_twin(
+    cluster: Path, twin: dict[str, Any]
+) -> None:
+    out = cluster / "killed"
+    script = start(cluster, out)
+    limit = time.monotonic() + TIMEOUT_S
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 30:
+        assert script.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    os.kill(first_worker(out), signal.SIGKILL)
+    told, _ = script.communicate(timeout=TIMEOUT_S)
+    assert script.returncode == 0, told
+    assert figures(out) == twin
+    assert len(json.loads((out / "run.json").read_text())["starts"]) == 2
+
+
+def test_the_shipped_script_runs_as_a_submitted_job(cluster: Path, twin: dict[str, Any]) -> None:
+    out = cluster / "submitted"
+    entry = [sys.executable, str(SCRIPT), str(cluster / "run.toml"), str(out), "--workers", "2"]
+    variables = json.dumps({"env_vars": {"OMP_NUM_THREADS": "1"}})
+    submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--runtime-env-json", variables]
+    done = subprocess.run(
+        [*submit, "--address", "http://127.0.0.1:28265", "--", *entry],
+        check=False, capture_output=True, text=True, timeout=TIMEOUT_S, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert figures(out) == twin

@@ -1,0 +1,144 @@
+"""Jobs of a real Slurm with two nodes: stopped by a signal or their limit, requeued, and equal to a twin."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from meshwright.runs.record import read_run
+from meshwright.runs.status import read_status
+from slurm import Slurm, missing, slurm
+
+STEPS = 240
+TRAINED_S = 300.0
+"""Most time in which a job of so few steps is over, also beside other work."""
+WORDS = [
+    *("--model.preset", "tiny", "--model.layers", "1", "--model.hidden", "64", "--model.ffn", "64"),
+    *("--model.vocab_size", "300", "--data.tokenizer", "byte", "--data.corpus", "synthetic"),
+    *("--data.seq_len", "64", "--train.batch_tokens", "512", "--train.eval_tokens", "512"),
+    *("--train.log_every", "1", "--train.steps", str(STEPS), "--layout.dp", "2"),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples/clusters"
+SCRIPTS = ("slurm.sbatch", "slurm-torchrun.sbatch", "slurm-nodes.sbatch")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with slurm(tmp_path_factory.mktemp("slurm") / "cluster") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def twin(cluster: Slurm) -> dict[str, object]:
+    """The result of the run that nothing disturbs."""
+    job, out = submit(cluster, "slurm.sbatch")
+    cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
+    assert read_status(out) == ("done", "")
+    return result(out)
+
+
+def submit(cluster: Slurm, script: str, *options: str, more: Sequence[str] = ()) -> tuple[str, Path]:
+    """Submit a shipped script on two nodes of a core; return the job's number and the run's folder."""
+    out = cluster.folder / f"run-{time.monotonic_ns()}"
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    run = cluster.folder / "run.toml"
+    run.write_text("", encoding="utf-8")
+    found = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        "RANKS_PER_NODE": "1",
+    }
+    cores = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0")
+    job = cluster.submit(
+        text, *cores, f"--output={out}.log", *options, words=[str(run), str(out), *WORDS, *more],
+        environment=found | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+    )  # fmt: skip
+    return job, out
+
+
+def result(out: Path) -> dict[str, object]:
+    found = json.loads((out / "result.json").read_text())
+    return {name: found[name] for name in ("parameters_sha256", "samples_sha256", "steps")}
+
+
+def steps(out: Path) -> int:
+    """The number of steps whose rows are on disk."""
+    file = out / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def wait_for_steps(out: Path, count: int, seconds: float = TRAINED_S) -> None:
+    limit = time.monotonic() + seconds
+    while steps(out) < count:
+        assert time.monotonic() < limit, Path(f"{out}.log").read_text()
+        time.sleep(0.1)
+
+
+def log(out: Path) -> str:
+    return Path(f"{out}.log").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
+    cluster: Slurm, twin: dict[str, object], script: str
+) -> None:
+    job, out = submit(cluster, script)
+    for goal in (30, 100):
+        cluster.wait(job, "RUNNING")
+        wait_for_steps(out, goal)
+        cluster.run("scancel", "-s", "USR1", job)
+        cluster.wait(job, "PENDING")
+    ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
+    assert ended["Restarts"] == "2", log(out)
+    assert result(out) == twin
+    assert read_status(out) == ("done", "")
+    jobs = [start["job"] for start in read_run(out).info["starts"]]
+    assert jobs == [{"scheduler": "slurm", "job": job, "restarts": count} for count in range(3)]
+    assert log(out).count("meshwright: status: requeue") >= 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_saves_before_its_limit_and_goes_on_after_it(
+    cluster: Slurm, twin: dict[str, object], script: str
+) -> None:
+    """Of five minutes 299 seconds are to be left after the run: no signal is sent."""
+    job, out = submit(cluster, script, "--time=5", more=["--recovery.job_end_margin", "299"])
+    cluster.wait(job, "RUNNING")
+    cluster.wait(job, "PENDING", seconds=TRAINED_S)
+    assert "stopped by the end of the job after step" in log(out)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
+    assert ended["Restarts"] == "1", log(out)
+    assert result(out) == twin
+
+
+def test_a_job_that_fails_for_good_is_not_requeued(cluster: Slurm) -> None:
+    job, out = submit(cluster, "slurm.sbatch", more=["--train.lr", "1e38", "--train.warmup_steps", "0"])
+    ended = cluster.wait(job, "FAILED", "COMPLETED", seconds=TRAINED_S)
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "78:0"), log(out)
+    status = read_status(out)
+    assert status is not None
+    assert status[0] == "failed"
+    assert "meshwright: status: failed" in log(out)
+
+
+def test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin(
+    cluster: Slurm, twin: dict[str, object]
+) -> None:
+    job, out = submit(cluster, "slurm.sbatch", more=["--checkpoint.every", "10"])
+    cluster.wait(job, "RUNNING")
+    wait_for_steps(out, 60)
+    cluster.kill_node("n2")
+    cluster.wait(job, "PENDING", seconds=TRAINED_S)
+    cluster.start_node("n2")
+    ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
+    assert int(ended["Restarts"]) >= 1
+    assert result(out) == twin
