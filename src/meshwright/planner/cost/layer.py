@@ -9,7 +9,7 @@ programs. They are on the critical path but for the share that the software, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -20,18 +20,27 @@ from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import WORD, KernelCosts
+from meshwright.planner.cost.kernels import START, WORD, KernelCosts
 from meshwright.planner.cost.operator_bytes import (
     ForwardBackward,
     block_bytes,
+    block_kernels,
     embedding_bytes,
     head_bytes,
     head_chunks,
     unit_copies,
 )
-from meshwright.planner.cost.precision import our_precision, precision
+from meshwright.planner.cost.precision import Precision, our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import KERNELS, SoftwareStack, elementwise_passes
+from meshwright.planner.cost.tensor_overlap import (
+    ParallelMaps,
+    fused_passes,
+    fuses_products,
+    hidden_messages,
+    in_parts,
+    overlaps_sums,
+)
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
@@ -138,18 +147,21 @@ class LayerCost:
         training = ALL_TRAINED if self.spec.lora is None else training_of(self.spec, self._last(kind))
         products, listed = self.products(kind), self.messages(kind.has_experts, training)
         (core, scores), (core_back, scores_back) = self._core(kind), self._core(kind, backward=True)
-        moved, moved_back = map(self.kernels.moved, self._bytes(kind))
+        kernels = block_kernels(self.spec, kind) if self.counted else (0.0, 0.0)
+        moved, moved_back = map(self.kernels.moved, self._bytes(kind), kernels)
+        cast, cast_back = map(self.kernels.moved, self._casts(products))
+        multiplied, multiplied_back = self._multiplied(kind, products)
         forward = self._exposed(listed, core, Phase.FORWARD)._replace(
-            matmul=sum(map(self._product, products)), attention=core, moved=moved + scores
+            matmul=multiplied, attention=core, moved=moved + scores + cast
         )
         input = self._exposed(listed, core_back, Phase.INPUT, Phase.WEIGHT)._replace(
-            matmul=sum(self._product(p._replace(n=p.k, k=p.n)) for p in products),
-            attention=core_back,
-            moved=moved_back + 2 * scores_back,
+            matmul=multiplied_back, attention=core_back, moved=moved_back + 2 * scores_back + cast_back
         )
+        forward, input = self._overlapped(kind, forward, input)
+        held = self.held(kind)[0] if self.counted else sum(self.held(kind))  # experts' are copies of units
         weight = Seconds(
-            matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in products),
-            moved=self.kernels.moved(self.packed(block=True) * sum(self.held(kind))),
+            matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in self._separate(products)),
+            moved=self.kernels.moved(self.packed(block=True) * held),
         )
         policy, selective = self.spec.recompute.policy, self.stack.selective
         again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
@@ -162,9 +174,62 @@ class LayerCost:
             if "matmul" in self.repeats:
                 repeated = forward.matmul
             attended = core if "attention" in self.repeats else 0.0
-            again = again._replace(matmul=repeated, attention=attended, moved=forward.moved - scores)
+            recast = cast if "matmul" in self.repeats else 0.0
+            again = again._replace(matmul=repeated, attention=attended, moved=moved + recast)
         passes = self._uncovered(PassSeconds(forward, input, weight, again), listed)
         return self._offloaded(self._launched(passes, kind), kind)
+
+    def _maps(self, kind: LayerKind) -> list[ParallelMaps]:
+        """The regions that tensor ranks compute together; none of latent attention."""
+        if self.spec.model.mla is not None:
+            return []
+        inner = self._feed_forward_products(
+            self.shape.moe.shared_ffn if kind.has_experts else self.spec.model.ffn
+        )
+        pairs = [pair for pair in (self._attention_products(), inner) if pair]
+        return [ParallelMaps(self._separate(pair[:1]), pair[1]) for pair in pairs]
+
+    def _fused(self, kind: LayerKind) -> bool:
+        return self.counted and fuses_products(self.spec, kind, self.links, self.shape)
+
+    def _multiplied(self, kind: LayerKind, products: Sequence[Product]) -> tuple[float, float]:
+        """Seconds of a layer's products in the forward, and of those for the gradients of inputs."""
+        products = self._separate(products)
+        turned = [p._replace(n=p.k, k=p.n) for p in products]
+        if not self._fused(kind):
+            return sum(map(self._product, products)), sum(map(self._product, turned))
+        rows = {each.row._replace(n=each.row.k, k=each.row.n) for each in self._maps(kind)}
+        parts = partial(in_parts, self._started, ranks=self.spec.layout.tp)
+        back = (parts(p=p) if p in rows else self._product(p) for p in turned)
+        return sum(parts(p=p) for p in products), sum(back)
+
+    def _separate(self, products: Sequence[Product]) -> list[Product]:
+        """Products as this program multiplies on GPUs: those of queries, keys and values, of gates and of
+        what they gate, each by itself."""
+        if not self.counted or self.spec.model.mla is not None:
+            return list(products)
+        joint, *_ = self._attention_products()
+        found = []
+        for p in products:
+            if p == joint:
+                found += [p._replace(n=n) for n in (self.q, self.kv, self.kv)]
+            elif self.gates > 1 and not p.experts and p.k == self.spec.model.hidden and p.n % 2 == 0:
+                found += [p._replace(n=p.n // 2)] * 2
+            else:
+                found.append(p)
+        return found
+
+    def _started(self, p: Product) -> float:
+        """Seconds of a product with its start, which counts where it is short."""
+        return self._product(p) + START
+
+    def _overlapped(self, kind: LayerKind, forward: Seconds, input: Seconds) -> tuple[Seconds, Seconds]:
+        """Passes without the messages of tensor ranks that this program's products hide."""
+        if not (self.counted and overlaps_sums(self.spec)):
+            return forward, input
+        hidden = hidden_messages(self._maps(kind), self._started, self.links, self.shape, self._fused(kind))
+        left = [max(0.0, each.tensor - less) for each, less in zip((forward, input), hidden, strict=True)]
+        return forward._replace(tensor=left[0]), input._replace(tensor=left[1])
 
     def _offloaded(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for copies of activations."""
@@ -266,11 +331,34 @@ class LayerCost:
     # Operators.
 
     def _product(self, p: Product) -> float:
-        recipe = self.precision.experts if p.experts and self.precision.experts else self.precision
+        """Seconds of a product; of other programs with those of the casts of its operands."""
+        recipe = self._recipe(p)
         seconds = self.kernels.matmul(recipe.products, p.m, p.n, p.k, p.batch)
-        if cast := recipe.cast:  # assumed: weights are cast every fourth time
-            seconds += self.kernels.moved(cast * p.batch * (p.m * p.k + p.k * p.n / 4))
-        return seconds
+        return seconds if self.stack.ours else seconds + self.kernels.moved(self._cast(p))
+
+    def _recipe(self, p: Product) -> Precision:
+        return self.precision.experts if p.experts and self.precision.experts else self.precision
+
+    def _cast(self, p: Product) -> float:
+        """Bytes of the casts of a product's operands, in the mean of a layer's products."""
+        # assumed: weights are cast every fourth time
+        return self._recipe(p).cast * p.batch * (p.m * p.k + p.k * p.n / 4)
+
+    def _casts(self, products: Iterable[Product]) -> ForwardBackward:
+        """Bytes of the casts of this program's operands, in the forward and in the backward."""
+        found = ForwardBackward(0.0, 0.0)
+        if not self.stack.ours:
+            return found
+        for p in products:
+            if p.experts or (casts := self._recipe(p).operands) is None:
+                back = self._cast(p._replace(n=p.k, k=p.n)) + self._cast(p._replace(m=p.n, n=p.k, k=p.m))
+                found = found.plus(ForwardBackward(self._cast(p), back))
+            else:
+                weight = casts.weight / 2 * p.k * p.n
+                found = found.plus(
+                    ForwardBackward(casts.input * p.m * p.k + weight, casts.gradient * p.m * p.n + weight)
+                )
+        return found
 
     def _core(self, kind: LayerKind, backward: bool = False) -> tuple[float, float]:
         """Seconds of attention's products, and of moving its scores where they are stored; one way."""
@@ -327,6 +415,7 @@ class LayerCost:
             return found.plus(ForwardBackward(1, 2), self._ring_bytes())
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
+        more = fused_passes(self.shape, len(self._maps(kind))) if self._fused(kind) else ForwardBackward(0, 0)
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
         # counted: norms, each 1 read and 1 write; two sums, 2 and 1
         moved = own * d * b * (2 * model.block_norms + 6) + masks
@@ -342,7 +431,7 @@ class LayerCost:
             moved += self.shape.sent()[0] * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         moved *= elementwise_passes(self.stack, self.spec.train.compile)
-        return ForwardBackward(moved, 2 * moved)  # counted: the forward's tensors, and their gradients
+        return ForwardBackward(moved, 2 * moved).plus(more)  # counted: the forward's tensors, and gradients
 
     def _ring_bytes(self) -> float:
         """Bytes that the sums of the outputs for each rank's keys move."""
