@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
 from typing import Literal
 
 from meshwright.hardware.attention_backend import holds_documents, planned_backends
@@ -20,7 +19,8 @@ from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import START, WORD, KernelCosts
+from meshwright.planner.cost.kernels import START, KernelCosts
+from meshwright.planner.cost.layer_products import LayerProducts
 from meshwright.planner.cost.operator_bytes import (
     ForwardBackward,
     block_bytes,
@@ -34,7 +34,6 @@ from meshwright.planner.cost.precision import Precision, our_precision, precisio
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import KERNELS, SoftwareStack, elementwise_passes
 from meshwright.planner.cost.tensor_overlap import (
-    ParallelMaps,
     fused_passes,
     fuses_products,
     hidden_messages,
@@ -47,7 +46,6 @@ from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.planner.traffic.messages import end_messages, layer_messages
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
-from meshwright.spec.parameter_groups import run_parameters
 from meshwright.units import FORMAT_BYTES
 
 # Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
@@ -72,7 +70,7 @@ class Dense:
 
 
 @dataclass(eq=False)
-class LayerCost:
+class LayerCost(LayerProducts):
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
     `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
@@ -131,13 +129,6 @@ class LayerCost:
         (split, whole, experts), layout = self.dense.sizes[kind], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
-    def products(self, kind: LayerKind) -> list[Product]:
-        """Matrix products of a layer's forward."""
-        routed = kind.has_experts
-        inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else self.spec.model.ffn)
-        others = [*self._adapter_products(kind), *(self._routed_products() if routed else ())]
-        return [*self._attention_products(), *inner, *others]
-
     @property
     def largest_unit(self) -> float:
         """Parameters of the embedding or the head on one tensor rank."""
@@ -179,16 +170,6 @@ class LayerCost:
         passes = self._uncovered(PassSeconds(forward, input, weight, again), listed)
         return self._offloaded(self._launched(passes, kind), kind)
 
-    def _maps(self, kind: LayerKind) -> list[ParallelMaps]:
-        """The regions that tensor ranks compute together; none of latent attention."""
-        if self.spec.model.mla is not None:
-            return []
-        inner = self._feed_forward_products(
-            self.shape.moe.shared_ffn if kind.has_experts else self.spec.model.ffn
-        )
-        pairs = [pair for pair in (self._attention_products(), inner) if pair]
-        return [ParallelMaps(self._separate(pair[:1]), pair[1]) for pair in pairs]
-
     def _fused(self, kind: LayerKind) -> bool:
         return self.counted and fuses_products(self.spec, kind, self.links, self.shape)
 
@@ -202,22 +183,6 @@ class LayerCost:
         parts = partial(in_parts, self._started, ranks=self.spec.layout.tp)
         back = (parts(p=p) if p in rows else self._product(p) for p in turned)
         return sum(parts(p=p) for p in products), sum(back)
-
-    def _separate(self, products: Sequence[Product]) -> list[Product]:
-        """Products as this program multiplies on GPUs: those of queries, keys and values, of gates and of
-        what they gate, each by itself."""
-        if not self.counted or self.spec.model.mla is not None:
-            return list(products)
-        joint, *_ = self._attention_products()
-        found = []
-        for p in products:
-            if p == joint:
-                found += [p._replace(n=n) for n in (self.q, self.kv, self.kv)]
-            elif self.gates > 1 and not p.experts and p.k == self.spec.model.hidden and p.n % 2 == 0:
-                found += [p._replace(n=p.n // 2)] * 2
-            else:
-                found.append(p)
-        return found
 
     def _started(self, p: Product) -> float:
         """Seconds of a product with its start, which counts where it is short."""
@@ -257,76 +222,10 @@ class LayerCost:
             launched.append(seconds._replace(host=waits))
         return PassSeconds(*launched)
 
-    # Shapes.
-
-    def _attention_products(self) -> list[Product]:
-        model, layout, n = self.spec.model, self.spec.layout, self.tokens
-        if (mla := model.mla) is None:
-            return [Product(n, self.q + 2 * self.kv, model.hidden), Product(n, model.hidden, self.q)]
-        heads = model.heads // layout.tp
-        down = [Product(self.own, mla.kv_rank + mla.rope_dim, model.hidden)]
-        query = [Product(n, self.q, model.hidden)]
-        if mla.q_rank is not None:
-            down.append(Product(self.own, mla.q_rank, model.hidden))
-            query = [Product(n, self.q, mla.q_rank)]
-        up = Product(n, heads * (model.head_dim - mla.rope_dim + mla.v_dim), mla.kv_rank)
-        return [*down, *query, up, Product(n, model.hidden, heads * mla.v_dim)]
-
-    def _feed_forward_products(self, channels: int) -> list[Product]:
-        n, inner, hidden = self.tokens, channels // self.spec.layout.tp, self.spec.model.hidden
-        return [Product(n, self.gates * inner, hidden), Product(n, hidden, inner)] if channels else []
-
-    def _adapter_products(self, kind: LayerKind) -> list[Product]:
-        """The products with A and B of the adapters in the last layer of a kind."""
-        tp, n, own = self.spec.layout.tp, self.tokens, self.own
-        found: list[Product] = []
-        for each in run_parameters(self.spec)[f"blocks.{self._last(kind)}"]:
-            if not each.adapters:
-                continue
-            (outputs, inputs), rank = each.shape[-2:], each.adapters[0].shape[-2]
-            if each.expert:
-                found += [self._of_experts(rank, inputs), self._of_experts(outputs, rank)]
-            elif each.split is None:
-                found += [Product(own, rank, inputs), Product(own, outputs, rank)]
-            elif each.dim:
-                found += [Product(n, rank, inputs // tp), Product(own, outputs, rank)]
-            else:
-                found += [Product(own, rank, inputs), Product(n, outputs // tp, rank)]
-        return found
-
-    def _last(self, kind: LayerKind) -> int:
-        """The last layer of a kind; all are taken to have its adapters."""
-        return self.spec.model.last_layers[kind]
-
-    def _routed_products(self) -> list[Product]:
-        moe, hidden = self.shape.moe, self.spec.model.hidden
-        inner = moe.ffn // self.spec.layout.etp
-        router = Product(self.own, moe.experts, hidden)
-        return [router, self._of_experts(self.gates * inner, hidden), self._of_experts(hidden, inner)]
-
-    def _of_experts(self, outputs: int, inputs: int) -> Product:
-        """The product of each expert's rows with a matrix of its own."""
-        local = max(1, self.shape.moe.experts // self.spec.layout.ep)
-        # Source: programs pad each expert's rows to whole words (NVIDIA Transformer Engine's Fp8Padding,
-        # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
-        words = int(WORD / FORMAT_BYTES[self.precision.products])
-        rows = words * max(1, ceil(self.shape.copies / local / words))
-        return Product(rows, outputs, inputs, local, experts=True)
-
-    def widens(self, product: Product) -> bool:
-        """True for a product that makes queries, keys or values of latents."""
-        mla = self.spec.model.mla
-        return mla is not None and product.k in (mla.q_rank, mla.kv_rank)
-
     @property
     def sixteen(self) -> str:
         """Format of products that no recipe takes below 16 bits: attention's own, and the head's."""
         return "bf16" if self.precision.cast else self.format
-
-    @property
-    def gates(self) -> int:
-        """Products of a feed-forward network's input: two where the activation is gated."""
-        return 2 if self.spec.model.gated else 1
 
     # Operators.
 
