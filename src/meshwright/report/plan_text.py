@@ -59,7 +59,7 @@ def attention(found: Candidate) -> str:
 
 
 def blocks(found: Candidate) -> str:
-    """Whether this program's blocks are compiled on the cluster's GPUs; empty for other programs."""
+    """Words for what the cluster's GPUs run of this program's blocks; empty for other programs."""
     if not found.costs.counted:
         return ""
     if found.spec.train.compile:

@@ -41,7 +41,7 @@ SHARED_INPUT = 3.0
 ROTATION = ForwardBackward(5, 5)
 """Passes over queries and keys: a product with cosines, and the other halves added by sines."""
 ROTATION_KERNELS = ForwardBackward(6, 6)
-"""Of queries and of keys together."""
+"""Kernels for queries and keys together."""
 GATED = ForwardBackward(5, 11)
 """Passes over the inner channels: activation and product, which the backward computes again, too."""
 GATED_KERNELS = ForwardBackward(2, 4)
@@ -52,9 +52,9 @@ EXPERT_INNER = ForwardBackward(7, 15)
 EXPERT_ROWS = ForwardBackward(7.5, 7)
 """Passes over the rows of experts on their way there and back."""
 EXPERT_KERNELS = ForwardBackward(74, 26)
-"""Of the router, of rows on their way and of experts. Counted: a block of mixtral-8x7b."""
+"""Kernels of the router, of rows on their way and of experts. Counted: a block of mixtral-8x7b."""
 COMPILED_KERNELS = ForwardBackward(6, 7)
-"""Of a compiled block beside products and attention. Counted: a block of llama3-8b."""
+"""Kernels of a compiled block beside products and attention. Counted: a block of llama3-8b."""
 
 # Bytes. Counted: the head, the embedding and copies of units in a dry run in 16 bits, sums in fp32.
 
