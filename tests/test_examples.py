@@ -22,7 +22,9 @@ from meshwright.comm.mesh import Mesh
 from meshwright.hardware.find import cluster
 from meshwright.infer.soft_target_source import soft_targets_of
 from meshwright.planner.plan import Plan, estimate
+from meshwright.rank.device_defaults import with_device_defaults
 from meshwright.spec import RunSpec, load
+from meshwright.spec.load import Overrides, read_tree
 from meshwright.train.callbacks import Observers
 from meshwright.train.open_run import open_run
 from meshwright.units import duration
@@ -128,10 +130,16 @@ def test_an_example_is_valid_and_says_how_to_start_it(name: str) -> None:
             load(path, call.overrides)
 
 
+def run_of(path: Path, overrides: Overrides = ()) -> RunSpec:
+    """The run of an example on the devices that it names, which decide what it leaves open."""
+    kind = cluster(head_of(path).cluster).device.kind
+    return load(path, with_device_defaults(read_tree(path), overrides, kind))
+
+
 def predicted(path: Path) -> Plan:
     """The plan that the layout of an example is, without a teacher, on the cluster that it names."""
-    head, spec = head_of(path), load(path, [("distil", "none")])
-    return estimate(spec, cluster(head.cluster, spec.layout.world_size))
+    spec = run_of(path, [("distil", "none")])
+    return estimate(spec, cluster(head_of(path).cluster, spec.layout.world_size))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -160,7 +168,7 @@ def test_a_layout_is_the_planners_or_says_why_not(name: str) -> None:
     assert (call.flags["cluster"], int(call.flags["gpus"])) == (head.cluster, head.devices)
     asked = {key: call.flags[key] for key in ("gpus", "islands")}
     plans = api.plan(call.words[0], call.flags["cluster"], top=1, overrides=call.overrides, **asked)
-    spec = load(FILES[name], call.overrides)
+    spec = run_of(FILES[name], call.overrides)
     assert brief(plans.best.spec) == brief(spec)
     assert written(plans.best.spec) == written(spec)
 

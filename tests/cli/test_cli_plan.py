@@ -63,7 +63,7 @@ def test_the_faster_plan_is_named_where_a_simpler_one_is_first(capsys: pytest.Ca
         "--cluster",
         "a100",
         "--gpus",
-        "8",
+        "16",
         "--seq-len",
         "8k",
         "--batch-tokens",

@@ -16,6 +16,7 @@ from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.cli.runs import FROM, RUN, spec_of
 from meshwright.hardware.find import cluster as cluster_of
 from meshwright.hardware.hardware_file import check_writable
+from meshwright.planner.cost.software import stack_named
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree
@@ -228,10 +229,12 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
 
 def _remarks(plans: Plans) -> Iterator[str]:
     """Yield a sentence on each thing that the first plan has besides its layout."""
-    from meshwright.report.plan_text import attention, offload, routing
+    from meshwright.report.plan_text import attention, blocks, offload, routing
 
     if words := attention(plans.best):
         yield f"Attention: {words}."
+    if words := blocks(plans.best):
+        yield f"Blocks: {words}."
     if words := routing(plans.best):
         yield f"Routing: {words}."
     if words := offload(plans.best):
@@ -302,6 +305,6 @@ def explain(call: Call) -> None:
     from meshwright.report.plan_text import text
 
     device = cluster_of(call.flags["cluster"]).device
-    spec = spec_of(call, kind=device.kind, runs=False)
+    spec = spec_of(call, kind=device.kind, ours=stack_named(call.flags["stack"]).ours)
     explanation = api.explain(spec, **call.flags)
     show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

@@ -76,14 +76,15 @@ ADAPTER = Flag(
 
 
 def spec_of(
-    call: Call, ranks: int | None = None, kind: DeviceKind | None = None, runs: bool = True
+    call: Call, ranks: int | None = None, kind: DeviceKind | None = None, ours: bool = True
 ) -> RunSpec:
     """Return the spec of a command line, with its layout fitted to the number of processes.
 
     `ranks`, the number that a launcher has started, takes the place of --nproc; `kind` is that of the
-    devices that the run is asked about, by default this machine's.
+    devices that the run is asked about, by default this machine's, and `ours` is false where it is asked
+    about as another program's.
     """
-    tree, overrides, nproc, source = asked(call, ranks, kind, runs)
+    tree, overrides, nproc, source = asked(call, ranks, kind, ours)
     if ranks is None or not sets_layout(tree, overrides):
         return resolve(tree, overrides, nproc, source)
     spec = from_tree(tree, overrides, source)
@@ -92,7 +93,7 @@ def spec_of(
 
 
 def asked(
-    call: Call, ranks: int | None = None, kind: DeviceKind | None = None, runs: bool = True
+    call: Call, ranks: int | None = None, kind: DeviceKind | None = None, ours: bool = True
 ) -> tuple[dict[str, Any], Overrides, int | str | None, str]:
     """Return the run file's content, the dotted flags, the number of processes, and the file's name.
 
@@ -100,7 +101,7 @@ def asked(
     """
     path = call.path()
     tree = read_tree(path) if path else {}
-    overrides = with_device_defaults(tree, call.overrides, kind, runs)
+    overrides = with_device_defaults(tree, call.overrides, kind, ours)
     return tree, overrides, ranks or call.flags.get("nproc"), str(path or "")
 
 

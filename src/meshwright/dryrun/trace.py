@@ -248,9 +248,12 @@ class Trace:
         reads = [x for writes, x in inputs if not writes]
         writes = [x for writes, x in inputs if writes]
         overwrites = func.overloadpacket in _OVERWRITES or "out" in func._schema.overload_name
+        results = _tensors(result if isinstance(result, tuple) else [result])
         if writes:
-            return reads if overwrites else [*writes, *reads], writes
-        return reads, list(_tensors(result if isinstance(result, tuple) else [result]))
+            known = {self._number(x) for x in writes}
+            made = [x for x in results if self._number(x) not in known]  # beside what it writes in place
+            return reads if overwrites else [*writes, *reads], [*writes, *made]
+        return reads, list(results)
 
     def _direction(self, packet: Any, args: Any, kwargs: Any, result: Any) -> Direction:
         """The direction of a copy; "" for what computes."""

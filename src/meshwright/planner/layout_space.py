@@ -11,6 +11,7 @@ mode of a context axis of one rank, ZeRO over one rank, the cut 'balanced' where
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple, get_args
@@ -125,11 +126,19 @@ class LayoutSpace:
     ) -> None:
         self.base, self.model, self.ranks = base, base.model, ranks
         self.fixed, self._levels, self._schedule_names = dict(fixed or {}), levels, schedules
+        self._only_pipelines = False
         self._cuts: dict[int, list[StageSplit]] = {}
         self._balanced: dict[int, tuple[int, ...]] = {}
         wanted, own = self.fixed.get("policy"), base.recompute
         names = [name for name in POLICIES if (name in policies if wanted is None else name == wanted)]
         self._recompute = [own if own.policy == name else POLICIES[name] for name in names]
+
+    def only(self, schedules: Sequence[str]) -> LayoutSpace:
+        """The layouts of this space with a pipeline that has one of some schedules."""
+        other = copy(self)
+        other._schedule_names, other._only_pipelines = schedules, True
+        other._cuts = {}
+        return other
 
     def _pick(self, key: str, legal: Sequence[int]) -> Sequence[int]:
         """The legal values of a key, or only the fixed one."""
@@ -250,7 +259,7 @@ class LayoutSpace:
     def _made_cuts(self, pp: int) -> Iterator[StageSplit]:
         model, given, virtual = self.model, self.fixed.get("stages"), self.fixed.get("virtual")
         if pp == 1:
-            if not isinstance(given, tuple):
+            if not isinstance(given, tuple) and not self._only_pipelines:
                 schedule = self.fixed.get("schedule", self.base.layout.schedule)
                 yield StageSplit(schedule, 1, given or "balanced", (model.layers,))
             return

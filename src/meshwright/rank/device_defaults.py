@@ -7,26 +7,26 @@ from typing import Any
 
 from meshwright.hardware.cluster import DeviceKind
 from meshwright.profile.machine import gpus
-from meshwright.spec.compiled import is_open, with_compiled_blocks
+from meshwright.spec.compiled import COMPILED_ON, is_open, with_compiled_blocks
 from meshwright.spec.load import Overrides
 
 COMPUTE = "precision.compute"
 
 
 def with_device_defaults(
-    tree: dict[str, Any], overrides: Overrides, kind: DeviceKind | None = None, runs: bool = True
+    tree: dict[str, Any], overrides: Overrides, kind: DeviceKind | None = None, ours: bool = True
 ) -> Overrides:
     """Return the flags, with what the devices decide of keys that are open: `precision.compute = bf16` where
     they have bf16, and `train.compile = true` on CUDA for what `with_compiled_blocks` says.
 
     `kind` is that of the devices that the run is asked about, of which all but processors have bf16; None
     asks this machine's. On processors these keys stay what the spec says, so that a run file computes the
-    same numbers on each; and plans, where nothing `runs`, count compiled blocks where they are asked to.
+    same numbers on each. Where the run is not `ours` but another program's, its blocks are that program's.
     """
     bf16 = has_bf16_gpu() if kind is None else kind != "cpu"
     found = [*overrides, (COMPUTE, "bf16")] if bf16 and is_open(COMPUTE, tree, overrides) else overrides
-    compiler = has_compiler() if kind is None else kind == "cuda"
-    return with_compiled_blocks(tree, found) if compiler and runs else found
+    compiler = has_compiler() if kind is None else kind in COMPILED_ON
+    return with_compiled_blocks(tree, found) if compiler and ours else found
 
 
 def has_bf16_gpu() -> bool:

@@ -58,6 +58,15 @@ def attention(found: Candidate) -> str:
     return "; ".join([f"by {kernels.words}", *kernels.notes])
 
 
+def blocks(found: Candidate) -> str:
+    """Words for what the cluster's GPUs run of this program's blocks; empty for other programs."""
+    if not found.costs.counted:
+        return ""
+    if found.spec.train.compile:
+        return "compiled, as a run on such GPUs does unless train.compile = false"
+    return "not compiled"
+
+
 def offload(found: Candidate) -> str:
     """Clauses on moments and activations outside the device, and what that costs; empty without any."""
     clauses = []
@@ -95,6 +104,7 @@ def head(found: Explanation) -> list[str]:
         "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.room)} on pipeline rank "
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
         "attention": attention(found),
+        "blocks": blocks(found),
         "routing": routing(found),
         "offload": offload(found),
         **exchange_facts(found.exchange),

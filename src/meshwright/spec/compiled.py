@@ -1,4 +1,4 @@
-"""`train.compile` where a run on GPUs leaves it open."""
+"""`train.compile` where a run, or a plan for one, leaves it open on GPUs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from meshwright.spec.load import Overrides, from_tree
 from meshwright.spec.pipeline_schedules import SCHEDULES
 
 COMPILE = "train.compile"
+COMPILED_ON = ("cuda",)
+"""Kinds of devices on which runs compile blocks by default; on processors the kernels in C++ are faster."""
 
 
 def is_open(key: str, tree: Mapping[str, Any], overrides: Overrides) -> bool:

@@ -202,17 +202,18 @@ def test_parts_add_up_to_the_step(stack: str, layout: dict) -> None:
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "dualpipe-v"]
 )
-def test_microbatches_that_are_not_simulated_cost_the_same(
+def test_microbatches_that_are_not_simulated_cost_what_one_more_does(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
+    """Stages differ: the first has the embedding and the last the head."""
     layout = {"pp": 4, "schedule": schedule, "micro_batch": 1}
-    spec = run(layout, sequences=128, length=512)
+    spec = run(layout, sequences=131, length=512)
     assert estimate.simulated(spec) < spec.microbatches
     short = step_time(spec, CostModel(cluster("a100", 4))).seconds
     monkeypatch.setattr(estimate, "_SIMULATED", 10**6)
     long = step_time(spec, CostModel(cluster("a100", 4))).seconds
     assert estimate.simulated(spec) == spec.microbatches
-    assert short == pytest.approx(long, rel=0.015)  # of bfs 1.3%, as the last stage is longer
+    assert short == pytest.approx(long, rel=1e-4)
 
 
 def test_sharding_more_holds_less() -> None:

@@ -88,11 +88,15 @@ def test_casts_move_as_many_bytes_as_are_counted(recipe: str, monkeypatch: pytes
         weight = nn.Parameter(torch.empty(4096, 4096, dtype=torch.bfloat16))
         x, scales, seen = torch.empty_like(weight.detach()), torch.ones(3), torch.zeros(3)
     products.scalings, products.scaled = {weight: Scaling(scales, seen)}, True
-    with Moved() as moved:
+    moved = Moved(), Moved(), Moved()
+    with moved[0]:
         operand = products.input(x, [weight.detach()], [weight])
+    with moved[1]:
         (gradient,) = products.gradients([x], [weight.detach()], [weight])
+    with moved[2]:
         for across in (False, True):
             products._weight(weight.detach(), weight, across)
     assert operand.along is not None and gradient.along is not None
-    operands = 4 if recipe == "fp8-rowwise" else 6
-    assert OURS[recipe].cast == pytest.approx(moved.bytes / x.numel() / operands, rel=0.01)
+    found = [each.bytes / x.numel() for each in moved]
+    assert OURS[recipe].operands == pytest.approx(found, rel=0.01)
+    assert OURS[recipe].cast == pytest.approx(sum(found) / (4 if recipe == "fp8-rowwise" else 6), rel=0.01)

@@ -23,7 +23,7 @@ from meshwright.hardware.find import cluster
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.shared_cores import SharedCores, makespan, period, shared_cores
+from meshwright.planner.cost.shared_cores import SharedCores, makespan, shared_cores
 from meshwright.planner.cost.software import MESHWRIGHT, MESHWRIGHT_ON_CPU
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.group_shapes import GroupShape
@@ -180,8 +180,6 @@ def test_stages_on_hosts_of_their_own_do_not_share() -> None:
     costs, finals = [StageCost(1.0, 1.0, 1.0)] * 2, [0.5, 0.25]
     found = makespan(schedule, costs, finals, SharedCores(2, 1, 2.0, stride=2))
     assert found == pytest.approx(simulate(schedule, costs, final=finals).makespan)
-    assert period([3.0, 2.0], SharedCores(2, 1, 2.0, stride=2)) == pytest.approx(3.0)
-    assert period([3.0, 2.0], SharedCores(2, 1, 2.0)) == pytest.approx(2.5)
 
 
 def test_a_bubble_costs_less_where_cores_are_shared() -> None:

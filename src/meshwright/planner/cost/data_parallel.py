@@ -126,23 +126,27 @@ def _copies(spec: RunSpec, held: StoredParameters) -> tuple[dict[str, float], di
     """Bytes of copies of units by purpose: in each microbatch, and once a step."""
     layout, groups, copies = spec.layout, step_axes(spec), unit_copies(spec)
     gathers = dict.fromkeys(("casts", "gathered units"), 0.0)
-    summed, added = 0.0, 0.0
+    summed, added, packed, later = 0.0, 0.0, 0.0, spec.microbatches - 1
     stored = (
-        (held.dense, held.frozen, held.ends, groups.shard.ranks),
-        (held.routed, held.frozen_routed, 0.0, groups.expert_data.ranks),
+        (held.dense, held.frozen, held.ends, groups.shard.ranks, False),
+        (held.routed, held.frozen_routed, 0.0, groups.expert_data.ranks, True),
     )
     often = layout.pp == 1 and spec.microbatches > 1
-    for every, frozen, ends, ranks in stored:
-        shards = ranks if layout.zero else 1
-        times = 2 * every - ends if layout.zero == 3 and layout.pp == 1 and shards > 1 else every
+    for every, frozen, ends, ranks, routed in stored:
+        shards, trained = ranks if layout.zero else 1, every - frozen
+        again = layout.zero == 3 and layout.pp == 1 and (shards > 1 or routed)
+        times = 2 * every - ends if again else every
         gathers["casts"] += copies.cast * times / shards
         gathers["gathered units"] += copies.unpacked * times if shards > 1 else 0.0
-        if often and layout.zero >= 2:
-            summed += copies.summed * (every - frozen) / shards
+        if often and layout.zero >= 2 and not (routed and shards == 1):
+            summed += copies.summed * trained / shards
+            packed += copies.packed * trained * spec.microbatches * routed
+        elif routed:  # products of experts add to no sum
+            packed += copies.packed * trained * spec.microbatches
+            added += copies.added * trained
         else:
-            added += copies.added * ends + copies.added_block * (every - frozen - ends)
-    later = spec.microbatches - 1
-    once = {"gradient sums": later * (summed + added)}
+            added += copies.added * ends + copies.added_block * (trained - ends)
+    once = {"gradient sums": later * (summed + added), "gradients of experts": packed}
     if layout.zero == 3 and layout.pp == 1:
         return gathers, once
     return {}, gathers | once

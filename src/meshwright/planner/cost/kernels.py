@@ -25,6 +25,8 @@ WORD = 16
 """Bytes that K and N should be a multiple of. Source: NVIDIA 2023, section "Tensor core requirements"."""
 _SHORT = 400.0
 """Tokens of a sequence that half-masked causal tiles are worth. Fitted on: the published runs, by hand."""
+START = 2.5e-6
+"""Seconds from one kernel to the next on a device, in which nothing is computed. Source: assumed."""
 _FIRST = 0.55
 """Rate of FlashAttention-1, or a kernel as memory-efficient, beside FlashAttention-2. Source: Dao 2023
 (FlashAttention-2), figures 4 to 6."""
@@ -120,9 +122,10 @@ class KernelCosts:
             return self.moved(whole)
         return (whole - parts) / self.measured.optimiser_bandwidth + self.moved(parts)
 
-    def moved(self, size: float) -> float:
-        """Seconds of memory-bound operators that read and write `size` bytes."""
-        return size / self._bandwidth
+    def moved(self, size: float, kernels: float = 0.0) -> float:
+        """Seconds of memory-bound operators that read and write `size` bytes, in so many kernels that are
+        counted."""
+        return size / self._bandwidth + kernels * START
 
 
 def _alignment(format: str, n: int, k: int, batch: int) -> float:

@@ -9,10 +9,9 @@ programs. They are on the critical path but for the share that the software, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
 from typing import Literal
 
 from meshwright.hardware.attention_backend import holds_documents, planned_backends
@@ -20,25 +19,33 @@ from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import WORD, KernelCosts
+from meshwright.planner.cost.kernels import START, KernelCosts
+from meshwright.planner.cost.layer_products import LayerProducts
 from meshwright.planner.cost.operator_bytes import (
     ForwardBackward,
     block_bytes,
+    block_kernels,
     embedding_bytes,
     head_bytes,
     head_chunks,
     unit_copies,
 )
-from meshwright.planner.cost.precision import our_precision, precision
+from meshwright.planner.cost.precision import Precision, our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import KERNELS, SoftwareStack, elementwise_passes
+from meshwright.planner.cost.tensor_overlap import (
+    fused_passes,
+    fuses_products,
+    hidden_messages,
+    in_parts,
+    overlaps_sums,
+)
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_messages import end_messages, layer_messages
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
-from meshwright.spec.parameter_groups import run_parameters
 from meshwright.units import FORMAT_BYTES
 
 # Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
@@ -63,7 +70,7 @@ class Dense:
 
 
 @dataclass(eq=False)
-class LayerCost:
+class LayerCost(LayerProducts):
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
     `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
@@ -122,13 +129,6 @@ class LayerCost:
         (split, whole, experts), layout = self.dense.sizes[kind], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
-    def products(self, kind: LayerKind) -> list[Product]:
-        """Matrix products of a layer's forward."""
-        routed = kind.has_experts
-        inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else self.spec.model.ffn)
-        others = [*self._adapter_products(kind), *(self._routed_products() if routed else ())]
-        return [*self._attention_products(), *inner, *others]
-
     @property
     def largest_unit(self) -> float:
         """Parameters of the embedding or the head on one tensor rank."""
@@ -138,18 +138,21 @@ class LayerCost:
         training = ALL_TRAINED if self.spec.lora is None else training_of(self.spec, self._last(kind))
         products, listed = self.products(kind), self.messages(kind.has_experts, training)
         (core, scores), (core_back, scores_back) = self._core(kind), self._core(kind, backward=True)
-        moved, moved_back = map(self.kernels.moved, self._bytes(kind))
+        kernels = block_kernels(self.spec, kind) if self.counted else (0.0, 0.0)
+        moved, moved_back = map(self.kernels.moved, self._bytes(kind), kernels)
+        cast, cast_back = map(self.kernels.moved, self._casts(products))
+        multiplied, multiplied_back = self._multiplied(kind, products)
         forward = self._exposed(listed, core, Phase.FORWARD)._replace(
-            matmul=sum(map(self._product, products)), attention=core, moved=moved + scores
+            matmul=multiplied, attention=core, moved=moved + scores + cast
         )
         input = self._exposed(listed, core_back, Phase.INPUT, Phase.WEIGHT)._replace(
-            matmul=sum(self._product(p._replace(n=p.k, k=p.n)) for p in products),
-            attention=core_back,
-            moved=moved_back + 2 * scores_back,
+            matmul=multiplied_back, attention=core_back, moved=moved_back + 2 * scores_back + cast_back
         )
+        forward, input = self._overlapped(kind, forward, input)
+        held = self.held(kind)[0] if self.counted else sum(self.held(kind))  # experts' are copies of units
         weight = Seconds(
-            matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in products),
-            moved=self.kernels.moved(self.packed(block=True) * sum(self.held(kind))),
+            matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in self._separate(products)),
+            moved=self.kernels.moved(self.packed(block=True) * held),
         )
         policy, selective = self.spec.recompute.policy, self.stack.selective
         again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
@@ -162,9 +165,36 @@ class LayerCost:
             if "matmul" in self.repeats:
                 repeated = forward.matmul
             attended = core if "attention" in self.repeats else 0.0
-            again = again._replace(matmul=repeated, attention=attended, moved=forward.moved - scores)
+            recast = cast if "matmul" in self.repeats else 0.0
+            again = again._replace(matmul=repeated, attention=attended, moved=moved + recast)
         passes = self._uncovered(PassSeconds(forward, input, weight, again), listed)
         return self._offloaded(self._launched(passes, kind), kind)
+
+    def _fused(self, kind: LayerKind) -> bool:
+        return self.counted and fuses_products(self.spec, kind, self.links, self.shape)
+
+    def _multiplied(self, kind: LayerKind, products: Sequence[Product]) -> tuple[float, float]:
+        """Seconds of a layer's products in the forward, and of those for the gradients of inputs."""
+        products = self._separate(products)
+        turned = [p._replace(n=p.k, k=p.n) for p in products]
+        if not self._fused(kind):
+            return sum(map(self._product, products)), sum(map(self._product, turned))
+        rows = {each.row._replace(n=each.row.k, k=each.row.n) for each in self._maps(kind)}
+        parts = partial(in_parts, self._started, ranks=self.spec.layout.tp)
+        back = (parts(p=p) if p in rows else self._product(p) for p in turned)
+        return sum(parts(p=p) for p in products), sum(back)
+
+    def _started(self, p: Product) -> float:
+        """Seconds of a product with its start, which counts where it is short."""
+        return self._product(p) + START
+
+    def _overlapped(self, kind: LayerKind, forward: Seconds, input: Seconds) -> tuple[Seconds, Seconds]:
+        """Passes without the messages of tensor ranks that this program's products hide."""
+        if not (self.counted and overlaps_sums(self.spec)):
+            return forward, input
+        hidden = hidden_messages(self._maps(kind), self._started, self.links, self.shape, self._fused(kind))
+        left = [max(0.0, each.tensor - less) for each, less in zip((forward, input), hidden, strict=True)]
+        return forward._replace(tensor=left[0]), input._replace(tensor=left[1])
 
     def _offloaded(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for copies of activations."""
@@ -192,85 +222,42 @@ class LayerCost:
             launched.append(seconds._replace(host=waits))
         return PassSeconds(*launched)
 
-    # Shapes.
-
-    def _attention_products(self) -> list[Product]:
-        model, layout, n = self.spec.model, self.spec.layout, self.tokens
-        if (mla := model.mla) is None:
-            return [Product(n, self.q + 2 * self.kv, model.hidden), Product(n, model.hidden, self.q)]
-        heads = model.heads // layout.tp
-        down = [Product(self.own, mla.kv_rank + mla.rope_dim, model.hidden)]
-        query = [Product(n, self.q, model.hidden)]
-        if mla.q_rank is not None:
-            down.append(Product(self.own, mla.q_rank, model.hidden))
-            query = [Product(n, self.q, mla.q_rank)]
-        up = Product(n, heads * (model.head_dim - mla.rope_dim + mla.v_dim), mla.kv_rank)
-        return [*down, *query, up, Product(n, model.hidden, heads * mla.v_dim)]
-
-    def _feed_forward_products(self, channels: int) -> list[Product]:
-        n, inner, hidden = self.tokens, channels // self.spec.layout.tp, self.spec.model.hidden
-        return [Product(n, self.gates * inner, hidden), Product(n, hidden, inner)] if channels else []
-
-    def _adapter_products(self, kind: LayerKind) -> list[Product]:
-        """The products with A and B of the adapters in the last layer of a kind."""
-        tp, n, own = self.spec.layout.tp, self.tokens, self.own
-        found: list[Product] = []
-        for each in run_parameters(self.spec)[f"blocks.{self._last(kind)}"]:
-            if not each.adapters:
-                continue
-            (outputs, inputs), rank = each.shape[-2:], each.adapters[0].shape[-2]
-            if each.expert:
-                found += [self._of_experts(rank, inputs), self._of_experts(outputs, rank)]
-            elif each.split is None:
-                found += [Product(own, rank, inputs), Product(own, outputs, rank)]
-            elif each.dim:
-                found += [Product(n, rank, inputs // tp), Product(own, outputs, rank)]
-            else:
-                found += [Product(own, rank, inputs), Product(n, outputs // tp, rank)]
-        return found
-
-    def _last(self, kind: LayerKind) -> int:
-        """The last layer of a kind; all are taken to have its adapters."""
-        return self.spec.model.last_layers[kind]
-
-    def _routed_products(self) -> list[Product]:
-        moe, hidden = self.shape.moe, self.spec.model.hidden
-        inner = moe.ffn // self.spec.layout.etp
-        router = Product(self.own, moe.experts, hidden)
-        return [router, self._of_experts(self.gates * inner, hidden), self._of_experts(hidden, inner)]
-
-    def _of_experts(self, outputs: int, inputs: int) -> Product:
-        """The product of each expert's rows with a matrix of its own."""
-        local = max(1, self.shape.moe.experts // self.spec.layout.ep)
-        # Source: programs pad each expert's rows to whole words (NVIDIA Transformer Engine's Fp8Padding,
-        # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
-        words = int(WORD / FORMAT_BYTES[self.precision.products])
-        rows = words * max(1, ceil(self.shape.copies / local / words))
-        return Product(rows, outputs, inputs, local, experts=True)
-
-    def widens(self, product: Product) -> bool:
-        """True for a product that makes queries, keys or values of latents."""
-        mla = self.spec.model.mla
-        return mla is not None and product.k in (mla.q_rank, mla.kv_rank)
-
     @property
     def sixteen(self) -> str:
         """Format of products that no recipe takes below 16 bits: attention's own, and the head's."""
         return "bf16" if self.precision.cast else self.format
 
-    @property
-    def gates(self) -> int:
-        """Products of a feed-forward network's input: two where the activation is gated."""
-        return 2 if self.spec.model.gated else 1
-
     # Operators.
 
     def _product(self, p: Product) -> float:
-        recipe = self.precision.experts if p.experts and self.precision.experts else self.precision
+        """Seconds of a product; of other programs with those of the casts of its operands."""
+        recipe = self._recipe(p)
         seconds = self.kernels.matmul(recipe.products, p.m, p.n, p.k, p.batch)
-        if cast := recipe.cast:  # assumed: weights are cast every fourth time
-            seconds += self.kernels.moved(cast * p.batch * (p.m * p.k + p.k * p.n / 4))
-        return seconds
+        return seconds if self.stack.ours else seconds + self.kernels.moved(self._cast(p))
+
+    def _recipe(self, p: Product) -> Precision:
+        return self.precision.experts if p.experts and self.precision.experts else self.precision
+
+    def _cast(self, p: Product) -> float:
+        """Bytes of the casts of a product's operands, in the mean of a layer's products."""
+        # assumed: weights are cast every fourth time
+        return self._recipe(p).cast * p.batch * (p.m * p.k + p.k * p.n / 4)
+
+    def _casts(self, products: Iterable[Product]) -> ForwardBackward:
+        """Bytes of the casts of this program's operands, in the forward and in the backward."""
+        found = ForwardBackward(0.0, 0.0)
+        if not self.stack.ours:
+            return found
+        for p in products:
+            if p.experts or (casts := self._recipe(p).operands) is None:
+                back = self._cast(p._replace(n=p.k, k=p.n)) + self._cast(p._replace(m=p.n, n=p.k, k=p.m))
+                found = found.plus(ForwardBackward(self._cast(p), back))
+            else:
+                weight = casts.weight / 2 * p.k * p.n
+                found = found.plus(
+                    ForwardBackward(casts.input * p.m * p.k + weight, casts.gradient * p.m * p.n + weight)
+                )
+        return found
 
     def _core(self, kind: LayerKind, backward: bool = False) -> tuple[float, float]:
         """Seconds of attention's products, and of moving its scores where they are stored; one way."""
@@ -327,6 +314,7 @@ class LayerCost:
             return found.plus(ForwardBackward(1, 2), self._ring_bytes())
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
+        more = fused_passes(self.shape, len(self._maps(kind))) if self._fused(kind) else ForwardBackward(0, 0)
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
         # counted: norms, each 1 read and 1 write; two sums, 2 and 1
         moved = own * d * b * (2 * model.block_norms + 6) + masks
@@ -342,7 +330,7 @@ class LayerCost:
             moved += self.shape.sent()[0] * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         moved *= elementwise_passes(self.stack, self.spec.train.compile)
-        return ForwardBackward(moved, 2 * moved)  # counted: the forward's tensors, and their gradients
+        return ForwardBackward(moved, 2 * moved).plus(more)  # counted: the forward's tensors, and gradients
 
     def _ring_bytes(self) -> float:
         """Bytes that the sums of the outputs for each rank's keys move."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.planner.activations_sizes import ROUNDED
 from meshwright.planner.rank_view import widths
 from meshwright.planner.traffic.layer_shape import LayerShape
 from meshwright.spec import RunSpec
@@ -28,22 +29,32 @@ class ForwardBackward(NamedTuple):
         return ForwardBackward(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
-# Passes over a tensor. Counted: the operators of a block in a dry run.
+# Passes over a tensor, and the kernels that make them. Counted: the operators of a block in a dry run.
 
 NORM = ForwardBackward(2, 3)
+NORM_KERNELS = ForwardBackward(1, 1)
 RESIDUAL = ForwardBackward(3, 3)
 """Passes over the hidden state at one sum of a block."""
+RESIDUAL_KERNELS = ForwardBackward(1, 1)
 SHARED_INPUT = 3.0
 """Passes over a product's input in the backward for each further product of it, as gradients are added."""
 ROTATION = ForwardBackward(5, 5)
 """Passes over queries and keys: a product with cosines, and the other halves added by sines."""
+ROTATION_KERNELS = ForwardBackward(6, 6)
+"""Kernels for queries and keys together."""
 GATED = ForwardBackward(5, 11)
 """Passes over the inner channels: activation and product, which the backward computes again, too."""
+GATED_KERNELS = ForwardBackward(2, 4)
 UNGATED = ForwardBackward(2, 3)
+UNGATED_KERNELS = ForwardBackward(1, 1)
 EXPERT_INNER = ForwardBackward(7, 15)
 """Passes over the inner channels of the rows of experts, which the router weighs."""
 EXPERT_ROWS = ForwardBackward(7.5, 7)
 """Passes over the rows of experts on their way there and back."""
+EXPERT_KERNELS = ForwardBackward(74, 26)
+"""Kernels of the router, of rows on their way and of experts. Counted: a block of mixtral-8x7b."""
+COMPILED_KERNELS = ForwardBackward(6, 7)
+"""Kernels of a compiled block beside products and attention. Counted: a block of llama3-8b."""
 
 # Bytes. Counted: the head, the embedding and copies of units in a dry run in 16 bits, sums in fp32.
 
@@ -76,6 +87,20 @@ def block_bytes(spec: RunSpec, shape: LayerShape, kind: LayerKind) -> ForwardBac
         found = found.plus(EXPERT_INNER, rows * shape.moe.ffn / spec.layout.etp)
         found = found.plus(EXPERT_ROWS, rows * model.hidden)
     return found
+
+
+def block_kernels(spec: RunSpec, kind: LayerKind) -> ForwardBackward:
+    """Memory-bound kernels of a layer in a microbatch, which a device starts one after the other."""
+    model = spec.model
+    if spec.train.compile and not kind.has_experts:
+        return COMPILED_KERNELS
+    found = ForwardBackward(0.0, 0.0).plus(NORM_KERNELS, model.block_norms + 2 * model.qk_norm)
+    found = found.plus(RESIDUAL_KERNELS, 2)
+    if model.position == "rope":
+        found = found.plus(ROTATION_KERNELS)
+    if not kind.has_experts or model.moe is None or model.moe.shared_ffn:
+        found = found.plus(GATED_KERNELS if model.gated else UNGATED_KERNELS)
+    return found.plus(EXPERT_KERNELS) if kind.has_experts else found
 
 
 def head_chunks(shape: LayerShape) -> dict[int, int]:
@@ -111,7 +136,8 @@ class UnitCopies(NamedTuple):
 
     Gathers write parameters to their places, and products of blocks their gradients, in the format of the
     sum (`kernels/gradient_accumulation_fusion.py`). Copied are messages that are encoded, the gradients of
-    both ends, and those of compiled blocks and of blocks on context ranks, which autograd hands over.
+    both ends, and those of compiled blocks and of blocks on context ranks, which autograd hands over, and of
+    products below 16 bits, whose kernels do not add to a sum.
     """
 
     cast: float
@@ -136,6 +162,7 @@ def unit_copies(spec: RunSpec) -> UnitCopies:
     compute, exact = formats.compute, formats.exact
     packed, added = compute + exact, float(exact)
     handed_over = spec.train.compile or (spec.layout.cp > 1 and spec.layout.tp == 1)
+    handed_over = handed_over or spec.precision.compute in ROUNDED
     return UnitCopies(
         cast=0.0 if compute >= exact else exact + compute,
         unpacked=1.0 + compute if spec.precision.fp8_gather else 0.0,

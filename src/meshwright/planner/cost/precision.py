@@ -8,9 +8,20 @@ backward, and scaled: by tensor (Micikevicius et al. 2022), by row (PyTorch's to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.hardware.cluster import Device
 from meshwright.spec.errors import UserError
+
+
+class OperandCasts(NamedTuple):
+    """Bytes moved to cast an element of each operand of a linear layer, for all products that it is in."""
+
+    input: float
+    """In the forward, for its product and for the gradient of the weight."""
+    gradient: float
+    weight: float
+    """In the forward and again in the backward, since ZeRO frees it between."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Precision:
     """Bytes of an element of a product's input until the backward, in such programs."""
     experts: Precision | None = None
     """The recipe of products of experts; None for this one."""
+    operands: OperandCasts | None = None
+    """The casts of this program's linear layers, one by one, in the place of `cast`."""
 
 
 # counted: a tensor's largest number is found in one pass (2 bytes), and the cast reads 2 and writes 1, shared
@@ -44,14 +57,19 @@ PRECISIONS = {
 
 
 # counted by a test: of an input or a gradient one pass reads 2 bytes and writes both casts, of a weight two
-# passes write one each; a scale of a row takes a pass of its own. Experts are multiplied in 16 bits where
-# there is no kernel, rounded by operators through fp32 (`model/scaled_products.py`).
+# passes write one each; a scale of a row takes a pass of its own, and gradients of weights are of 16 bits.
+# Experts are multiplied in 16 bits where there is no kernel, rounded by operators through fp32
+# (`model/scaled_products.py`); `cast` is what their operands take for a product.
 OURS = {
-    "fp8": Precision("fp8", 2.33),
-    "fp8-rowwise": Precision("fp8", 5.0),
-    "fp8-blockwise": Precision("fp8", 2.35, experts=Precision("bf16", 50.0)),
-    "mxfp8": Precision("fp8", 2.36, experts=Precision("bf16", 53.0)),
-    "nvfp4": Precision("fp4", 1.9, experts=Precision("bf16", 270.0)),
+    "fp8": Precision("fp8", 2.33, operands=OperandCasts(4.0, 4.0, 6.0)),
+    "fp8-rowwise": Precision("fp8", 5.0, operands=OperandCasts(5.0, 5.0, 10.0)),
+    "fp8-blockwise": Precision(
+        "fp8", 2.35, experts=Precision("bf16", 50.0), operands=OperandCasts(4.06, 4.06, 6.0)
+    ),
+    "mxfp8": Precision("fp8", 2.36, experts=Precision("bf16", 53.0), operands=OperandCasts(4.06, 4.06, 6.06)),
+    "nvfp4": Precision(
+        "fp4", 1.9, experts=Precision("bf16", 270.0), operands=OperandCasts(3.125, 3.125, 5.125)
+    ),
 }
 """Recipes of this program."""
 

@@ -104,13 +104,3 @@ def makespan(
                     head[rank] += 1
                     waiting.add(rank)
     return now
-
-
-def period(work: Sequence[float], shared: SharedCores) -> float:
-    """Seconds per microbatch of a full pipeline, whose ranks have `work` seconds each per microbatch."""
-    hosts = [shared.host(rank) for rank in range(len(work))]
-    shares = []
-    for host in set(hosts):
-        own = [seconds for seconds, place in zip(work, hosts, strict=True) if place == host]
-        shares += [max(own) / shared.speed(1), sum(own) / len(own) / shared.speed(len(own))]
-    return max(shares)

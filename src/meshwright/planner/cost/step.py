@@ -2,8 +2,8 @@
 
 A step lasts until every rank has run the actions of its schedule and what follows its last backward: messages
 of the data axis that nothing hides, and the optimiser. The search, comparisons of layouts and printed plans
-all take their seconds from `StepModel`. Of very many microbatches those in the middle, which all cost the
-same, are not simulated one by one.
+all take their seconds from `StepModel`. Of very many microbatches those in the middle are not simulated: each
+costs what one more does in the simulation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.lower_bounds import rank_ends
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.shared_cores import SharedCores, makespan
-from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
 from meshwright.schedule import Path, Simulation, StageCost, StageLink, ends, make, simulate
@@ -42,8 +41,12 @@ def simulated(spec: RunSpec) -> int:
 
 def lists_of(spec: RunSpec) -> Lists:
     """The schedule that is simulated for a layout."""
+    return _lists(spec, simulated(spec))
+
+
+def _lists(spec: RunSpec, microbatches: int) -> Lists:
     layout = spec.layout
-    return layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, simulated(spec)
+    return layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, microbatches
 
 
 class ScheduleTimes:
@@ -107,12 +110,28 @@ class StepModel:
 
     def alone(self, spec: RunSpec, finals: Sequence[float]) -> float:
         """Seconds of a step without exchanges of parameters."""
-        lists, stages = lists_of(spec), self.stages
+        span = self._span(lists_of(spec), finals)
+        return self._seconds(spec, span, self._period(spec, finals, span))
+
+    def _span(self, lists: Lists, finals: Sequence[float]) -> float:
+        """Seconds of the microbatches of some lists, and of what follows them."""
+        stages = self.stages
         if self.shared is not None:
-            span = makespan(make(*lists), stages.stages, finals, self.shared, stages.hop)
-            return self._seconds(spec, span, shared_period(stages.by_rank, self.shared))
-        span = _last(self.times.exact(lists, stages.stages, stages.link), finals)
-        return self._seconds(spec, span, max(stages.by_rank))
+            return makespan(make(*lists), stages.stages, finals, self.shared, stages.hop)
+        return _last(self.times.exact(lists, stages.stages, stages.link), finals)
+
+    def _period(self, spec: RunSpec, finals: Sequence[float], span: float) -> float:
+        """Seconds of each microbatch that is not simulated: of one more where `span` is that of all that are.
+
+        The busiest rank's, or more: where all forwards come before the backwards (GPipe, breadth first) each
+        half is paced by the rank that is slowest in it, and others wait for messages that nothing hides.
+        """
+        busiest, count = max(self.stages.by_rank), simulated(spec)
+        if spec.microbatches == count or spec.layout.pp == 1:
+            return busiest
+        fewer = count // spec.layout.pp // 2 * spec.layout.pp
+        slope = (span - self._span(_lists(spec, count - fewer), finals)) / fewer
+        return slope if self.shared is not None else max(busiest, slope)
 
     def _seconds(self, spec: RunSpec, span: float, period: float) -> float:
         """The step from the time of its simulated microbatches and the period of each of the others."""

@@ -242,6 +242,7 @@ class Candidate:
             "mfu": self.mfu,
             "causal_mfu": self.causal_mfu,
             "attention": self.attention and self.attention.to_json(),
+            "compiled": self.spec.train.compile,
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,
             "offloaded": self.offloaded,

@@ -110,14 +110,17 @@ def changes(spec: RunSpec, schedules: Sequence[str] = tuple(SCHEDULES)) -> dict[
     """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
 
     The microbatch stays too, where it is not the change, and step groups stay as many: others learn
-    otherwise. A schedule becomes one of `schedules`.
+    otherwise. A schedule becomes one of `schedules`; with one that splits backwards blocks are not compiled.
     """
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: dict[str, RunSpec] = {}
     seen = [base]
     for update in _updates(spec, base, schedules):
         layout = base.model_copy(update=update)
-        changed = spec.model_copy(update={"layout": layout})
+        changed, words = spec.model_copy(update={"layout": layout}), _difference(base, update)
+        if spec.train.compile and layout.splits_backward:
+            train = spec.train.model_copy(update={"compile": False})
+            changed, words = changed.model_copy(update={"train": train}), f"{words}, not compiled"
         if (
             _legal(changed)
             and changed.step_groups == spec.step_groups
@@ -125,7 +128,7 @@ def changes(spec: RunSpec, schedules: Sequence[str] = tuple(SCHEDULES)) -> dict[
             and layout not in seen
         ):
             seen.append(layout)
-            found[_difference(base, update)] = changed
+            found[words] = changed
     for name, policy in POLICIES.items():
         if name != spec.recompute.policy:
             changed = spec.model_copy(update={"layout": base, "recompute": policy})

@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
@@ -24,7 +25,7 @@ from meshwright.planner.search.tree import Branch, SearchTree
 
 
 def search(
-    space: LayoutSpace,
+    spaces: LayoutSpace | Sequence[LayoutSpace],
     costs: CostModel,
     capacity: float,
     top: int = 5,
@@ -33,7 +34,8 @@ def search(
     memory: Generic | None = None,
     counts: SearchCounts | None = None,
 ) -> SearchResult:
-    """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device by `memory`.
+    """The `top` fastest layouts of one or several spaces that need at most `capacity` bytes of a device by
+    `memory`.
 
     `progress` is called with each plan that is better than all before. With `any_will_do` the search ends
     with the first layout that fits. The default of `memory` is the generic model. Work is added to `counts`.
@@ -43,15 +45,16 @@ def search(
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
     counts = counts or SearchCounts()
     found = SearchResult(top, exact, capacity, progress, speedup, any_will_do, counts)
-    tree = SearchTree(space, costs, memory, capacity, found)
+    each = [spaces] if isinstance(spaces, LayoutSpace) else spaces
+    trees = [SearchTree(space, costs, memory, capacity, found) for space in each]
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other
     try:
-        least = least_memory(space, costs, memory, tree.capacity)
-        found.again = least is not None and least.device <= tree.capacity
+        trees = [tree for tree in trees if _may_fit(tree)]
+        found.again = bool(trees)
         while found.again:  # seldom twice: then the fastest is known
             found.again = False
-            for common in (True, False):
+            for common, tree in product((True, False), trees):
                 if found.hopeful(0.0):
                     _pass(tree.roots(common), found)
     finally:
@@ -59,6 +62,12 @@ def search(
             gc.enable()
     counts.seconds += time.perf_counter() - found.start
     return found
+
+
+def _may_fit(tree: SearchTree) -> bool:
+    """True if the least that a rank of some layout needs fits."""
+    least = least_memory(tree.space, tree.costs, tree.memory, tree.capacity)
+    return least is not None and least.device <= tree.capacity
 
 
 def _pass(roots: Iterable[Branch], found: SearchResult) -> None:

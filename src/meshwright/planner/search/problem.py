@@ -18,6 +18,7 @@ from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import SearchResult
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.pipeline_schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class SearchProblem:
     """Bytes of a device that may be used, where that is less than there are."""
     unsure: bool = False
     """True if plans may fit with a probability of one half, and not only with `SURE`."""
+    compiled_by_default: bool = False
+    """True if blocks are compiled unless a layout's schedule splits backwards, as in runs that leave it
+    open."""
 
     @property
     def ranks(self) -> int:
@@ -62,6 +66,12 @@ class SearchProblem:
         levels = [level.devices for level in self.cluster.levels]
         return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels, self.stack.schedules)
 
+    def _split_space(self) -> LayoutSpace:
+        """The pipelines whose schedules split backwards, with blocks that are not compiled."""
+        train = self.base.train.model_copy(update={"compile": False})
+        space = replace(self, base=self.base.model_copy(update={"train": train})).space()
+        return space.only([name for name in self.stack.schedules if SCHEDULES[name].splits])
+
     def least_memory(self, enough: float = 0.0) -> Memory | None:
         """Bytes that a rank needs at least, in the layout that needs least or in the first with at most
         `enough`; None if no layout is legal."""
@@ -69,10 +79,9 @@ class SearchProblem:
 
     def search(self, top: int = 5, any_will_do: bool = False, **told: Any) -> SearchResult:
         """The `top` fastest layouts that fit, or any one; `told` are the search's `progress` and `counts`."""
+        spaces = [self.space(), *([self._split_space()] if self.compiled_by_default else [])]
         memory = memory_model(self.costs)
-        return search(
-            self.space(), self.costs, self.capacity, top, any_will_do=any_will_do, memory=memory, **told
-        )
+        return search(spaces, self.costs, self.capacity, top, any_will_do=any_will_do, memory=memory, **told)
 
     def fits(self) -> bool:
         """True if some layout fits."""

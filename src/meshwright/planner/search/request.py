@@ -19,10 +19,11 @@ from meshwright.planner.search.infeasible import key_name
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
+from meshwright.spec.compiled import COMPILE, COMPILED_ON, is_open, with_compiled_blocks
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_keys, read_tree
 from meshwright.spec.other_models import refuse_other_models
-from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
+from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, WHOLE_SCHEDULE
 from meshwright.spec.presets import PRESETS
 from meshwright.units import amount, duration
 
@@ -81,8 +82,9 @@ class PlanRequest:
         keys = fixed_layout(self.overrides) | {"policy": dict(self.overrides).get("recompute.policy")}
         keys["max_stages"] = self.max_stages
         fixed = {name: value for name, value in keys.items() if value is not None}
-        problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
         tree, _ = self._tables(kind)
+        by_default = base.train.compile and is_open(COMPILE, tree, self.overrides)
+        problem = SearchProblem(base, kind, stack, fixed, self.max_memory, compiled_by_default=by_default)
         outer = given_keys("outer", tree, self.overrides)
         if self.islands is None and outer.get("every"):
             count = fixed.get("replicate", tree.get("layout", {}).get("replicate", 1))
@@ -213,6 +215,10 @@ class PlanRequest:
             )
         tokens, note = batch_of(wanted, seq_len)
         others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
+        wanted = SCHEDULES.get(given.get("layout.schedule", ""))
+        split = wanted is not None and wanted.splits
+        if cluster.device.kind in COMPILED_ON and stack_named(self.stack).ours and not split:
+            others = [*with_compiled_blocks(tree, others)]
         return from_tree(tree, others, source), note
 
     def _check_agreement(self, model: str | None) -> None:

@@ -220,14 +220,14 @@ class SearchTree:
     def _split_experts(self, inner: LayerLayout, ep: int, etp: int) -> Iterator[Branch]:
         """Layouts with the same expert ranks, by meshes in which a rank with an equal share fits."""
         base = self.space.base
-        known: dict[tuple[str, int], tuple[LayerCost, float, float]] = {}
+        known: dict[tuple[bool, str, int], tuple[LayerCost, float, float]] = {}
         for mesh in self.space.meshes(inner, ep, etp):
             sharding = next(self.space.shardings(inner, mesh), None)
             if sharding is None:
                 continue
-            key = ("", 0)
+            key = mesh.pp > 1, "", 0  # pipelines put gradients off that would hide messages
             if inner.cp > 1:  # blocks depend on how far apart context ranks are
-                key = mesh.order, mesh.pp if mesh.order == "replicate-dp-pp-tp" else 0
+                key = mesh.pp > 1, mesh.order, mesh.pp if mesh.order == "replicate-dp-pp-tp" else 0
             if key not in known:
                 blocks = self.costs.blocks(self.space.spec(inner, mesh, sharding))
                 quickest = min(blocks.seconds(kind).total for kind in blocks.kinds)
