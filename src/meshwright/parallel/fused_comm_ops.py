@@ -7,7 +7,11 @@ operator: inside runs the same code, with its own overlap, and everything around
 recomputation know these operators by name: `joint_matmul`, `joint_attention` and `joint_exchange`.
 
 A custom operator takes tensors and text only; the text is the name of a `FusedCommOp` of this process, which
-knows the axis and the mathematics and lives as long as the model that uses it.
+knows the axis and the mathematics and lives as long as the model that uses it. One graph serves all blocks,
+so a block's own weights are known by their memory alone (`WeightGradStore.parameter_at`): a backward finds
+them there, and adds their gradients where they are sent, which the graph then does not return. It is kept in
+the graph for the gradient of its first input. Where nobody asks for that, such as in a first block behind a
+frozen embedding, the graph returns the gradients of weights, too.
 """
 
 from __future__ import annotations
@@ -84,6 +88,14 @@ class FusedCommOp(ABC):
         """Empty tensors with the shapes of `backward`'s results: by default of what is saved."""
         return [*map(empty, saved)]
 
+    def weights(self, inputs: Tensors) -> range:
+        """Places of inputs whose gradients a backward can add where they are sent; by default none."""
+        return range(0)
+
+    def parameters_of(self, saved: Tensors) -> dict[int, nn.Parameter]:
+        """Place -> parameter, of what is saved, where inputs have such weights."""
+        raise NotImplementedError
+
 
 class _EagerOp(torch.autograd.Function):
     @staticmethod
@@ -116,16 +128,29 @@ def empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def _define(kind: Kind) -> Any:
-    """Register the custom operator of a kind and its backward; returns the former."""
+    """Register the custom operator of a kind and its backward; returns the former.
+
+    The backward computes the gradients of inputs in the places `returned`. If it `adds`, it knows the
+    parameters of what is saved, and adds the gradients of weights in other places.
+    """
     schema = "(str name, Tensor[] inputs) -> Tensor[]"
-    schema_backward = "(str name, Tensor[] saved, Tensor[] grads) -> Tensor[]"
+    schema_backward = "(str name, Tensor[] saved, Tensor[] grads, int[] returned, bool adds) -> Tensor[]"
 
     def forward_body(name: str, inputs: list[Tensor]) -> list[Tensor]:
         return list(_ops[name].forward(inputs))
 
-    def backward_body(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        found = _ops[name].backward(saved, grads)
-        return [grad for grad in found if grad is not None]  # all: no parameter is known here
+    def backward_body(
+        name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
+    ) -> list[Tensor]:
+        op = _ops[name]
+        known = op.parameters_of(saved) if adds else {}
+        found = op.backward(saved, grads, [*known.values()])
+        for place, parameter in known.items():
+            if place not in returned and found[place] is not None:
+                parameter.grad = found[place]  # it was added nowhere: the parameter's hook takes it
+        results = [grad for place in returned if (grad := found[place]) is not None]
+        assert len(results) == len(returned)
+        return results
 
     operator = f"meshwright::joint_{kind}"
     joint = torch.library.custom_op(operator, forward_body, mutates_args=(), schema=schema)
@@ -138,16 +163,24 @@ def _define(kind: Kind) -> Any:
         return list(_ops[name].results_like(inputs))
 
     @backward.register_fake
-    def _(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].gradients_like(saved, grads))
+    def _(
+        name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
+    ) -> list[Tensor]:
+        found = _ops[name].gradients_like(saved, grads)
+        return [found[place] for place in returned]
 
     def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
         ctx.name, ctx.inputs = inputs[0], len(inputs[1])
+        ctx.weights = _ops[ctx.name].weights(inputs[1])
         ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], output))
 
     def differentiate(ctx: Any, grads: list[Tensor]) -> tuple[None, list[Tensor | None]]:
-        found = backward(ctx.name, list(ctx.saved_tensors), grads)
-        return None, [*found, *[None] * (ctx.inputs - len(found))]
+        needed = [place for place, needs in enumerate(ctx.needs_input_grad[1]) if needs]
+        adds = bool(ctx.weights) and 0 in needed
+        returned = [place for place in needed if not (adds and place in ctx.weights)]
+        found = backward(ctx.name, list(ctx.saved_tensors), grads, returned, adds)
+        by_place = dict(zip(returned, found, strict=True))
+        return None, [by_place.get(place) for place in range(ctx.inputs)]
 
     joint.register_autograd(differentiate, setup_context=save)
     namespace = torch.ops.meshwright

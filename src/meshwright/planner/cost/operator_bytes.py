@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.planner.rank_view import widths
+from meshwright.planner.rank_view import adds_gradients, widths
 from meshwright.planner.traffic.layer_shape import LayerShape
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
@@ -111,7 +111,7 @@ class UnitCopies(NamedTuple):
 
     Gathers write parameters to their places, and products of blocks their gradients, in the format of the
     sum (`kernels/gradient_accumulation_fusion.py`). Copied are messages that are encoded, the gradients of
-    both ends, and those of compiled blocks and of blocks on context ranks, which autograd hands over.
+    both ends, and those of blocks on context ranks that autograd hands over.
     """
 
     cast: float
@@ -135,7 +135,7 @@ def unit_copies(spec: RunSpec) -> UnitCopies:
     formats = widths(spec)
     compute, exact = formats.compute, formats.exact
     packed, added = compute + exact, float(exact)
-    handed_over = spec.train.compile or (spec.layout.cp > 1 and spec.layout.tp == 1)
+    handed_over = not adds_gradients(spec)
     return UnitCopies(
         cast=0.0 if compute >= exact else exact + compute,
         unpacked=1.0 + compute if spec.precision.fp8_gather else 0.0,
