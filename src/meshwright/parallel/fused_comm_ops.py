@@ -4,7 +4,8 @@ Each is written once, as a `FusedCommOp`. Eagerly it runs as an autograd functio
 `RecomputeCache` may keep and whose weight gradients a `WeightGradStore` may defer. A compiler can trace
 neither messages in flight nor the record of what was sent, so in a compiled block it is an opaque custom
 operator: inside runs the same code, with its own overlap, and everything around it is compiled. Policies of
-recomputation know these operators by name: `joint_matmul`, `joint_attention` and `joint_exchange`.
+recomputation know these operators by name: `joint_matmul`, `joint_matmul_one`, `joint_attention` and
+`joint_exchange`.
 
 A custom operator takes tensors and text only; the text is the name of a `FusedCommOp` of this process, which
 knows the axis and the mathematics and lives as long as the model that uses it. One graph serves all blocks,
@@ -55,7 +56,8 @@ class FusedCommOp(ABC):
     def __call__(self, *inputs: Tensor, read_again: bool = True) -> Tensors:
         """The results of `forward`. With `read_again` False no recomputing forward reads their values."""
         if self.cache is None:
-            return _operators[self.kind](self.name, inputs)
+            found = _operators[self.kind, self.single](self.name, inputs)
+            return [found] if self.single else found
         return _EagerOp.apply(self, read_again, *inputs)
 
     def run(self, inputs: Tensors, read_again: bool) -> tuple[Tensors, Tensors]:
@@ -63,6 +65,11 @@ class FusedCommOp(ABC):
         assert self.cache is not None
         results = self.cache.run(self.kind, lambda: tuple(self.forward(inputs)), read_again)
         return results, self.keep(inputs, results)
+
+    @property
+    def single(self) -> bool:
+        """True if its operator returns its one result as a tensor, and not in a list."""
+        return False
 
     @abstractmethod
     def forward(self, inputs: Tensors) -> Tensors:
@@ -127,17 +134,21 @@ def empty(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape or like.shape)
 
 
-def _define(kind: Kind) -> Any:
-    """Register the custom operator of a kind and its backward; returns the former.
+def _define(kind: Kind, single: bool) -> Any:
+    """Register a custom operator of a kind, whose result may be a `single` one, and its backward; returns
+    the former.
 
     The backward computes the gradients of inputs in the places `returned`. If it `adds`, it knows the
     parameters of what is saved, and adds the gradients of weights in other places.
     """
-    schema = "(str name, Tensor[] inputs) -> Tensor[]"
+    schema = f"(str name, Tensor[] inputs) -> {'Tensor' if single else 'Tensor[]'}"
     schema_backward = "(str name, Tensor[] saved, Tensor[] grads, int[] returned, bool adds) -> Tensor[]"
 
-    def forward_body(name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].forward(inputs))
+    def results(found: Tensors) -> Any:
+        return found[0] if single else list(found)
+
+    def forward_body(name: str, inputs: list[Tensor]) -> Any:
+        return results(_ops[name].forward(inputs))
 
     def backward_body(
         name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
@@ -148,19 +159,20 @@ def _define(kind: Kind) -> Any:
         for place, parameter in known.items():
             if place not in returned and found[place] is not None:
                 parameter.grad = found[place]  # it was added nowhere: the parameter's hook takes it
-        results = [grad for place in returned if (grad := found[place]) is not None]
-        assert len(results) == len(returned)
-        return results
+        due = [grad for place in returned if (grad := found[place]) is not None]
+        assert len(due) == len(returned)
+        return due
 
-    operator = f"meshwright::joint_{kind}"
+    short = f"joint_{kind}_one" if single else f"joint_{kind}"
+    operator = f"meshwright::{short}"
     joint = torch.library.custom_op(operator, forward_body, mutates_args=(), schema=schema)
     backward = torch.library.custom_op(
         f"{operator}_backward", backward_body, mutates_args=(), schema=schema_backward
     )
 
     @joint.register_fake
-    def _(name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].results_like(inputs))
+    def _(name: str, inputs: list[Tensor]) -> Any:
+        return results(_ops[name].results_like(inputs))
 
     @backward.register_fake
     def _(
@@ -169,12 +181,13 @@ def _define(kind: Kind) -> Any:
         found = _ops[name].gradients_like(saved, grads)
         return [found[place] for place in returned]
 
-    def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
+    def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: Any) -> None:
         ctx.name, ctx.inputs = inputs[0], len(inputs[1])
         ctx.weights = _ops[ctx.name].weights(inputs[1])
-        ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], output))
+        ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], [output] if single else output))
 
-    def differentiate(ctx: Any, grads: list[Tensor]) -> tuple[None, list[Tensor | None]]:
+    def differentiate(ctx: Any, given: Any) -> tuple[None, list[Tensor | None]]:
+        grads = [given] if single else given
         needed = [place for place, needs in enumerate(ctx.needs_input_grad[1]) if needs]
         adds = bool(ctx.weights) and 0 in needed
         returned = [place for place in needed if not (adds and place in ctx.weights)]
@@ -184,12 +197,17 @@ def _define(kind: Kind) -> Any:
 
     joint.register_autograd(differentiate, setup_context=save)
     namespace = torch.ops.meshwright
-    BODIES[getattr(namespace, f"joint_{kind}_backward").default] = backward_body
-    own = getattr(namespace, f"joint_{kind}").default
+    BODIES[getattr(namespace, f"{short}_backward").default] = backward_body
+    own = getattr(namespace, short).default
     BODIES[own] = forward_body
     return own
 
 
 BODIES: dict[Any, Any] = {}
 """Operator -> what it computes and sends, as a function of its arguments."""
-_operators: dict[Kind, Any] = {kind: _define(kind) for kind in ("matmul", "attention", "exchange")}
+_operators: dict[tuple[Kind, bool], Any] = {
+    ("matmul", False): _define("matmul", False),
+    ("matmul", True): _define("matmul", True),
+    ("attention", False): _define("attention", False),
+    ("exchange", False): _define("exchange", False),
+}

@@ -252,6 +252,16 @@ class ColumnParallel(_LinearOp):
 class RowParallel(_LinearOp):
     """A linear layer whose inputs are split: x (B, T, F/n), weight (D, F/n) -> the sum (B, T/n or T, D)."""
 
+    @property
+    def single(self) -> bool:
+        """True on one rank.
+
+        A compiler saves a tensor that an operator returns, and of one from a list its sum with the residual
+        stream. In the first case the gradients of a block's norms take one kernel less; in the second one
+        the kernels beside them read less, which is more than that where ranks share the tokens.
+        """
+        return self._axis.size == 1
+
     def forward(self, inputs: Tensors) -> Tensors:
         x, weight = inputs
         if self._fused:
