@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -179,9 +180,10 @@ class KernelProducts(LowPrecision):
     ) -> Tensor | None:
         if grad.across is None or x.across is None:
             return super().of_weight(grad, x, parameter, into)
+        multiply = partial(self._multiply, grad.across, x.across, square=False)
         if into is None:
-            return self._multiply(grad.across, x.across, square=False)
-        into.write(lambda out: self._multiply(grad.across, x.across, square=False, out=out))
+            return multiply()
+        into.write(lambda out: multiply(out=out))
         return None
 
     def _multiply(self, left: Cast, right: Cast, square: bool, out: Tensor | None = None) -> Tensor:
