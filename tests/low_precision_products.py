@@ -24,42 +24,42 @@ from meshwright.spec import RunSpec
 def scaled_mm(
     left: Tensor,
     right: Tensor,
-    left_scales: Any,
-    left_kind: Any,
-    right_scales: Any,
-    right_kind: Any,
-    *_swizzles: Any,
+    left_scales: Sequence[Tensor],
+    left_kinds: Sequence[int],
+    left_swizzles: Sequence[int],
+    right_scales: Sequence[Tensor],
+    right_kinds: Sequence[int],
+    right_swizzles: Sequence[int],
+    bias: None,
+    form: torch.dtype,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_mm` by its documented layouts of scales, summed in fp64."""
-    first = _values(left, left_scales, left_kind)
-    second = _values(right.T, right_scales, right_kind)
-    return (first @ second.T).bfloat16()
+    assert left_swizzles == right_swizzles and bias is None
+    first = _values(left, left_scales, ScalingType(left_kinds[0]))
+    second = _values(right.T, right_scales, ScalingType(right_kinds[0]))
+    product = (first @ second.T).to(form)
+    return product if out is None else out.copy_(product)
 
 
-def _values(numbers: Tensor, scales: Any, kind: Any) -> Tensor:
+def _values(numbers: Tensor, scales: Sequence[Tensor], kind: ScalingType) -> Tensor:
     """The numbers (M, K) times their scales, fp64."""
-    kinds, given = (
-        [each] if not isinstance(each, Sequence) else list(each) for each in (kind, [*_listed(scales)])
-    )
     if numbers.dtype is torch.float4_e2m1fn_x2:
         numbers = f4_unpacked_to_f32(unpack_uint4(numbers.view(torch.uint8)))
     rows, columns = numbers.shape
-    match kinds[0]:
+    match kind:
         case ScalingType.BlockWise1x128:
-            assert given[0].stride(0) == 1
-            each = given[0].repeat_interleave(128, 1)
+            assert scales[0].stride(0) == 1
+            each = scales[0].repeat_interleave(128, 1)
         case ScalingType.BlockWise128x128:  # (k, m), whose first dim is padded
-            assert given[0].shape[0] % 4 == 0 and given[0].stride(0) == 1
-            each = given[0].T.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            assert scales[0].shape[0] % 4 == 0 and scales[0].stride(0) == 1
+            each = scales[0].T.repeat_interleave(128, 0).repeat_interleave(128, 1)
         case ScalingType.BlockWise1x32:
-            each = unblocked(given[0].float(), rows, columns // 32).repeat_interleave(32, 1)
+            each = unblocked(scales[0].float(), rows, columns // 32).repeat_interleave(32, 1)
         case _:
-            each = unblocked(given[0].float(), rows, columns // 16).repeat_interleave(16, 1) * given[1]
+            each = unblocked(scales[0].float(), rows, columns // 16).repeat_interleave(16, 1) * scales[1]
     return numbers.double() * each[:rows, :columns].double()
-
-
-def _listed(scales: Any) -> Sequence[Tensor]:
-    return [scales] if isinstance(scales, Tensor) else scales
 
 
 def layer_products(
@@ -79,12 +79,14 @@ def layer_products(
     results = products.forward(operand, plain, biases, weights)
     kept = operand_of(operand.kept)
     found = products.gradients(grads, plain, weights)
-    total = torch.ones_like(weights[0], dtype=torch.float32)
-    assert products.of_weight(found[0], kept, weights[0], RunningSum(total, True)) is None
+    first, total = (torch.ones_like(weights[0], dtype=torch.float32) for _ in range(2))
+    for begun, place in enumerate((first, total)):
+        assert products.of_weight(found[0], kept, weights[0], RunningSum(place, begun > 0)) is None
     return [
         *(each.flatten(0, -2) for each in results),
         products.of_input(found, plain, weights),
         *(products.of_weight(*each) for each in zip(found, [kept] * len(weights), weights, strict=True)),
+        first,
         total,
     ]  # type: ignore[list-item]
 
@@ -104,7 +106,7 @@ def run_by_kernels(mesh: Mesh, spec: RunSpec, capability: tuple[int, int]) -> tu
 
     with (
         patch.object(parallelize, "products_of", lambda precision, *_: KernelProducts(precision, capability)),
-        patch.object(torch.nn.functional, "scaled_mm", counted(scaled_mm)),
+        patch.object(torch, "_scaled_mm_v2", counted(scaled_mm)),
         patch.object(torch, "_scaled_mm", counted(torch._scaled_mm)),
     ):
         return losses_and_norms(mesh, spec), calls

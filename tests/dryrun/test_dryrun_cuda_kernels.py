@@ -113,10 +113,15 @@ def test_operators_are_whole_as_a_gpu_has_kernels_for_them(process: FakeCudaProc
     assert kernels(work_of(process, experts))["_grouped_mm"] > 0
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_blocks_copy_no_parameters_and_no_gradients(process: FakeCudaProcess, zero: int) -> None:
+def test_blocks_copy_no_parameters_and_no_gradients(
+    process: FakeCudaProcess, zero: int, compiled: str
+) -> None:
     """Parameters are gathered where they are read; products write gradients where they are sent, in fp32."""
-    flags: dict[str, object] = {"layout__zero": zero, "layout__micro_batch": 1, "model__tied": "false"}
+    flags: dict[str, object] = {
+        "layout__zero": zero, "layout__micro_batch": 1, "model__tied": "false", "train__compile": compiled,
+    }  # fmt: skip
     less, more = (work_of(process, tiny(**flags, model__layers=layers)) for layers in (2, 4))
     microbatches, found, before = tiny(**flags).microbatches, kernels(more), kernels(less)
     assert microbatches == 2

@@ -11,12 +11,16 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel import tensor_linears as tensor
+from meshwright.parallel.flat_param import ParamSlot
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
+from meshwright.train.guard.trace import Place, StepTracer
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches, spec_of
@@ -115,6 +119,97 @@ def test_compiled_blocks_equal_one_device(ranks: Ranks, case: str, backend: str)
         torch.testing.assert_close(found["numbers"], wanted["numbers"], rtol=1e-10, atol=0)
         for name, parameter in wanted["parameters"].items():
             torch.testing.assert_close(found["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
+
+
+def gradients(mesh: Mesh, spec: RunSpec) -> tuple[set[str], dict[str, Tensor], int]:
+    """Names of the blocks' matrices whose gradients were copied; gradients of the second step; and graphs."""
+    torch.compiler.reset()
+    counters.clear()
+    copied, pack = set[str](), Unit.pack
+
+    def noted(unit: Unit, slot: ParamSlot, grad: Tensor) -> None:
+        if slot.key.startswith("blocks.") and grad.ndim > 1:
+            copied.add(slot.key.removeprefix("blocks."))
+        pack(unit, slot, grad)
+
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    with patch.object(Unit, "pack", noted):
+        for number, batch in enumerate(first_batches(spec, mesh, 2), 1):
+            trainer.compile_stages(evaluate=False)  # leaves nothing
+            trainer.step(batch, number)
+        trainer.gradients(batch)
+    found = {name: grad.full_tensor() for name, grad in trainer.states.gradients()}
+    return copied, found, counters["stats"]["unique_graphs"]
+
+
+ADDED: dict[str, dict[str, object]] = {
+    "accumulated": {"dp": 2, "zero": 1},
+    "zero3": {"dp": 2, "zero": 3, "recompute__policy": "selective"},
+    "biases": {"dp": 2, "model__qkv_bias": "true", "model__out_bias": "true"},
+    "tied": {"tp": 2, "model__tied": "true"},
+    "tp2": {"tp": 2, "sequence_parallel": "false", "recompute__policy": "full"},
+    "cp2": {"cp": 2},
+    "1f1b": {"pp": 2, "schedule": "1f1b", "model__tied": "true"},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual": 2, "model__layers": 4},
+    "latents": LATENTS,
+    "lora": {"dp": 2, "lora__rank": 4},
+    "frozen": {"dp": 2, "train__frozen": "blocks.0.attn.*"},
+}  # fmt: skip
+RETURNED = {"lora": {f"0.attn.{each}.lora_a.weight" for each in "qkv"}}
+"""Nothing asks for the gradient of the input of the first layers."""
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_products_of_compiled_blocks_add_gradients_where_they_are_sent(ranks: Ranks, case: str) -> None:
+    """Gradients are those of the same layout without a compiler, from one graph for all blocks."""
+    flags = {key if "__" in key else f"layout__{key}": value for key, value in ADDED[case].items()}
+    flags |= {"layout__micro_batch": 2, "data__document_mask": "false"}
+    plain, spec = spec_of(BASE, **flags), spec_of(BASE, **flags, train__compile="true")
+    assert spec.microbatches > 1
+    wanted = ranks.run(plain.layout, gradients, plain)
+    for (copied, found, graphs), (_, expected, none) in zip(
+        ranks.run(spec.layout, gradients, spec), wanted, strict=True
+    ):
+        assert copied == RETURNED.get(case, set())
+        assert none == 0 and 1 <= graphs <= 1 + (case in ("lora", "frozen"))
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+class Seen(StepTracer):
+    """The gradients of parameters, summed over microbatches."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.found: dict[str, Tensor] = {}
+
+    def seen(self, what: str, tensor: Tensor, place: Place) -> None:
+        if what.startswith("the gradient of "):
+            self.found[what] = tensor + self.found.get(what, 0)
+
+
+def traced(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients that a look at a step sees, and those that the step leaves."""
+    torch.compiler.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    (batch,) = first_batches(spec, mesh, 1)
+    with Seen(trainer) as seen:
+        trainer.gradients(batch)
+    return seen.found, {name: grad.full_tensor() for name, grad in trainer.states.gradients()}
+
+
+def test_a_look_at_a_step_sees_gradients_of_compiled_blocks(ranks: Ranks) -> None:
+    flags = {"layout__micro_batch": 2, "data__document_mask": "false"}
+    spec = spec_of(BASE, **flags, train__compile="true")
+    assert spec.microbatches > 1
+    ((found, gradients),) = ranks.run(spec.layout, traced, spec)
+    assert {f"the gradient of {name}" for name in gradients} == set(found)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[f"the gradient of {name}"], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_maps_with_biases(ranks: Ranks) -> None:

@@ -51,6 +51,14 @@ class RunningSum(NamedTuple):
         else:
             self.add(left_ON @ right_NI)
 
+    def write(self, compute: Callable[[Tensor], Tensor]) -> None:
+        """Add what `compute` returns, which it writes to contiguous memory that it is given, in the format of
+        the sum: to `total` itself where nothing lies there yet."""
+        if self.begun or not self.total.is_contiguous():
+            self.add(compute(torch.empty_like(self.total, memory_format=torch.contiguous_format)))
+        else:
+            compute(self.total)
+
 
 GradientSum = Callable[[nn.Parameter], RunningSum | None]
 """Parameter -> the sum to which a backward adds its gradient at once, in place of returning it; None where

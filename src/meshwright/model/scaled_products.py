@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, SwizzleType
 
@@ -180,35 +180,39 @@ class KernelProducts(LowPrecision):
     ) -> Tensor | None:
         if grad.across is None or x.across is None:
             return super().of_weight(grad, x, parameter, into)
-        product = self._multiply(grad.across, x.across, square=False)
+        multiply = partial(self._multiply, grad.across, x.across, square=False)
         if into is None:
-            return product
-        into.add(product)
+            return multiply()
+        into.write(lambda out: multiply(out=out))
         return None
 
-    def _multiply(self, left: Cast, right: Cast, square: bool) -> Tensor:
-        """left (M, K) times the transpose of right (N, K); `square` says that right is a weight."""
+    def _multiply(self, left: Cast, right: Cast, square: bool, out: Tensor | None = None) -> Tensor:
+        """left (M, K) times the transpose of right (N, K), in bf16, or in the format of `out` and there.
+
+        `square` says that right is a weight.
+        """
+        form = torch.bfloat16 if out is None else out.dtype
         if not self._blocks:
             rows = left.scales.unsqueeze(1) if left.scales.ndim else left.scales
             columns = right.scales.unsqueeze(0) if right.scales.ndim else right.scales
-            return torch._scaled_mm(left.numbers, right.numbers.T, rows, columns, out_dtype=torch.bfloat16)
-        swizzle = SwizzleType.SWIZZLE_32_4_4
+            return torch._scaled_mm(left.numbers, right.numbers.T, rows, columns, out_dtype=form, out=out)
         kinds = [ScalingType.BlockWise1x32]
-        left_scales, right_scales = [left.scales], [right.scales]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4]
+        left_kinds, left_scales, right_scales = kinds, [left.scales], [right.scales]
         if left.whole is not None and right.whole is not None:
-            kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+            left_kinds = kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+            swizzles = [*swizzles, SwizzleType.NO_SWIZZLE]
             left_scales, right_scales = [*left_scales, left.whole], [*right_scales, right.whole]
-            swizzles = [swizzle, SwizzleType.NO_SWIZZLE]
-        elif self._mx:
-            swizzles = [swizzle]
-        else:
-            own = ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128
-            return F.scaled_mm(
-                left.numbers, right.numbers.T, left.scales.T, ScalingType.BlockWise1x128, right.scales.T, own
-            )
-        return F.scaled_mm(
-            left.numbers, right.numbers.T, left_scales, kinds, right_scales, kinds, swizzles, swizzles
-        )
+        elif not self._mx:
+            left_kinds, swizzles = [ScalingType.BlockWise1x128], []
+            kinds = [ScalingType.BlockWise128x128] if square else left_kinds
+            left_scales, right_scales = [left.scales.T], [right.scales.T]
+        # `torch.nn.functional.scaled_mm`, but for `out`.
+        return torch._scaled_mm_v2(
+            left.numbers, right.numbers.T,
+            left_scales, _values(left_kinds), _values(swizzles),
+            right_scales, _values(kinds), _values(swizzles), None, form, out=out,
+        )  # fmt: skip
 
     # Experts ----------------------------------------------------------------------------------------
 
@@ -257,6 +261,11 @@ class KernelProducts(LowPrecision):
         assert rows is not None
         product = _grouped(rows, self._weight(weight_EOI, parameter, True), groups)
         return product if onto is None else onto.add_(product)
+
+
+def _values(kinds: Sequence[ScalingType | SwizzleType]) -> list[int]:
+    """Kinds of scales, or of their layouts, as the operator takes them."""
+    return [each.value for each in kinds]
 
 
 def _grouped(rows: Cast, weights: Cast, groups: RowGroups) -> Tensor:

@@ -57,8 +57,7 @@ class DataParallel:
     the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
     hold: tied embeddings. With `stale` gradients are left as sums over the ranks of a replica, without
     squares, for `stale_gradients.py`. Modules before `first_trained` have no backward. The last units, one
-    for each layer `beyond` the head, run within its forward, and in training only. The backward of blocks
-    that are `compiled` has all gradients of a block at once.
+    for each layer `beyond` the head, run within its forward, and in training only.
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class DataParallel:
         stale: bool = False,
         first_trained: int = 0,
         beyond: range = range(0),
-        compiled: bool = False,
     ) -> None:
-        self._observer, self._encoding, self._compiled = observer, encoding, compiled
+        self._observer, self._encoding = observer, encoding
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -96,6 +94,7 @@ class DataParallel:
             unit.parameters[slot.key]: (unit, slot) for unit in self.trained for slot in unit.slots
         }
         depth = {id(unit): sum(each.trainable for each in group) for group in self._groups for unit in group}
+        self._at = {_memory(each): each for unit in self.units for each in unit.parameters.values()}
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
         """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
@@ -141,8 +140,7 @@ class DataParallel:
             slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
             form = slots[0].piece.quantised
             quantised = None if form is None else QuantisedWeights(form, self.formats)
-            compiled = self._compiled and slots[0].key.startswith("blocks.")
-            how = self._observer, self._encoding, quantised, compiled
+            how = self._observer, self._encoding, quantised
             yield Unit(slots, mesh, shards, replicas, self.formats, *how)
 
     # When things move -------------------------------------------------------------------------------
@@ -256,6 +254,13 @@ class DataParallel:
         self._in_place.add(parameter)
         return unit.gradient_sum(slot)
 
+    def parameter_at(self, weight: Tensor) -> nn.Parameter:
+        """The parameter whose memory a tensor has: a compiled block knows its weights by nothing else.
+
+        Raises KeyError for other memory.
+        """
+        return self._at[_memory(weight)]
+
     def begin_step(self, microbatches: int) -> None:
         """Call before a step's first forward."""
         self._microbatches = microbatches
@@ -356,6 +361,7 @@ class DataParallel:
         """Call after the optimiser: gradients and their memory are dropped, which the next step's activations
         take before its own gradients come; parameters are gathered anew when next used."""
         self._gradient_bytes = self._bytes_of_gradients()
+        self._in_place.clear()
         self._reduction.clear()
         for unit in self.trained:
             unit.drop_gradients()
@@ -376,6 +382,11 @@ class DataParallel:
         ]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return sum(storages.values())
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """A tensor's storage, which stays while its memory comes and goes, and its place there."""
+    return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
 def _weak(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:

@@ -26,6 +26,9 @@ class WeightGradStore:
         self._works: list[Work] | None = None
         self.gradient_sum: GradientSum = no_sum
         """Where a parameter's gradient is added, deferred or not."""
+        self.parameter_at: Callable[[Tensor], nn.Parameter] | None = None
+        """Finds the parameter whose memory a tensor has, for compiled blocks; None where gradients are
+        returned."""
 
     @property
     def open(self) -> bool:

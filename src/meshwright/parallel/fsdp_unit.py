@@ -105,12 +105,10 @@ class Unit:
         observer: UnitObserver | None = None,
         encoding: Encoding | None = None,
         quantised: QuantisedStorage | None = None,
-        compiled: bool = False,
     ) -> None:
         """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too.
 
-        Either all of them are trained, or none, and all of them are `quantised`, or none. The backward of
-        what is `compiled` has all gradients at once.
+        Either all of them are trained, or none, and all of them are `quantised`, or none.
         """
         self.trainable = slots[0].piece.trainable
         if not self.trainable:
@@ -145,7 +143,6 @@ class Unit:
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
-        self._compiled = compiled
         self._uncopied: list[tuple[Tensor, Tensor]] = []
         """Places in `packed`, and the gradients that are still to be copied there."""
         self.waiting: dict[str, int] = {}
@@ -321,14 +318,14 @@ class Unit:
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Copy a parameter's gradient into `packed`, or add it if one has arrived before.
 
-        First gradients that need no memory meanwhile, of vectors and of what is compiled, are copied
-        together, by `take_packed` or before others are added.
+        First gradients of vectors, which need no memory meanwhile, are copied together, by `take_packed` or
+        before others are added.
         """
         place, begun = self._place(slot)
         if begun:
             self._copy_together()
             place.add_(grad)
-        elif grad.ndim == 1 or self._compiled:
+        elif grad.ndim == 1:
             self._uncopied.append((place, grad))
         else:
             place.copy_(grad)

@@ -4,10 +4,15 @@ Each is written once, as a `FusedCommOp`. Eagerly it runs as an autograd functio
 `RecomputeCache` may keep and whose weight gradients a `WeightGradStore` may defer. A compiler can trace
 neither messages in flight nor the record of what was sent, so in a compiled block it is an opaque custom
 operator: inside runs the same code, with its own overlap, and everything around it is compiled. Policies of
-recomputation know these operators by name: `joint_matmul`, `joint_attention` and `joint_exchange`.
+recomputation know these operators by name: `joint_matmul`, `joint_matmul_one`, `joint_attention` and
+`joint_exchange`.
 
 A custom operator takes tensors and text only; the text is the name of a `FusedCommOp` of this process, which
-knows the axis and the mathematics and lives as long as the model that uses it.
+knows the axis and the mathematics and lives as long as the model that uses it. One graph serves all blocks,
+so a block's own weights are known by their memory alone (`WeightGradStore.parameter_at`): a backward finds
+them there, and adds their gradients where they are sent, which the graph then does not return. It is kept in
+the graph for the gradient of its first input. Where nobody asks for that, such as in a first block behind a
+frozen embedding, the graph returns the gradients of weights, too.
 """
 
 from __future__ import annotations
@@ -51,7 +56,8 @@ class FusedCommOp(ABC):
     def __call__(self, *inputs: Tensor, read_again: bool = True) -> Tensors:
         """The results of `forward`. With `read_again` False no recomputing forward reads their values."""
         if self.cache is None:
-            return _operators[self.kind](self.name, inputs)
+            found = _operators[self.kind, self.single](self.name, inputs)
+            return [found] if self.single else found
         return _EagerOp.apply(self, read_again, *inputs)
 
     def run(self, inputs: Tensors, read_again: bool) -> tuple[Tensors, Tensors]:
@@ -59,6 +65,11 @@ class FusedCommOp(ABC):
         assert self.cache is not None
         results = self.cache.run(self.kind, lambda: tuple(self.forward(inputs)), read_again)
         return results, self.keep(inputs, results)
+
+    @property
+    def single(self) -> bool:
+        """True if its operator returns its one result as a tensor, and not in a list."""
+        return False
 
     @abstractmethod
     def forward(self, inputs: Tensors) -> Tensors:
@@ -83,6 +94,14 @@ class FusedCommOp(ABC):
     def gradients_like(self, saved: Tensors, grads: Tensors) -> Tensors:
         """Empty tensors with the shapes of `backward`'s results: by default of what is saved."""
         return [*map(empty, saved)]
+
+    def weights(self, inputs: Tensors) -> range:
+        """Places of inputs whose gradients a backward can add where they are sent; by default none."""
+        return range(0)
+
+    def parameters_of(self, saved: Tensors) -> dict[int, nn.Parameter]:
+        """Place -> parameter, of what is saved, where inputs have such weights."""
+        raise NotImplementedError
 
 
 class _EagerOp(torch.autograd.Function):
@@ -115,48 +134,80 @@ def empty(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape or like.shape)
 
 
-def _define(kind: Kind) -> Any:
-    """Register the custom operator of a kind and its backward; returns the former."""
-    schema = "(str name, Tensor[] inputs) -> Tensor[]"
-    schema_backward = "(str name, Tensor[] saved, Tensor[] grads) -> Tensor[]"
+def _define(kind: Kind, single: bool) -> Any:
+    """Register a custom operator of a kind, whose result may be a `single` one, and its backward; returns
+    the former.
 
-    def forward_body(name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].forward(inputs))
+    The backward computes the gradients of inputs in the places `returned`. If it `adds`, it knows the
+    parameters of what is saved, and adds the gradients of weights in other places.
+    """
+    schema = f"(str name, Tensor[] inputs) -> {'Tensor' if single else 'Tensor[]'}"
+    schema_backward = "(str name, Tensor[] saved, Tensor[] grads, int[] returned, bool adds) -> Tensor[]"
 
-    def backward_body(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        found = _ops[name].backward(saved, grads)
-        return [grad for grad in found if grad is not None]  # all: no parameter is known here
+    def results(found: Tensors) -> Any:
+        return found[0] if single else list(found)
 
-    operator = f"meshwright::joint_{kind}"
+    def forward_body(name: str, inputs: list[Tensor]) -> Any:
+        return results(_ops[name].forward(inputs))
+
+    def backward_body(
+        name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
+    ) -> list[Tensor]:
+        op = _ops[name]
+        known = op.parameters_of(saved) if adds else {}
+        found = op.backward(saved, grads, [*known.values()])
+        for place, parameter in known.items():
+            if place not in returned and found[place] is not None:
+                parameter.grad = found[place]  # it was added nowhere: the parameter's hook takes it
+        due = [grad for place in returned if (grad := found[place]) is not None]
+        assert len(due) == len(returned)
+        return due
+
+    short = f"joint_{kind}_one" if single else f"joint_{kind}"
+    operator = f"meshwright::{short}"
     joint = torch.library.custom_op(operator, forward_body, mutates_args=(), schema=schema)
     backward = torch.library.custom_op(
         f"{operator}_backward", backward_body, mutates_args=(), schema=schema_backward
     )
 
     @joint.register_fake
-    def _(name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].results_like(inputs))
+    def _(name: str, inputs: list[Tensor]) -> Any:
+        return results(_ops[name].results_like(inputs))
 
     @backward.register_fake
-    def _(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return list(_ops[name].gradients_like(saved, grads))
+    def _(
+        name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
+    ) -> list[Tensor]:
+        found = _ops[name].gradients_like(saved, grads)
+        return [found[place] for place in returned]
 
-    def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
+    def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: Any) -> None:
         ctx.name, ctx.inputs = inputs[0], len(inputs[1])
-        ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], output))
+        ctx.weights = _ops[ctx.name].weights(inputs[1])
+        ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], [output] if single else output))
 
-    def differentiate(ctx: Any, grads: list[Tensor]) -> tuple[None, list[Tensor | None]]:
-        found = backward(ctx.name, list(ctx.saved_tensors), grads)
-        return None, [*found, *[None] * (ctx.inputs - len(found))]
+    def differentiate(ctx: Any, given: Any) -> tuple[None, list[Tensor | None]]:
+        grads = [given] if single else given
+        needed = [place for place, needs in enumerate(ctx.needs_input_grad[1]) if needs]
+        adds = bool(ctx.weights) and 0 in needed
+        returned = [place for place in needed if not (adds and place in ctx.weights)]
+        found = backward(ctx.name, list(ctx.saved_tensors), grads, returned, adds)
+        by_place = dict(zip(returned, found, strict=True))
+        return None, [by_place.get(place) for place in range(ctx.inputs)]
 
     joint.register_autograd(differentiate, setup_context=save)
     namespace = torch.ops.meshwright
-    BODIES[getattr(namespace, f"joint_{kind}_backward").default] = backward_body
-    own = getattr(namespace, f"joint_{kind}").default
+    BODIES[getattr(namespace, f"{short}_backward").default] = backward_body
+    own = getattr(namespace, short).default
     BODIES[own] = forward_body
     return own
 
 
 BODIES: dict[Any, Any] = {}
 """Operator -> what it computes and sends, as a function of its arguments."""
-_operators: dict[Kind, Any] = {kind: _define(kind) for kind in ("matmul", "attention", "exchange")}
+_operators: dict[tuple[Kind, bool], Any] = {
+    ("matmul", False): _define("matmul", False),
+    ("matmul", True): _define("matmul", True),
+    ("attention", False): _define("attention", False),
+    ("exchange", False): _define("exchange", False),
+}

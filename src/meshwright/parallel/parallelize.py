@@ -101,10 +101,9 @@ def parallelize(spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None)
         fp8 = Fp8Gather(products)
     stale, first = spec.staleness > 0, first_trained(spec)
     states = DataParallel(
-        units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first, own[-1].beyond,
-        spec.train.compile,
-    )  # fmt: skip
-    store.gradient_sum = states.gradient_sum
+        units, mesh, recipe, pieces, names, apart, observer, fp8, stale, first, own[-1].beyond
+    )
+    store.gradient_sum, store.parameter_at = states.gradient_sum, states.parameter_at
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh, dropout.begin) for stage in own}
     pipeline = Pipeline(
         modules,

@@ -42,6 +42,7 @@ OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
     ),
     "matmul": (
         torch.ops.meshwright.joint_matmul.default,
+        torch.ops.meshwright.joint_matmul_one.default,
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,

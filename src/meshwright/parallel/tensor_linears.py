@@ -128,6 +128,14 @@ class _LinearOp(_TensorOp):
         results = self.cache.run(self.kind, lambda: tuple(self.results_of(operand, inputs)), read_again)
         return results, [*operand.kept, *rest]
 
+    def weights(self, inputs: Tensors) -> range:
+        knows = self.store is not None and self.store.parameter_at is not None
+        return range(1, 1 + len(_parameters(inputs)[0])) if knows else range(0)
+
+    def parameters_of(self, saved: Tensors) -> dict[int, nn.Parameter]:
+        assert self.store is not None and self.store.parameter_at is not None
+        return {place: self.store.parameter_at(x) for place, x in enumerate(saved) if place > 0}
+
     def _again(self, x: Operand, weights: Tensors, parameters: Parameters) -> Operand:
         """An input that was kept, rounded if it was not."""
         if x.plain is None:
@@ -245,6 +253,16 @@ class ColumnParallel(_LinearOp):
 class RowParallel(_LinearOp):
     """A linear layer whose inputs are split: x (B, T, F/n), weight (D, F/n) -> the sum (B, T/n or T, D)."""
 
+    @property
+    def single(self) -> bool:
+        """True on one rank.
+
+        A compiler saves a tensor that an operator returns, and of one from a list its sum with the residual
+        stream. In the first case the gradients of a block's norms take one kernel less; in the second one
+        the kernels beside them read less, which is more than that where ranks share the tokens.
+        """
+        return self._axis.size == 1
+
     def forward(self, inputs: Tensors) -> Tensors:
         x, weight = inputs
         if self._fused:
@@ -259,14 +277,15 @@ class RowParallel(_LinearOp):
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Gradients:
         *kept, weight = saved
+        parameter = parameters[0] if parameters else None
         if self._fused:
             gathered, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
             assert gathered is not None
-            return [grad_x.view(kept[0].shape), gathered.T @ kept[0].flatten(0, 1)]
+            of_weight = self._of_weight(Operand(gathered), Operand(kept[0]), parameter)
+            return [grad_x.view(kept[0].shape), of_weight]
         whole = gather_tokens(grads[0], self._axis, self._sequence)
         (grad,) = self._products.gradients([whole.flatten(0, -2)], [weight], parameters)
         grad_x = self._products.of_input([grad], [weight], parameters).view(*whole.shape[:-1], -1)
-        parameter = parameters[0] if parameters else None
         x, later = _detached(operand_of(kept)), operand_of(grad.kept)
 
         def weight_grad() -> Gradients:

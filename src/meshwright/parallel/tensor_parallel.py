@@ -35,7 +35,7 @@ from meshwright.model.low_precision_linear import Products
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import TensorLinears
-from meshwright.parallel.tensor_lora import TensorAdapters, without_adapters
+from meshwright.parallel.tensor_lora import TensorAdapters
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import run_parameters
 from meshwright.spec.parameters import Piece, expert_piece, piece_of
@@ -53,18 +53,17 @@ def tensor_parallel_hooks(
     """Hooks for blocks whose linear layers are split over the tensor axis, defer weight gradients, compute
     in low precision, or add gradients within products.
 
-    On one rank with none of these they are the defaults. The last is for blocks that are not compiled, and
-    for one context rank: beside others a recomputing forward would read these layers' results from the cache.
+    On one rank with none of these they are the defaults. The last is for compiled blocks, and otherwise for
+    one context rank: beside others a recomputing forward would read these layers' results from the cache.
     `rereads_outputs` is that of the model.
     """
     axis = mesh.tensor
-    adds = cache is not None and mesh.context.size == 1
+    adds = cache is None or mesh.context.size == 1
     if axis.size == 1 and not (splits_backward or products.low or adds):
         return AttentionHooks(), MlpHooks()
     split = TensorLinears(axis, sequence, cache, store, products)
     whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store, products)
-    latents = without_adapters if cache is None and not products.low else whole.project
-    adapted = TensorAdapters(split, latents, axis, cache)
+    adapted = TensorAdapters(split, whole.project, axis, cache)
     attention = AttentionHooks(
         project=adapted.project,
         output=adapted.output,

@@ -304,7 +304,7 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     """Peak bytes beyond those that the last block keeps, in the backward of its feed-forward layer."""
     weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
     trained = training_of(s.spec, layer).trains_layer("mlp.down", "mlp.shared.down")
-    if not trained or (added_by_products(s.spec, cpu) and sum_width(s.spec) == s.width.compute):
+    if not trained or (added_by_products(s.spec) and sum_width(s.spec) == s.width.compute):
         weight = 0  # its gradient is where it is packed
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
     found = s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))

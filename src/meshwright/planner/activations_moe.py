@@ -117,7 +117,7 @@ def routed_backward(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
     # A CPU sums the gradients of rows' weights in a wider copy.
     times = (4 if moe.activation == "swiglu" else 7) + (2 if cpu and width.compute < width.exact else 0)
     activation = rows * (spec.model.hidden + times * (moe.ffn // spec.layout.etp))
-    if added_by_products(spec, cpu, routed=True):
+    if added_by_products(spec, routed=True):
         return width.compute * activation
     return width.compute * max(activation, _row_gradients(spec, moe) + _weights(spec, moe))
 
@@ -126,7 +126,7 @@ def routed_packed(spec: RunSpec, moe: MoeSpec, cpu: bool) -> int:
     """Bytes beyond kept ones while weight gradients are packed: by products, or after saved activations were
     freed."""
     width, weights = widths(spec), _weights(spec, moe)
-    if not added_by_products(spec, cpu, routed=True):
+    if not added_by_products(spec, routed=True):
         return width.compute * (weights - 2 * (moe.ffn // spec.layout.etp) * routed_rows(spec, moe))
     found = width.compute * _row_gradients(spec, moe)
     if sum_width(spec) == width.compute:

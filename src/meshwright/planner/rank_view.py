@@ -52,18 +52,23 @@ def sum_width(spec: RunSpec) -> int:
     return widths(spec).exact if spec.microbatches > 1 else widths(spec).reduce
 
 
-def added_by_products(spec: RunSpec, cpu: bool, routed: bool = False) -> bool:
-    """True if products add weight gradients where they are packed: those of a unit that is packed whole, of
-    experts if `routed` (`kernels/gradient_accumulation_fusion.py`).
+def adds_gradients(spec: RunSpec) -> bool:
+    """True if products of a block's layers write the gradients of their weights where they are sent, and add
+    them there (`kernels/gradient_accumulation_fusion.py`).
 
-    Compiled blocks know no parameters. Layers of one tensor rank leave gradients to autograd on other
-    devices, and beside context ranks.
+    Uncompiled layers of one tensor rank leave them to autograd beside context ranks.
     """
     layout, precision = spec.layout, spec.precision
     low = precision.low or precision.qat is not None
-    own = (cpu and layout.cp == 1) or layout.tp > 1 or layout.splits_backward or low
+    return layout.cp == 1 or layout.tp > 1 or layout.splits_backward or low or spec.train.compile
+
+
+def added_by_products(spec: RunSpec, routed: bool = False) -> bool:
+    """True if such gradients lie where a unit is packed whole all through a step, those of experts if
+    `routed`."""
+    layout = spec.layout
     ranks = layout.expert_data_ranks if routed else layout.shard_ranks
-    return (routed or (own and not spec.train.compile)) and (layout.zero == 0 or ranks == 1)
+    return (routed or adds_gradients(spec)) and (layout.zero == 0 or ranks == 1)
 
 
 def loss_by_kernel(spec: RunSpec, cpu: bool) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshwright.planner.activations_sizes import ROUNDED
-from meshwright.planner.rank_view import widths
+from meshwright.planner.rank_view import adds_gradients, widths
 from meshwright.planner.traffic.layer_shape import LayerShape
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
@@ -136,8 +136,8 @@ class UnitCopies(NamedTuple):
 
     Gathers write parameters to their places, and products of blocks their gradients, in the format of the
     sum (`kernels/gradient_accumulation_fusion.py`). Copied are messages that are encoded, the gradients of
-    both ends, and those of compiled blocks and of blocks on context ranks, which autograd hands over, and of
-    products below 16 bits, whose kernels do not add to a sum.
+    both ends, and those of blocks on context ranks that autograd hands over. Products below 16 bits write
+    them in place, too, but add none to a sum: a further microbatch's is added to it.
     """
 
     cast: float
@@ -161,14 +161,13 @@ def unit_copies(spec: RunSpec) -> UnitCopies:
     formats = widths(spec)
     compute, exact = formats.compute, formats.exact
     packed, added = compute + exact, float(exact)
-    handed_over = spec.train.compile or (spec.layout.cp > 1 and spec.layout.tp == 1)
-    handed_over = handed_over or spec.precision.compute in ROUNDED
+    handed_over, low = not adds_gradients(spec), spec.precision.compute in ROUNDED
     return UnitCopies(
         cast=0.0 if compute >= exact else exact + compute,
         unpacked=1.0 + compute if spec.precision.fp8_gather else 0.0,
         packed=packed,
         packed_block=packed if handed_over else 0.0,
         added=added,
-        added_block=added if handed_over else 0.0,
+        added_block=added if handed_over else low * 3.0 * exact,
         summed=3.0 * exact,
     )

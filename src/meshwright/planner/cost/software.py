@@ -171,7 +171,7 @@ class SoftwareStack(Record):
         return self.name.startswith("meshwright")
 
 
-COMPILED_BLOCK = 0.78
+COMPILED_BLOCK = 0.72
 """Bytes that this program's compiled blocks move beside products and attention, as a multiple of one fused
 pass each: an operator that is fused with the one before reads nothing. Source: counted in dry runs on a faked
 H100 (tests/dryrun/test_compiled_blocks.py)."""

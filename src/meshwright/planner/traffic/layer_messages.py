@@ -81,21 +81,21 @@ def _left(shape: LayerShape, where: Where, maps: int) -> int:
 def _entered(shape: LayerShape, maps: int) -> Iterator[tuple[float, bool, bool]]:
     """(elements, whether gradients of weights are computed of them, whether there is a backward) of the
     inputs of column-parallel maps."""
-    mla, training, always = shape.model.mla, shape.training, shape.compiled
+    mla, training = shape.model.mla, shape.training
     given = training.attention_input
     if mla is None:
         weights = training.trains_layer("attn.q", "attn.k", "attn.v")
-        yield shape.stream, weights or always, given or weights
+        yield shape.stream, weights, given or weights
     else:
         weights = training.trains_layer("attn.q")
         latent = given or (mla.q_rank is not None and training.trains("attn.q_a"))
-        yield shape.tokens * (mla.q_rank or shape.model.hidden), weights or always, latent or weights
+        yield shape.tokens * (mla.q_rank or shape.model.hidden), weights, latent or weights
         weights, latent = training.trains_layer("attn.kv"), given or training.trains("attn.kv_a")
-        yield shape.tokens * mla.kv_rank, weights or always, latent or weights
+        yield shape.tokens * mla.kv_rank, weights, latent or weights
         yield shape.tokens * mla.rope_dim, False, given or training.trains("attn.kv_a.")
     layers = [f"mlp.{inner}{name}" for inner in ("", "shared.") for name in ("gate", "up")]
     weights = training.trains_layer(*layers)
-    yield from [(shape.stream, weights or always, shape.feed_forward_input or weights)] * (maps - 1)
+    yield from [(shape.stream, weights, shape.feed_forward_input or weights)] * (maps - 1)
 
 
 def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:

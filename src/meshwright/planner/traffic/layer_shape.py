@@ -33,8 +33,6 @@ class LayerShape:
     """True if the layer runs on processors, where the loss is computed in smaller chunks."""
     training: BlockTraining = ALL_TRAINED
     """Parameters of the layer that are trained."""
-    compiled: bool = False
-    """True if operators do not know which weights are trained, and compute all gradients."""
     rank: int = 0
     """Rank of the adapters of a run that has any."""
     drops: bool = False
@@ -143,7 +141,7 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again = {kind for kind in ("matmul", "attention") if recomputed(spec, kind)}
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
-    shape = LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu, compiled=spec.train.compile)
+    shape = LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu)
     if (lora := spec.lora) is not None:
         drops = lora.dropout > 0
         shape = replace(shape, rank=lora.rank, drops=drops, row_key=ROW_KEY * drops)

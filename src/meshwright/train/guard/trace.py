@@ -41,7 +41,7 @@ class StepTracer(ActionHook):
         return 0 if name.startswith("embed") else self._trainer.spec.model.layers + 1
 
     def __enter__(self) -> Self:
-        pipeline, decoder = self._trainer.pipeline, self._trainer.decoder
+        pipeline, decoder, states = self._trainer.pipeline, self._trainer.decoder, self._trainer.states
         watch, take, gradient_sum = pipeline.watch, pipeline.take, pipeline.store.gradient_sum
         names = {parameter: name for name, parameter in decoder.named_parameters()}
 
@@ -51,18 +51,16 @@ class StepTracer(ActionHook):
             take(parameter, gradient)
 
         pipeline.watch, pipeline.take = self, taken
+        vars(states).update(take=taken)
         pipeline.store.gradient_sum = no_sum  # each gradient is looked at before it is added
         self._stack.callback(lambda: vars(pipeline).update(watch=watch, take=take))
+        self._stack.callback(lambda: vars(states).pop("take"))
         self._stack.callback(lambda: vars(pipeline.store).update(gradient_sum=gradient_sum))
         for name, module in decoder.named_modules():
             inner = name not in ("embed", "head") and not name.removeprefix("blocks.").isdecimal()
             if name not in ("", "blocks") and not (inner and self._trainer.spec.train.compile):
                 handle = module.register_forward_hook(partial(self._output, name))
                 self._stack.callback(handle.remove)
-        for parameter, name in names.items():
-            if parameter.device.type != "meta" and parameter.requires_grad:
-                look = partial(self._gradient, f"the gradient of {name}")
-                self._stack.callback(parameter.register_hook(look).remove)
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -80,10 +78,9 @@ class StepTracer(ActionHook):
         if output.requires_grad:
             output.register_hook(partial(self._gradient, f"the gradient at the output of {name}"))
 
-    def _gradient(self, what: str, gradient: Tensor | None) -> None:
+    def _gradient(self, what: str, gradient: Tensor) -> None:
         assert self._action is not None
-        if gradient is not None:  # there is none yet of a weight whose gradient is deferred
-            self._see(what, gradient, self._action)
+        self._see(what, gradient, self._action)
 
     def _see(self, what: str, tensor: Tensor, action: Action) -> None:
         layer = self.layer(what.rpartition(" ")[2])
