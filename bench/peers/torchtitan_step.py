@@ -24,7 +24,8 @@ from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.rank_step import fake_world
 from meshwright.dryrun.timeline import kind_of
-from meshwright.dryrun.trace import Event, Trace
+from meshwright.dryrun.events import Event
+from meshwright.dryrun.trace import Trace
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, RUNTIME
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster
