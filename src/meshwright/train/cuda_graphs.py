@@ -172,7 +172,7 @@ class GraphsOfMicrobatches(StepOfMicrobatches):
         return recorded.loss.clone()
 
     def _record(self, micro: Batch, last: bool) -> _Recorded:
-        rooms = {name: torch.empty_like(getattr(micro, name)) for name in ON_DEVICE}
+        rooms = {name: getattr(micro, name).clone() for name in ON_DEVICE}
         inputs, losses = replace(micro, **rooms), list[Tensor]()
 
         def work() -> None:
