@@ -31,6 +31,14 @@ def microbatches_are_the_same_work(spec: Sections) -> None:
         )
 
 
+def captured_axes(spec: Sections) -> dict[str, tuple[int, ...]]:
+    """Key of the layout -> the values that go with the run's graphs; nothing for a run without."""
+    if not spec.train.cuda_graphs:
+        return {}
+    bounded = spec.layout.expert_buffer_factor is not None
+    return {"pp": (1,), "cp": (1,), "zero": (0, 1, 2)} | ({} if bounded else {"ep": (1,), "etp": (1,)})
+
+
 def _obstacles(spec: Sections) -> Iterator[Obstacle]:
     yield from _of_layout(spec)
     yield from _of_samples(spec)

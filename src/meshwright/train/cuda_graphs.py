@@ -18,6 +18,7 @@ Takes         the gradients' memory during updates, too; and none of the pool is
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from meshwright.parallel.parallelize import ParallelDecoder
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.spec import RunSpec, UserError
 
+MOST_CHANGES = 20
+"""Steps in a row without a replay after which a run is told."""
 Attributes = list[tuple[object, dict[str, Any]]]
 
 
@@ -98,6 +101,9 @@ class StepOfMicrobatches:
         """Context in which the host calls every operator, and nothing is recorded."""
         yield
 
+    def forget(self) -> None:
+        """Drop what was recorded: graphs end before the communicators of their messages do."""
+
 
 @dataclass(frozen=True)
 class _Recorded:
@@ -126,6 +132,8 @@ class GraphsOfMicrobatches(StepOfMicrobatches):
         self._capture: Capture | None = None
         self._before: Hashable = None
         """What the last step was computed with."""
+        self._changes = 0
+        """Steps in a row that were computed with other values than the one before."""
         self._graphs: dict[tuple[bool, bool], _Recorded] = {}
         """By whether a microbatch is the first of its step, and the last."""
 
@@ -138,8 +146,10 @@ class GraphsOfMicrobatches(StepOfMicrobatches):
         now = constants, len(micros) > 1, *shapes
         before, self._before = self._before, now
         if now != before or len(shapes) > 1:
-            self._graphs, self._capture = {}, None
+            self.forget()
+            self._tell_changes()
             return super().run(micros, constants)
+        self._changes = 0
         for unit in self._states.units:  # what is gathered is gathered in the first graph, always
             unit.settle()
             unit.expire()
@@ -153,6 +163,19 @@ class GraphsOfMicrobatches(StepOfMicrobatches):
             yield
         finally:
             self._recording = before
+
+    def forget(self) -> None:
+        self._graphs, self._capture = {}, None
+
+    def _tell_changes(self) -> None:
+        self._changes += 1
+        if self._changes == MOST_CHANGES and self._mesh.rank == 0:
+            warnings.warn(
+                f"train.cuda_graphs: true, but each of {MOST_CHANGES} steps in a row has other numbers than the "
+                f"one before it, such as its targets, and none is replayed; give samples of as many targets "
+                f"each, or train.cuda_graphs = false",
+                stacklevel=2,
+            )
 
     def _launch(self, micro: Batch, first: bool, last: bool) -> Tensor:
         """Compute a microbatch by its graph, which is recorded if there is none yet; returns its loss."""
