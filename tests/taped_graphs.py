@@ -1,4 +1,4 @@
-"""A CUDA graph's stand-in on processors: operators are recorded with their tensors, and computed again on these.
+"""A CUDA graph's stand-in on processors: operators are recorded with their tensors, and computed again.
 
 As with a graph, what is recorded is not computed, all that a replay reads and writes has the addresses that
 it had then, and numbers of the host stay as they were.

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from meshwright.dryrun.clocks import StepClocks, follow
+from meshwright.dryrun.events import Event
 from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.rank_step import fake_world
 from meshwright.dryrun.timeline import kind_of
-from meshwright.dryrun.events import Event
 from meshwright.dryrun.trace import Trace
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, RUNTIME
 from meshwright.hardware.cluster import Cluster

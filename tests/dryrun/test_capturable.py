@@ -1,5 +1,5 @@
-"""Whether a CUDA graph can hold a microbatch: rules on traces by hand, and steps on a faked GPU, with mistakes
-planted in some."""
+"""Microbatches that a CUDA graph can hold, and others: rules on traces by hand, and steps on a faked GPU,
+with mistakes planted in some."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.dryrun.capturable import capturable, microbatches, obstacles
 from meshwright.dryrun.events import ByteRange, Event, Kind
+from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.dryrun.trace import Trace
 from meshwright.fake_cuda import library
@@ -62,7 +63,10 @@ def test_a_microbatch_is_a_forward_with_its_backward() -> None:
         (TWO, []),
         ([kernel("data"), event("synchronize", "data"), *TWO], []),
         ([*TWO, event("synchronize", "reduce")], []),
-        ([kernel(), event("synchronize", name="aten::item")], ["aten::item (forward) makes the host wait for the device"]),
+        (
+            [kernel(), event("synchronize", name="aten::item")],
+            ["aten::item (forward) makes the host wait for the device"],
+        ),
         ([event("copy", direction="host to device")], ["copy (forward) copies from the host's memory"]),
         ([event("copy", direction="device to host")], ["copy (forward) copies to the host's memory"]),
         ([event("copy", direction="device to device")], []),
@@ -75,13 +79,19 @@ def test_a_microbatch_is_a_forward_with_its_backward() -> None:
             [kernel(), *FORK, kernel(stream=1), kernel("backward")],
             ["kernel (forward) is not waited for by the stream that computes"],
         ),
-        ([kernel(), MESSAGE], ["shard reduce_scatter (backward) is not waited for by the stream that computes"]),
+        (
+            [kernel(), MESSAGE],
+            ["shard reduce_scatter (backward) is not waited for by the stream that computes"],
+        ),
         ([kernel(), MESSAGE, kernel("reduce"), event("wait", "reduce", number=9)], []),
         (
             [event("graph", graph=0), kernel(graph=0), event("wait", number=9, graph=0)],
             ["wait (forward) waits for what was begun before the microbatch"],
         ),
-        ([event("graph", graph=0, reads=(X,))], ["graph (forward) reads memory that was freed after it had been captured"]),
+        (
+            [event("graph", graph=0, reads=(X,))],
+            ["graph (forward) reads memory that was freed after it had been captured"],
+        ),
     ],
 )  # fmt: skip
 def test_what_a_graph_cannot_hold_is_told(events: list[Event], found: list[str]) -> None:
@@ -157,12 +167,15 @@ CAPTURABLE: dict[str, dict[str, object]] = {
     "adapters": {"lora__rank": 4},
     "fp8": {"precision__compute": "fp8"},
     "compiled": {"train__compile": "true"},
-    "learned positions": {"model__preset": "gpt3-175b", "model__layers": 2, "model__hidden": 128, "model__ffn": 256,
-                          "model__heads": 4, "model__kv_heads": 4, "model__vocab_size": 512},
+    "learned positions": {"model__preset": "gpt3-175b", "model__layers": 2, "model__hidden": 128,
+                          "model__ffn": 256, "model__heads": 4, "model__kv_heads": 4,
+                          "model__vocab_size": 512},
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "experts": (EXPERTS, r"aten::_to_copy, device to host \(forward in blocks\.\d+.*\) makes the host wait"),
-    "documents": ({"data__document_mask": "true"}, r"aten::_to_copy \(forward\) copies from the host's memory"),
+    "documents": (
+        {"data__document_mask": "true"}, r"aten::_to_copy \(forward\) copies from the host's memory",
+    ),
     "ZeRO-3": (
         {"layout__dp": 2, "layout__zero": 3, "train__batch_tokens": 2048},
         "uses memory that the microbatch before has allocated",
@@ -237,7 +250,7 @@ def _leave_under_way(self: GradientReduction) -> None:
 
 
 def _keep_the_last(self: DataParallel, last: bool, _begin: Any = DataParallel.begin_microbatch) -> None:
-    """What a microbatch has made is read by the next one."""
+    """Let the next microbatch read what this one has made."""
     kept = getattr(self, "kept", None)
     self.kept = torch.zeros(4, device=self.mesh.device)
     if kept is not None:
@@ -325,10 +338,32 @@ def test_the_device_waits_less_for_the_host(process: FakeCudaProcess, flags: dic
     assert graphs["host"]["issuing"] < plain["host"]["issuing"] / 5
 
 
+def held_by_captures(*captures: Sequence[int]) -> list[int]:
+    """Bytes of the device that are taken after each capture, in which tensors of so many bytes are made and
+    freed, but for the first."""
+    memory, kept, found = FakeMemory(torch.device("cuda", 0)), [], []
+    with memory:
+        for sizes in captures:
+            memory.begin_capture()
+            made = [torch.empty(size, dtype=torch.uint8, device=memory.device) for size in sizes]
+            kept.append(made[0])
+            del made
+            memory.end_capture("activations")
+            found.append(memory.total)
+    return found
+
+
 @faked
-def test_memory_of_graphs_is_there_throughout_the_step(process: FakeCudaProcess) -> None:
-    """The pool has what a microbatch takes at its most; gradients in it outlive the step."""
-    flags = {"layout__micro_batch": 2, "model__hidden": 256, "data__seq_len": 512, "train__batch_tokens": 2048}
+def test_graphs_share_a_pool_that_nothing_else_uses(process: FakeCudaProcess) -> None:
+    """The second capture takes its 300 bytes from the 500 that the first has left; the third needs more."""
+    assert process.call(held_by_captures, (100, 500), (1, 299), (1, 600)) == [600, 600, 702]
+
+
+@faked
+def test_gradients_of_graphs_outlive_the_step(process: FakeCudaProcess) -> None:
+    flags: dict[str, object] = {
+        "layout__micro_batch": 2, "model__hidden": 256, "data__seq_len": 512, "train__batch_tokens": 2048,
+    }  # fmt: skip
     plain, graphs = (row_of(process, run(flags, train__cuda_graphs=on)) for on in ("false", "true"))
     assert graphs["states"] == plain["states"]
     assert plain["peak"] <= graphs["peak"] <= 1.1 * plain["peak"]
@@ -336,10 +371,13 @@ def test_memory_of_graphs_is_there_throughout_the_step(process: FakeCudaProcess)
 
 @faked
 def test_the_command_line_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model.preset", "tiny", "--model.layers", "2", "--data.corpus", "synthetic", "--device", "cuda",
-             "--data.seq_len", "128", "--train.batch_tokens", "512", "--precision.compute", "bf16"]  # fmt: skip
+    flags = ["--model.preset", "tiny", "--model.layers", "2", "--data.corpus", "synthetic", "--data.seq_len",
+             "128", "--train.batch_tokens", "512", "--precision.compute", "bf16", "--train.compile", "false",
+             "--device", "cuda"]  # fmt: skip
     assert main(["dryrun", *flags]) == 0
-    assert "cannot be captured in a CUDA graph: aten::_to_copy (forward)" in " ".join(capsys.readouterr().out.split())
+    assert "cannot be captured in a CUDA graph: aten::_to_copy (forward)" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert main(["dryrun", *flags, "--data.document_mask", "false", "--train.cuda_graphs", "true"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "a microbatch can be captured in a CUDA graph" in shown and "of them by" in shown

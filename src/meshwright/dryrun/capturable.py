@@ -1,4 +1,4 @@
-"""Whether a CUDA graph can hold a microbatch of a step: what of its trace cannot be captured, or replayed.
+"""Obstacles that keep a CUDA graph from holding a microbatch of a step, found in its trace.
 
 What a microbatch launches is captured from its forward to the end of its backward, on the stream that
 computes and on those that wait for it (CUDA C++ programming guide, CUDA graphs). So the host may wait for
@@ -69,7 +69,7 @@ def microbatches(events: Sequence[Event]) -> list[Region]:
 
 
 def obstacles(events: Sequence[Event]) -> list[Obstacle]:
-    """What keeps the microbatches of a step from being captured, or their graphs from being replayed, in the
+    """Events for which the microbatches of a step cannot be captured, or their graphs not replayed, in the
     order of the trace."""
     regions = microbatches(events)
     found = [each for region in regions for each in _of_host(events[region.start : region.end], region)]
@@ -165,7 +165,9 @@ def _of_addresses(events: Sequence[Event], regions: Sequence[Region]) -> Iterato
                 if origin not in (0, number) and each.storage not in told | under_way:
                     told.add(each.storage)
                     where = "the microbatch before" if origin > 0 else "no microbatch"
-                    yield Obstacle(event, f"uses memory that {where} has allocated, at another address each time")
+                    yield Obstacle(
+                        event, f"uses memory that {where} has allocated, at another address each time"
+                    )
 
 
 def _sent_and_dropped(events: Sequence[Event]) -> set[int]:
@@ -180,7 +182,7 @@ def _sent_and_dropped(events: Sequence[Event]) -> set[int]:
 
 
 def capturable(events: Sequence[Event], overlapping: bool) -> dict[str, object]:
-    """What a dry run tells: whether a graph can hold a microbatch, and `obstacles` in words, each kind once.
+    """Return whether a graph can hold a microbatch, and `obstacles` in words, each kind once.
 
     Those of a pipeline are `overlapping`: several are under way, and a graph would hold all of a step.
     """

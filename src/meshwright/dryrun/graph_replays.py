@@ -42,7 +42,9 @@ class CapturedGraph:
         return [Event("graph", "replay", "graph", onto, "", "", reads=lost, graph=launch), *events]
 
     def _external(self) -> list[ByteRange]:
-        """What is read or written of storages that the graph does not make."""
+        """Bytes that are read or written of storages that the graph does not make."""
         own = {each.storage for event in self.events if event.kind == "allocate" for each in event.writes}
-        touched = [each for event in self.events if event.kind != "free" for each in (*event.reads, *event.writes)]
+        touched = [
+            each for event in self.events if event.kind != "free" for each in (*event.reads, *event.writes)
+        ]
         return [each for each in dict.fromkeys(touched) if each.storage not in own]

@@ -310,7 +310,7 @@ class FakeMemory(TorchDispatchMode):
     # Memory of graphs -------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
-        """What is allocated from here on is in the pool of CUDA graphs, as is what such a time left free."""
+        """Let what is allocated from here on be in the pool of CUDA graphs, also where that has room."""
         if self._idle is not None:
             self._remove(self._idle)
         self._base = self._high = self.total

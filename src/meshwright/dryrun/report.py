@@ -84,7 +84,7 @@ def rehearsals(
 
 
 def _work(spec: RunSpec, trace: Trace) -> dict[str, Any]:
-    """What the device does in a step, and whether a CUDA graph can hold it."""
+    """The work of the device in a step, and whether a CUDA graph can hold it."""
     graphs = capturable(trace.events, spec.layout.pp > 1)
     return {"device_work": device_work(trace.events, spec.microbatches), "capturable": graphs}
 

@@ -22,8 +22,8 @@ from meshwright.dryrun.clocks import (
     StepClocks,
     follow,
 )
-from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.dryrun.events import Event
+from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.fake_cuda.library import NAMES
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, Capability
 from meshwright.hardware.attention_backend import planned_backends

@@ -118,7 +118,7 @@ class Trace:
             self._storages[key] = self._allocations
             self._allocations += 1
         number = self._storages[key]
-        # What a graph allocates is used on the stream of its replays, and by no capture before these have ended.
+        # What a graph allocates is used on the stream of its replays, and by no capture before their ends.
         self._streams[number] = RUNTIME.stream if self._capturing is None else DEFAULT_STREAM
         self.add("allocate", "", "none", writes=(ByteRange(number, 0, size),), bytes=size)
 

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from meshwright.dryrun.races import races, told
 from meshwright.dryrun.events import Event
+from meshwright.dryrun.races import races, told
 
 Row = dict[str, Any]
 LAUNCHED = ("kernel", "copy")
@@ -18,9 +18,10 @@ def device_work(events: Sequence[Event], microbatches: int = 1) -> dict[str, Any
 
     `kernels` has the count, bytes and FLOPs of each operator that launches work, copies among them, and
     `launches` their number; `empty` counts operators on tensors without elements, which launch nothing;
-    `graphs` has the number of graphs that were launched, and of the kernels and messages in them, for which the
-    host makes no call; `copies` are by direction; `messages` by axis, operation, process group and stream; `host_waits` by what
-    the host waits in; `races` are sentences with their counts, none in a step whose streams are in order.
+    `graphs` has the number of graphs that were launched, and of the kernels and messages in them, for which
+    the host makes no call; `copies` are by direction; `messages` by axis, operation, process group and
+    stream; `host_waits` by what the host waits in; `races` are sentences with their counts, none in a step
+    whose streams are in order.
     `elementwise_a_block` are the bytes of kernels that neither multiply matrices, nor attend, nor only move
     numbers, of the block with most, a microbatch.
     """

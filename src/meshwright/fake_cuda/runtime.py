@@ -63,7 +63,7 @@ class StreamObserver(Protocol):
         ...
 
     def on_capture(self, graph: int, stream: int) -> None:
-        """What comes on `stream`, and on those that wait for it, is held by a graph and not launched."""
+        """A graph holds what comes on `stream`, and on those that wait for it, which is not launched."""
         ...
 
     def on_captured(self, graph: int) -> None:

@@ -11,7 +11,7 @@ from meshwright.spec.sections import Sections
 
 
 class Obstacle(NamedTuple):
-    """What a recorded microbatch cannot hold of a run."""
+    """A value of a run that a recorded microbatch cannot hold."""
 
     what: str
     """The key with its value."""

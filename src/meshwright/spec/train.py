@@ -124,8 +124,8 @@ class TrainSpec(FrozenModel):
     compile: bool = Field(False, description="torch.compile each block")
     cuda_graphs: bool = Field(
         False,
-        description="record the forward and backward of a microbatch as a CUDA graph, and replay it for every "
-        "other one",
+        description="record the forward and backward of a microbatch as a CUDA graph, and replay it for all "
+        "that follow; for GPUs",
     )
     attention_backend: AttentionChoice = Field(
         "auto",

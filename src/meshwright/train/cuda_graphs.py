@@ -8,9 +8,9 @@ nothing else uses between two steps.
 
 A replay launches what was recorded, with the addresses and the numbers of that time (PyTorch's notes on CUDA
 graphs, 2021; of a whole iteration, Megatron-LM's `full_cuda_graph`). So inputs are copied to the place that
-the recorded microbatch read, gradients and norms are left in memory that no step frees, and a step with other
-numbers of the host, such as another loss scale, is run without graphs, and recorded when it comes twice in a
-row. A first run also makes all that is made once: communicators, compiled kernels, whole copies of parameters.
+the recorded microbatch read, gradients and norms are left in memory that no step frees, and a step with
+other numbers of the host, such as another loss scale, is run without graphs, and recorded when it comes twice
+in a row. A first run also makes what is made once: communicators, compiled kernels, whole parameters.
 
 Saves         the host's time for all launches of a microbatch but one.
 Takes         the gradients' memory during updates, too; and none of the pool is there for the optimiser.
@@ -61,10 +61,9 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin memory of batches meanwhile, and write checkpoints.
-        how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        mode = "thread_local"  # other threads pin memory of batches meanwhile, and write checkpoints
         try:
-            with torch.cuda.graph(graph, **how):
+            with torch.cuda.graph(graph, self._pool, self._stream, mode):
                 work()
         except (torch.OutOfMemoryError, dist.DistError):
             raise
@@ -131,7 +130,7 @@ class GraphsOfMicrobatches(StepOfMicrobatches):
         self._new_capture, self._recording = new_capture, True
         self._capture: Capture | None = None
         self._before: Hashable = None
-        """What the last step was computed with."""
+        """The values that the last step was computed with."""
         self._changes = 0
         """Steps in a row that were computed with other values than the one before."""
         self._graphs: dict[tuple[bool, bool], _Recorded] = {}
@@ -171,9 +170,9 @@ class GraphsOfMicrobatches(StepOfMicrobatches):
         self._changes += 1
         if self._changes == MOST_CHANGES and self._mesh.rank == 0:
             warnings.warn(
-                f"train.cuda_graphs: true, but each of {MOST_CHANGES} steps in a row has other numbers than the "
-                f"one before it, such as its targets, and none is replayed; give samples of as many targets "
-                f"each, or train.cuda_graphs = false",
+                f"train.cuda_graphs: true, but each of {MOST_CHANGES} steps in a row has other numbers "
+                f"than the one before it, such as its targets, and none is replayed; give samples of as many "
+                f"targets each, or train.cuda_graphs = false",
                 stacklevel=2,
             )
 
