@@ -20,7 +20,7 @@ STEPS = 5
 CASES: dict[str, dict[str, object]] = {
     "fp32": {"precision__compute": "fp32"},
     "bf16": {"precision__compute": "bf16"},
-    "fp16": {"precision__compute": "fp16", "precision__loss_scale_window": 2},
+    "fp16": {"precision__compute": "fp16", "precision__loss_scale": 256, "precision__loss_scale_window": 3},
     "compiled": {"precision__compute": "bf16", "train__compile": "true"},
     "one microbatch": {"precision__compute": "bf16", "layout__micro_batch": 16},
     "recomputed": {"precision__compute": "bf16", "recompute__policy": "full"},

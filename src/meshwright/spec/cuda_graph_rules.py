@@ -10,7 +10,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.sections import Sections
 
 
-class Obstacle(NamedTuple):
+class NotCapturable(NamedTuple):
     """A value of a run that a recorded microbatch cannot hold."""
 
     what: str
@@ -39,92 +39,92 @@ def captured_axes(spec: Sections) -> dict[str, tuple[int, ...]]:
     return {"pp": (1,), "cp": (1,), "zero": (0, 1, 2)} | ({} if bounded else {"ep": (1,), "etp": (1,)})
 
 
-def _obstacles(spec: Sections) -> Iterator[Obstacle]:
+def _obstacles(spec: Sections) -> Iterator[NotCapturable]:
     yield from _of_layout(spec)
     yield from _of_samples(spec)
     lora, moe, train = spec.lora, spec.model.moe, spec.train
     if spec.model.mtp_num_layers:
-        yield Obstacle(
+        yield NotCapturable(
             f"model.mtp_num_layers = {spec.model.mtp_num_layers}",
             "whose losses the host lists by microbatch",
             "model.mtp_num_layers = 0",
         )
     if moe is not None and moe.capacity_factor is not None:
-        yield Obstacle(
+        yield NotCapturable(
             f"model.moe.capacity_factor = {moe.capacity_factor:g}",
             "for which the host places tokens in each microbatch",
             "model.moe.capacity_factor = 'none'",
         )
     if moe is not None and spec.precision.base != "bf16":
-        yield Obstacle(
+        yield NotCapturable(
             f"experts in {spec.precision.base}",
             "which are computed one by one from numbers that the host waits for",
             "precision.compute = 'bf16'",
         )
     if train.offload_activations != "none":
-        yield Obstacle(
+        yield NotCapturable(
             f"train.offload_activations = {train.offload_activations!r}",
             "which the host moves block by block",
             "train.offload_activations = 'none'",
         )
     if lora is not None and lora.dropout:
-        yield Obstacle(
+        yield NotCapturable(
             f"lora.dropout = {lora.dropout:g}",
             "whose keys the host draws for each microbatch",
             "lora.dropout = 0",
         )
     if lora is not None and lora.base_format is not None:
-        yield Obstacle(
+        yield NotCapturable(
             f"lora.quantise = {lora.quantise!r}",
             "whose weights are in other memory in each microbatch",
             "lora.quantise = 'none'",
         )
     if spec.precision.compute == "nvfp4":
-        yield Obstacle(
+        yield NotCapturable(
             "precision.compute = 'nvfp4'",
             "which draws random numbers for its gradients",
             "precision.compute = 'fp8-rowwise'",
         )
 
 
-def _of_layout(spec: Sections) -> Iterator[Obstacle]:
+def _of_layout(spec: Sections) -> Iterator[NotCapturable]:
     layout, moe = spec.layout, spec.model.moe
     if layout.pp > 1:
-        yield Obstacle(
+        yield NotCapturable(
             f"layout.pp = {layout.pp}", "whose microbatches are under way together", "layout.pp = 1"
         )
     if layout.cp > 1:
-        yield Obstacle(
+        yield NotCapturable(
             f"layout.cp = {layout.cp}",
             "for which the host plans attention in each microbatch",
             "layout.cp = 1, with layout.tp for longer sequences",
         )
     if layout.zero == 3 and max(layout.shard_ranks, layout.expert_data_ranks if moe else 1) > 1:
-        yield Obstacle(
+        yield NotCapturable(
             "layout.zero = 3",
             "which gathers parameters into other memory in each microbatch",
             "layout.zero = 2",
         )
     if moe is not None and layout.ep * layout.etp > 1 and not layout.bounds_dispatch:
-        yield Obstacle(
+        yield NotCapturable(
             f"layout.ep = {layout.ep}",
             "where the host waits for the numbers of tokens of experts",
             "layout.expert_buffer_factor = 2, which bounds them",
         )
 
 
-def _of_samples(spec: Sections) -> Iterator[Obstacle]:
+def _of_samples(spec: Sections) -> Iterator[NotCapturable]:
     for table, deed in spec.tables_of_steps.items():
-        yield Obstacle(f"[{table}]", f"with which a step {deed}", f"no [{table}]")
+        yield NotCapturable(f"[{table}]", f"with which a step {deed}", f"no [{table}]")
     if spec.data.pack and spec.data.document_mask:
-        yield Obstacle(
+        yield NotCapturable(
             "data.document_mask = true",
             "for which the host plans attention in each microbatch",
             "data.document_mask = false, or data.pack = false",
         )
     windows = [kind.window for kind in spec.model.kinds if kind.window is not None]
     if windows and min(windows) < spec.data.seq_len:
-        yield Obstacle(
+        yield NotCapturable(
             f"windows of {min(windows)} tokens",
             "for which the host plans attention in each microbatch",
             f"data.seq_len = {min(windows)} at most",
