@@ -1,8 +1,8 @@
 """Training: the step, the loop around it, and the state that checkpoints hold.
 
 `step` is the step, with the `parts` that it may have and the `step_sums` over its ranks, `cuda_graphs` run
-its microbatches on GPUs, `nll` is its loss without gradients, and `loop` the run around it, which `open_run` opens, from its `starting_point`. `state` is
-what a checkpoint holds, `saves` when one is written.
+its microbatches on GPUs, `nll` is its loss without gradients, and `loop` the run around it, which `open_run`
+opens, from its `starting_point`. `state` is what a checkpoint holds, `saves` when one is written.
 `validation` measures the likelihood of `held_out` text, `metrics` counts, `mfu` is the share of FLOP/s that
 the model takes, `matmul_peak` what this machine reaches, `memory_use` what a process holds, and `callbacks`
 are told. `digest` hashes parameters and samples, `reference_run` computes a stored reference,
