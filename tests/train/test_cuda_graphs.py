@@ -106,6 +106,8 @@ def _steps_of(mesh: Mesh, spec: RunSpec, graphs: bool, steps: int) -> tuple[list
         result = trainer.step(batch, number, following)
         found.append((result.loss, result.grad_norm, result.loss_scale))
         sent.append({key: mesh.wire.calls[key] for key in sorted(mesh.wire.calls)})
+        if number in (1, 3):  # a validation leaves parameters gathered
+            trainer.nll(batches[0])
         if number == 4:  # what is computed aside changes nothing, and is not recorded
             with aside(trainer):
                 trainer.gradients(batches[0])
