@@ -105,7 +105,8 @@ def _steps_of(mesh: Mesh, spec: RunSpec, graphs: bool, steps: int) -> tuple[list
         following = batches[number] if number < steps else None
         result = trainer.step(batch, number, following)
         found.append((result.loss, result.grad_norm, result.loss_scale))
-        sent.append({key: mesh.wire.calls[key] for key in sorted(mesh.wire.calls)})
+        if number not in (2, 4):  # then what a validation has gathered is gathered again
+            sent.append({key: mesh.wire.calls[key] for key in sorted(mesh.wire.calls)})
         if number in (1, 3):  # a validation leaves parameters gathered
             trainer.nll(batches[0])
         if number == 4:  # what is computed aside changes nothing, and is not recorded
