@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -110,8 +110,12 @@ def _steps_of(mesh: Mesh, spec: RunSpec, graphs: bool, steps: int) -> tuple[list
         if number in (1, 3):  # a validation leaves parameters gathered
             trainer.nll(batches[0])
         if number == 4:  # what is computed aside changes nothing, and is not recorded
+            seen = Mock(return_value=None)
+            hook = trainer.decoder.embed.register_forward_hook(seen)
             with aside(trainer):
                 trainer.gradients(batches[0])
+            hook.remove()
+            assert seen.called
     kept = [unit.stored.clone() for unit in trainer.states.units]
     return found, [*kept, trainer.layers_balance(), sent], [g.replays for c in captures for g in c.graphs]
 

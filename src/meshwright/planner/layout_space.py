@@ -126,7 +126,7 @@ class LayoutSpace:
     ) -> None:
         self.base, self.model, self.ranks = base, base.model, ranks
         self.fixed, self._levels, self._schedule_names = dict(fixed or {}), levels, schedules
-        self._captured = captured_axes(base)
+        self._captured = captured_axes(base, self.fixed.get("expert_buffer_factor") is not None)
         self._cuts: dict[int, list[StageSplit]] = {}
         self._balanced: dict[int, tuple[int, ...]] = {}
         wanted, own = self.fixed.get("policy"), base.recompute

@@ -31,11 +31,13 @@ def microbatches_are_the_same_work(spec: Sections) -> None:
         )
 
 
-def captured_axes(spec: Sections) -> dict[str, tuple[int, ...]]:
-    """Key of the layout -> the values that go with the run's graphs; nothing for a run without."""
+def captured_axes(spec: Sections, bounded: bool) -> dict[str, tuple[int, ...]]:
+    """Key of the layout -> the values that go with the run's graphs; nothing for a run without.
+
+    `bounded` is True where messages to experts are.
+    """
     if not spec.train.cuda_graphs:
         return {}
-    bounded = spec.layout.expert_buffer_factor is not None
     return {"pp": (1,), "cp": (1,), "zero": (0, 1, 2)} | ({} if bounded else {"ep": (1,), "etp": (1,)})
 
 
@@ -107,7 +109,7 @@ def _of_layout(spec: Sections) -> Iterator[NotCapturable]:
         )
     if moe is not None and layout.ep * layout.etp > 1 and not layout.bounds_dispatch:
         yield NotCapturable(
-            f"layout.ep = {layout.ep}",
+            f"layout.ep = {layout.ep}" if layout.ep > 1 else f"layout.etp = {layout.etp}",
             "where the host waits for the numbers of tokens of experts",
             "layout.expert_buffer_factor = 2, which bounds them",
         )
