@@ -95,7 +95,7 @@ class Slurm:
         return self.run("sbatch", "--parsable", *options, str(file), *words, more=environment)
 
     def state(self, job: str) -> dict[str, str]:
-        """What Slurm says of a job, such as JobState, Restarts and ExitCode."""
+        """Facts of a job by Slurm's names, such as JobState, Restarts and ExitCode."""
         words = self.run("scontrol", "show", "job", job).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 

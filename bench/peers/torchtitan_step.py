@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from meshwright.dryrun.clocks import StepClocks, follow
+from meshwright.dryrun.events import Event
 from meshwright.dryrun.fake_world import fake_world
 from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.dryrun.memory_tracker import FakeMemory
 from meshwright.dryrun.timeline import kind_of
-from meshwright.dryrun.trace import Event, Trace
+from meshwright.dryrun.trace import Trace
 from meshwright.fake_cuda.inductor import compiled_code
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, RUNTIME
 from meshwright.hardware.cluster import Cluster

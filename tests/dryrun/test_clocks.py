@@ -15,9 +15,9 @@ from faked_gpu import TINY, tiny
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.dryrun.clocks import HOST, MESSAGES, OTHER_RANKS, OTHER_STREAMS, Mail, StepClocks, follow
+from meshwright.dryrun.events import Event, Kind
 from meshwright.dryrun.kernel_seconds import START, EventSeconds
 from meshwright.dryrun.timeline import KINDS, planned_terms
-from meshwright.dryrun.trace import Event, Kind
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.hardware.find import cluster

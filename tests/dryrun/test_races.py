@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from meshwright.comm.traffic_counter import TrafficCounter
+from meshwright.dryrun.events import ByteRange, Event, Kind
 from meshwright.dryrun.races import races, told
 from meshwright.dryrun.rank_step import rehearse
-from meshwright.dryrun.trace import ByteRange, Event, Kind, Trace
+from meshwright.dryrun.trace import Trace
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.fake_cuda.runtime import FakeEvent, set_capability

@@ -109,7 +109,7 @@ def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
 def test_a_job_saves_before_its_limit_and_goes_on_after_it(
     cluster: Slurm, twin: dict[str, object], script: str
 ) -> None:
-    """Of five minutes 299 seconds are to be left after the run: no signal is sent."""
+    """No signal is sent: 299 seconds of five minutes are to be left after the run."""
     job, out = submit(cluster, script, "--time=5", more=["--recovery.job_end_margin", "299"])
     cluster.wait(job, "RUNNING")
     cluster.wait(job, "PENDING", seconds=TRAINED_S)

@@ -1,4 +1,4 @@
-"""What a scheduler says of a job, and a run that ends before it does."""
+"""The job of a scheduler, and a run that ends before it does."""
 
 from __future__ import annotations
 

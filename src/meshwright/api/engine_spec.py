@@ -50,6 +50,11 @@ def check_runnable(spec: RunSpec) -> None:
             f"{table}: with it a step {deed}, and an engine's steps apply the gradients of a caller's batch "
             f"and loss_fn alone; remove the table"
         )
+    if spec.train.cuda_graphs:
+        raise UserError(
+            "train.cuda_graphs: true does not go with an engine, whose caller gives batches of any shape and "
+            "adds up their gradients; give train.cuda_graphs = false"
+        )
     if spec.train.epochs is not None:
         raise UserError(
             f"train.epochs: {spec.train.epochs:g} cannot be counted, as an engine reads no corpus; give the "

@@ -26,6 +26,10 @@ def dryrun(call: Call) -> int:
     result = api.dryrun(spec, **call.flags)
     show.result(call, result, _show)
     found = [race for row in result["ranks"] for race in row.get("device_work", {}).get("races", ())]
+    obstacles = [each for row in result["ranks"] for each in row.get("capturable", {}).get("obstacles", ())]
+    if obstacles and spec.train.cuda_graphs:
+        show.error(f"train.cuda_graphs: true, but {_captured(result['ranks'][0]['capturable'])}")
+        return 1
     if found:
         races = show.count(sum(race["count"] for race in found), "race")
         show.error(f"streams are not in order: {races}, the most of which: {found[0]['race']}")
@@ -43,6 +47,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "assumed": "; ".join(result["assumed"]),
         "set-up": _counts(result["counts"]["setup"]),
         "a step's": _counts(result["counts"]["step"]),
+        **({"graphs": _captured(result["ranks"][0]["capturable"])} if "gpu" in result else {}),
         **({"timed": timeline_line(result["ranks"][0]["timeline"])} if timed else {}),
         **({"to start": _reads(result["ranks"][0])} if "reads" in result["ranks"][0] else {}),
     }
@@ -72,6 +77,15 @@ def _print_tables(tables: Mapping[str, list[dict[str, Any]]]) -> None:
             show.table(table)
 
 
+def _captured(found: Mapping[str, Any]) -> str:
+    """Return in words whether a CUDA graph can hold a microbatch, with the first reason why not."""
+    if found["microbatch"]:
+        return "a microbatch can be captured in a CUDA graph"
+    first, *others = found["obstacles"]
+    more = f", and {show.count(len(others), 'more reason')} (--json)" if others else ""
+    return f"a microbatch cannot be captured in a CUDA graph: {first}{more}"
+
+
 def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the tables of what a step launches, moves and waits for, by title."""
     empty = sum(row["count"] for row in work["empty"])
@@ -87,10 +101,11 @@ def _device_work(work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         }
         for row in work["messages"]
     ]
+    graphs = work["graphs"]
+    held = f"{graphs['kernels']:,} of them by {show.count(graphs['launches'], 'graph')}, "
+    launched = f"launched: {work['launches']:,} kernels, {held if graphs['launches'] else ''}and {empty:,}"
     return {
-        f"launched: {work['launches']:,} kernels, and {empty:,} operators on nothing": _kernels(
-            work["kernels"]
-        ),
+        f"{launched} operators on nothing": _kernels(work["kernels"]),
         "copied": [row | {"bytes": size(row["bytes"])} for row in work["copies"]],
         "messages by stream": messages,
         "waits of the host": [

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.dryrun.trace import Event
+from meshwright.dryrun.events import Event
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM
 
 Seconds = Callable[[Event], float]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.dryrun.trace import Event
+from meshwright.dryrun.events import Event
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import START, KernelCosts
 from meshwright.planner.cost.software import MESHWRIGHT, Attention
 from meshwright.planner.group_shapes import GroupShape
 
-CALLS = {"view": 2e-6, "collective": 25e-6, "stream": 5e-6, "wait": 5e-6, "none": 0.0}
+CALLS = {"view": 2e-6, "collective": 25e-6, "stream": 5e-6, "wait": 5e-6, "graph": 10e-6, "none": 0.0}
 """Seconds of the host's calls that launch no kernel. Source: assumed."""
 _BUS = 25e9
 """Bytes per second to the host's memory and back where the cluster has none. Source: assumed (PCIe 4)."""

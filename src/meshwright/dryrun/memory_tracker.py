@@ -173,6 +173,10 @@ class FakeMemory(TorchDispatchMode):
         self._fake = _WithoutValues(allow_non_fake_inputs=True)
         self._held: dict[int, TrackedStorage] = {}
         self._peak_at = 0
+        self._pool = self._kept = self._base = self._high = 0
+        """Bytes of the pool of CUDA graphs, and those of them that outlive a capture; bytes before a capture,
+        and the most since."""
+        self._idle: TrackedStorage | None = None
         self._gone: list[TrackedStorage] = []
         """Storages that existed at the peak and have been freed since."""
 
@@ -287,6 +291,7 @@ class FakeMemory(TorchDispatchMode):
         self.now += 1
         held.born = self.now
         self.total += held.size
+        self._high = max(self._high, self.total)
         self._change(held.kind, held.size)
         if self.total > self.peak:
             self.peak, self._peak_at = self.total, self.now
@@ -301,6 +306,21 @@ class FakeMemory(TorchDispatchMode):
     def _change(self, kind: str, size: int) -> None:
         self.kinds[kind] += size
         self.most[kind] = max(self.most[kind], self.kinds[kind])
+
+    # Memory of graphs -------------------------------------------------------------------------------
+
+    def begin_capture(self) -> None:
+        """Let what is allocated from here on be in the pool of CUDA graphs, also where that has room."""
+        if self._idle is not None:
+            self._remove(self._idle)
+        self._base = self._high = self.total
+
+    def end_capture(self, kind: str) -> None:
+        """Count the pool at its largest as `kind`, but for what is there still: nothing else may use it."""
+        self._pool = max(self._pool, self._kept + self._high - self._base)
+        self._kept += self.total - self._base
+        self._idle = TrackedStorage(self._pool - self._kept, kind, "")
+        self._add(self._idle)
 
     # What is told of them ---------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch.cuda._sanitizer import StreamSynchronizations
 
-from meshwright.dryrun.trace import ByteRange, Event
+from meshwright.dryrun.events import ByteRange, Event
 
 
 class _Access(NamedTuple):

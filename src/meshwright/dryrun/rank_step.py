@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage
 from meshwright.checkpoint.weights import Wanted, held_rectangles
 from meshwright.comm.mesh import Mesh, build_mesh
 from meshwright.comm.process_groups import Groups
+from meshwright.data.loader import Batch
 from meshwright.dryrun.even_routing import route_evenly
 from meshwright.dryrun.fake_world import FakeGroups, FakeMoments, fake_batch, fake_world
 from meshwright.dryrun.fused_products import fused_products
@@ -94,7 +95,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
     there. No default process group may be there.
     """
     number, recording = step_of(spec, rank), _Recording(trace)
-    spec = _run_of(spec, number, compiles(spec))
+    spec = _run_of(spec, number, compiles(spec), trace is not None)
     device = torch.device(device.type, device.index or 0)
     programs = fused_comm_ops.BODIES | ({} if trace is None else fused_products(trace))
     memory = FakeMemory(device, attention_cpu.BODIES, trace, programs)
@@ -105,6 +106,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.step_groups > 1)
         assert mesh is not None
         recording.hear(mesh, groups)
+        recording.pool(memory)
         with recording.compiler(spec, memory) as code, memory:
             observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, FakeMoments(spec.train, device, mesh.control))
@@ -116,15 +118,19 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device, trace: Trace | None
             _tell(memory, trainer)
             first, second = fake_batch(spec), fake_batch(spec)
             trainer.expect(first)
-            setup = recording.with_waits(_counts(mesh, groups, memory, started))
-            for each in (memory.restart, memory.operators.clear, mesh.wire.clear, recording.forget):
+            setup = before = recording.with_waits(_counts(mesh, groups, memory, started))
+            memory.restart()
+            if spec.train.cuda_graphs:
+                first, second, number = _record_graphs(trainer, memory, first, second, number)
+                before = _counts(mesh, groups, memory, started)
+            for each in (memory.operators.clear, mesh.wire.clear, recording.forget):
                 each()
             started = time.process_time()
             trainer.step(first, number, following=second)
             _mark_parts(memory, trainer)
             step = _counts(mesh, groups, memory, started)
         graphs = {} if code is None else {"graphs": code.graphs}
-    step = recording.with_waits(step | {key: step[key] - setup[key] for key in _SUMS})
+    step = recording.with_waits(step | {key: step[key] - before[key] for key in _SUMS})
     counts = {"setup": setup, "step": step | _kernels(memory, spec.microbatches) | graphs}
     return _rehearsal(memory, mesh, counts, host.most, held)
 
@@ -143,10 +149,30 @@ def compiles(spec: RunSpec) -> bool:
     return spec.train.compile and library.is_loaded() and has_triton()
 
 
-def _run_of(spec: RunSpec, number: int, compiled: bool) -> RunSpec:
-    """The run whose step `number` is run, with blocks that are compiled, or without."""
-    alone = {"compile": compiled, "tokens": None, "epochs": None, "steps": 2 * number}
-    return spec.model_copy(update={"train": spec.train.model_copy(update=alone)})
+def _run_of(spec: RunSpec, number: int, compiled: bool, graphs: bool) -> RunSpec:
+    """The run whose step `number` is run, with blocks that are compiled, or without, and so for graphs."""
+    alone = {"compile": compiled, "cuda_graphs": graphs and spec.train.cuda_graphs}
+    length = {"tokens": None, "epochs": None, "steps": 2 * number + STEPS_BEFORE_GRAPHS}
+    return spec.model_copy(update={"train": spec.train.model_copy(update=alone | length)})
+
+
+STEPS_BEFORE_GRAPHS = 2
+"""Steps of a run before one that replays graphs alone: one without, and one in which they are recorded."""
+
+
+def _record_graphs(
+    trainer: Trainer, memory: FakeMemory, first: Batch, second: Batch, number: int
+) -> tuple[Batch, Batch, int]:
+    """Take the steps after which a run replays graphs; returns the batches and the number of the next step.
+
+    The peak is that of the step in which they are recorded: what they take, they take once.
+    """
+    for _ in range(STEPS_BEFORE_GRAPHS):
+        memory.restart()
+        trainer.step(first, number, following=second)
+        first, second, number = second, fake_batch(trainer.spec), number + 1
+        trainer.expect(first)  # else it has the one target that is read of a device without values
+    return first, second, number
 
 
 class _Recording:
@@ -158,6 +184,13 @@ class _Recording:
     def streams(self) -> AbstractContextManager[None]:
         """A context in which the trace hears of streams and events."""
         return nullcontext() if self._trace is None else RUNTIME.observed(self._trace)
+
+    def pool(self, memory: FakeMemory) -> None:
+        """Let the memory hear of what is captured."""
+        if self._trace is not None:
+            self._trace.capture = lambda begins: (
+                memory.begin_capture() if begins else memory.end_capture(ACTIVATIONS)
+            )
 
     def compiler(self, spec: RunSpec, memory: FakeMemory) -> AbstractContextManager[CompiledCode | None]:
         """A context in which blocks can be compiled, if the run compiles any."""

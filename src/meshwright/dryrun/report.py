@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.weights import Weights
 from meshwright.comm.mesh import rank_grid
+from meshwright.dryrun.capturable import capturable
 from meshwright.dryrun.rank_step import Rehearsal, assumed_backends, compiles, rehearse
 from meshwright.dryrun.timeline import TIMED_ASSUMPTIONS, RankTimeline, capability_of, timelines
 from meshwright.dryrun.trace import Trace
@@ -51,7 +52,7 @@ def rehearsals(
         trace = None if gpu is None else Trace(torch.device("cuda", 0))
         found = rehearse(spec, each, torch.device(device), trace)
         read = {} if weights is None else {"reads": weights.reading(found.held)._asdict()}
-        work = {} if trace is None else {"device_work": device_work(trace.events, spec.microbatches)}
+        work = {} if trace is None else _work(spec, trace)
         if each in shown:
             rows.append(_row(spec, each, found) | work | read)
         if trace is not None and cluster is not None:
@@ -80,6 +81,12 @@ def rehearsals(
         "ranks": rows,
     }
     return result, followed
+
+
+def _work(spec: RunSpec, trace: Trace) -> dict[str, Any]:
+    """The work of the device in a step, and whether a CUDA graph can hold it."""
+    graphs = capturable(trace.events, spec.layout.pp > 1)
+    return {"device_work": device_work(trace.events, spec.microbatches), "capturable": graphs}
 
 
 def _capability_of(cluster: Cluster, given: str | None) -> str:
@@ -156,6 +163,10 @@ def _assumed(spec: RunSpec) -> list[str]:
             "blocks are run as they are, not compiled, "
             + ("since Triton is not installed" if library.is_loaded() else "which takes --device cuda")
         )
+    if spec.train.cuda_graphs and library.is_loaded():
+        found.append("the step is one whose graphs have been recorded")
+    elif spec.train.cuda_graphs:
+        found.append("the step is one without graphs, which takes --device cuda")
     return found
 
 

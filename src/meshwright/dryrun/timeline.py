@@ -22,8 +22,8 @@ from meshwright.dryrun.clocks import (
     StepClocks,
     follow,
 )
+from meshwright.dryrun.events import Event
 from meshwright.dryrun.kernel_seconds import EventSeconds
-from meshwright.dryrun.trace import Event
 from meshwright.fake_cuda.library import NAMES
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, Capability
 from meshwright.hardware.attention_backend import planned_backends
@@ -46,8 +46,8 @@ LEAST = 1e-4
 """Least share of the step of a term that is compared."""
 TIMED_ASSUMPTIONS = (
     "kernels and messages last as the planner's rates of the cluster say, whatever runs beside them",
-    "the host takes the planner's time for an operator, 25 us for a collective, 2 us for a view and 5 us for "
-    "a call of a stream",
+    "the host takes the planner's time for an operator, 25 us for a collective, 2 us for a view, 5 us for "
+    "a call of a stream and 10 us for a graph",
     "all ranks that share a stage run the same step at the same time",
 )
 

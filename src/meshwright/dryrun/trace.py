@@ -1,18 +1,16 @@
 """The events of a step on a faked GPU, in the order in which the host issues them.
 
-An event is an operator, a copy, a call of a collective, what the program does with streams, a wait of the
-host, or an allocation. Each says on which stream it is, which bytes of which storages it reads and writes,
-and what it costs the host, so that readers can count (`trace_counts.py`), follow clocks of the host and of
-each stream, or look for accesses that no event orders. Nothing is timed.
+Readers count them (`trace_counts.py`), follow clocks of the host and of each stream, look for accesses that
+no event orders, or for what no CUDA graph could hold. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,70 +18,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from meshwright.dryrun.kernel_shapes import KernelWork, counted_flops, work_of
+from meshwright.dryrun.events import RESIZED, ByteRange, Direction, Event, HostCost, Kind
+from meshwright.dryrun.graph_replays import CapturedGraph
+from meshwright.dryrun.kernel_shapes import counted_flops, work_of
 from meshwright.dryrun.memory_tracker import launches, waits_for_device
-from meshwright.fake_cuda.runtime import RUNTIME
+from meshwright.fake_cuda.runtime import DEFAULT_STREAM, RUNTIME
 from meshwright.kernels.cross_entropy import multiply_
 
 _aten = torch.ops.aten
-Kind = Literal[
-    "kernel",  # an operator that computes on the device
-    "copy",  # one that only moves numbers: see `Event.direction`
-    "view",  # one that launches nothing, such as a view
-    "empty",  # one that would launch a kernel, if its tensors had elements
-    "collective",  # a call of a collective, or of messages that are sent and received together
-    "record",  # `number` stands for what is on `stream` now
-    "wait",  # what comes on `stream` starts after `number`, an event or a collective
-    "synchronize",  # the host waits until `number`, or `stream`, or with -1 for both the device has ended
-    "allocate",
-    "free",
-]
-HostCost = Literal["operator", "compiled", "view", "collective", "stream", "wait", "none"]
-"""The cost of an event to the host: an operator with its launch, a launch by compiled code, an operator
-without a launch, a collective, a call of a stream or of an event, a wait for the device; or nothing."""
-Direction = Literal["", "host to device", "device to host", "device to device"]
-
-
-class ByteRange(NamedTuple):
-    """Bytes of a storage on the device, from `start` to before `end`; storages are numbered as they come."""
-
-    storage: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event of a step. `bytes` are those that it reads and writes on the device, or sends."""
-
-    kind: Kind
-    name: str
-    host: HostCost
-    stream: int
-    phase: str
-    module: str
-    reads: tuple[ByteRange, ...] = ()
-    writes: tuple[ByteRange, ...] = ()
-    bytes: float = 0
-    flops: int = 0
-    direction: Direction = ""
-    number: int = -1
-    """The number of an event of `torch.cuda`, or of a collective, which stands for its end; -1 for none."""
-    work: KernelWork | None = None
-    """The work of a product or of attention."""
-    axis: str = ""
-    """The axis of a collective, as the wire records it."""
-    group: str = ""
-    """The process group of a collective, which has a stream of its own."""
-    ranks: int = 1
-    stride: int = 1
-    """The distance between the ranks of a collective's group in the world."""
-    after: int = -1
-    """The stream whose work a collective starts after."""
-    lane: tuple[int, int, int] | None = None
-    """The sender, the receiver and the tag of a message between two ranks, which arrive in order."""
-
-
 _MOVES = {_aten.copy_, _aten._to_copy, _aten.clone, _aten.cat, _aten._foreach_copy_}
 """Operators that only move numbers, or change their format."""
 _OVERWRITES = {_aten.copy_, _aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten._foreach_copy_,
@@ -148,6 +90,12 @@ class Trace:
     """Process group -> its stream."""
     _begun: list[tuple[Any, Any]] = field(default_factory=list)
     """Operators of the collective whose call is being made."""
+    _graphs: dict[int, CapturedGraph] = field(default_factory=dict)
+    _capturing: CapturedGraph | None = None
+    _launches: int = 0
+    """Launches of graphs."""
+    capture: Callable[[bool], None] = lambda _: None
+    """Called with True before a graph is captured, and with False after it."""
     _allocations: int = 0
     _thread: int = field(default_factory=threading.get_ident)
     """That of the program; what another one waits for holds up none of it."""
@@ -155,7 +103,8 @@ class Trace:
     def add(self, kind: Kind, name: str, host: HostCost, stream: int | None = None, **facts: Any) -> None:
         """Record an event, by default on the stream that is used now."""
         stream = RUNTIME.stream if stream is None else stream
-        self.events.append(Event(kind, name, host, stream, self.phase, self.module, **facts))
+        events = self.events if self._capturing is None else self._capturing.events
+        events.append(Event(kind, name, host, stream, self.phase, self.module, **facts))
 
     def on_phase(self, name: str, _step: int) -> None:
         """The rank enters a phase of its step."""
@@ -169,13 +118,17 @@ class Trace:
             self._storages[key] = self._allocations
             self._allocations += 1
         number = self._storages[key]
-        self._streams[number] = RUNTIME.stream
+        # What a graph allocates is used on the stream of its replays, and by no capture before their ends.
+        self._streams[number] = RUNTIME.stream if self._capturing is None else DEFAULT_STREAM
         self.add("allocate", "", "none", writes=(ByteRange(number, 0, size),), bytes=size)
 
     def on_free(self, key: int, size: int, gone: bool) -> None:
         """A storage is freed, which is `gone` or may be allocated again."""
         number = self._storages.pop(key) if gone else self._storages[key]
-        self.add("free", "", "none", self._streams[number], writes=(ByteRange(number, 0, size),), bytes=size)
+        name = "" if gone else RESIZED
+        self.add(
+            "free", name, "none", self._streams[number], writes=(ByteRange(number, 0, size),), bytes=size
+        )
 
     def on_elsewhere(self, key: int) -> None:
         """A storage stands for memory of the host."""
@@ -306,6 +259,20 @@ class Trace:
         name = "device" if event is stream is None else "stream" if event is None else "event"
         number = -1 if event is None else event
         self.add("synchronize", name, "wait", -1 if stream is None else stream, number=number)
+
+    # Graphs -----------------------------------------------------------------------------------------
+
+    def on_capture(self, graph: int, stream: int) -> None:
+        self.capture(True)
+        self._capturing = self._graphs[graph] = CapturedGraph(stream)
+
+    def on_captured(self, graph: int) -> None:
+        self._capturing = None
+        self.capture(False)
+
+    def on_replay(self, graph: int) -> None:
+        self.events += self._graphs[graph].replayed(self._launches, {*self._storages.values()})
+        self._launches += 1
 
     # Collectives ------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from meshwright.dryrun.events import Event
 from meshwright.dryrun.races import races, told
-from meshwright.dryrun.trace import Event
 
 Row = dict[str, Any]
 LAUNCHED = ("kernel", "copy")
@@ -18,8 +18,10 @@ def device_work(events: Sequence[Event], microbatches: int = 1) -> dict[str, Any
 
     `kernels` has the count, bytes and FLOPs of each operator that launches work, copies among them, and
     `launches` their number; `empty` counts operators on tensors without elements, which launch nothing;
-    `copies` are by direction; `messages` by axis, operation, process group and stream; `host_waits` by what
-    the host waits in; `races` are sentences with their counts, none in a step whose streams are in order.
+    `graphs` has the number of graphs that were launched, and of the kernels and messages in them, for which
+    the host makes no call; `copies` are by direction; `messages` by axis, operation, process group and
+    stream; `host_waits` by what the host waits in; `races` are sentences with their counts, none in a step
+    whose streams are in order.
     `elementwise_a_block` are the bytes of kernels that neither multiply matrices, nor attend, nor only move
     numbers, of the block with most, a microbatch.
     """
@@ -27,6 +29,7 @@ def device_work(events: Sequence[Event], microbatches: int = 1) -> dict[str, Any
     calls = [each for each in events if each.kind == "collective"]
     return {
         "launches": len(launched),
+        "graphs": _graphs(events),
         "kernels": _by(launched, ("name",), ("bytes", "flops")),
         "empty": _by((each for each in events if each.kind == "empty"), ("name",), ()),
         "copies": _by((each for each in launched if each.direction), ("direction",), ("bytes",)),
@@ -34,6 +37,16 @@ def device_work(events: Sequence[Event], microbatches: int = 1) -> dict[str, Any
         "host_waits": _by(waits(events), ("name", "phase"), ()),
         "races": told(races(events)),
         "elementwise_a_block": max(_elementwise(launched).values(), default=0) / microbatches,
+    }
+
+
+def _graphs(events: Sequence[Event]) -> dict[str, int]:
+    """Launches of graphs, and what they hold."""
+    held = [each for each in events if each.graph >= 0]
+    return {
+        "launches": sum(each.kind == "graph" for each in held),
+        "kernels": sum(each.kind in LAUNCHED for each in held),
+        "messages": sum(each.kind == "collective" for each in held),
     }
 
 

@@ -62,6 +62,18 @@ class StreamObserver(Protocol):
         """The host waits for an event, a stream, or with neither for the device."""
         ...
 
+    def on_capture(self, graph: int, stream: int) -> None:
+        """A graph holds what comes on `stream`, and on those that wait for it, which is not launched."""
+        ...
+
+    def on_captured(self, graph: int) -> None:
+        """The graph is whole: what comes is launched again."""
+        ...
+
+    def on_replay(self, graph: int) -> None:
+        """All that a graph holds is launched on the stream that is used now."""
+        ...
+
 
 class _Nobody:
     def on_record(self, event: int, stream: int) -> None: ...
@@ -69,6 +81,12 @@ class _Nobody:
     def on_wait(self, stream: int, event: int) -> None: ...
 
     def on_synchronize(self, event: int | None, stream: int | None) -> None: ...
+
+    def on_capture(self, graph: int, stream: int) -> None: ...
+
+    def on_captured(self, graph: int) -> None: ...
+
+    def on_replay(self, graph: int) -> None: ...
 
 
 class Runtime:
@@ -78,7 +96,13 @@ class Runtime:
         self.stream = DEFAULT_STREAM
         self.capability: Capability = (9, 0)
         self.observer: StreamObserver = _Nobody()
-        self._streams, self._events = count(DEFAULT_STREAM + 1), count(1)
+        self._streams, self._events, self._graphs = count(DEFAULT_STREAM + 1), count(1), count(1)
+        self.capturing: int | None = None
+        """The graph that is captured now."""
+
+    def new_graph(self) -> int:
+        """The number of a new graph."""
+        return next(self._graphs)
 
     def new_stream(self) -> int:
         """The number of a new stream."""
@@ -174,6 +198,43 @@ def _on(stream: FakeStream | None) -> Iterator[None]:
         RUNTIME.stream = before
 
 
+class FakeCUDAGraph:
+    """`torch.cuda.CUDAGraph`, of which the observer hears what it holds, and when that is launched."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.number = RUNTIME.new_graph()
+        self._pool: Any = None
+        self._captured = False
+
+    def capture_begin(self, pool: Any = None, **_: Any) -> None:
+        """Hold what is called from here on."""
+        if RUNTIME.capturing is not None or RUNTIME.stream == DEFAULT_STREAM:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        self._pool = pool or graph_pool_handle()
+        RUNTIME.capturing = self.number
+        RUNTIME.observer.on_capture(self.number, RUNTIME.stream)
+
+    def capture_end(self) -> None:
+        """Hold no more."""
+        RUNTIME.capturing, self._captured = None, True
+        RUNTIME.observer.on_captured(self.number)
+
+    def replay(self) -> None:
+        """Launch what is held."""
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        RUNTIME.observer.on_replay(self.number)
+
+    def pool(self) -> Any:
+        """The handle of its memory."""
+        return self._pool
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """`torch.cuda.graph_pool_handle`: one that no other graph has."""
+    return 0, RUNTIME.new_graph()
+
+
 class FakeCudart:
     """`torch.cuda.cudart()`: what is registered of the host's memory, by address; `fails` refuses more."""
 
@@ -233,8 +294,12 @@ def install() -> None:
     cuda.Stream, cuda.Event, cuda.stream = FakeStream, FakeEvent, _on
     cuda.current_stream = lambda device=None: FakeStream(number=RUNTIME.stream)
     cuda.default_stream = lambda device=None: FakeStream(number=DEFAULT_STREAM)
+    cuda.CUDAGraph, cuda.graph_pool_handle = FakeCUDAGraph, graph_pool_handle
+    cuda.is_current_stream_capturing = lambda: RUNTIME.capturing is not None
     cuda.cudart = lambda: CUDART
     cuda.synchronize = lambda device=None: RUNTIME.observer.on_synchronize(None, None)
+    raw: Any = torch._C
+    raw._host_emptyCache = lambda: None
     torch._C._set_only_lift_cpu_tensors(True)  # else literals are copied to a device that has no memory
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     set_capability(RUNTIME.capability)

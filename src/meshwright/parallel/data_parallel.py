@@ -310,6 +310,16 @@ class DataParallel:
         if last or (self.zero >= 2 and unit.shards is not None):
             self._reduction.start(unit, last)
 
+    def settle(self) -> None:
+        """End what is under way between two microbatches: gathers, reductions, and copies of gradients."""
+        for unit in self.units:
+            unit.settle()
+        self._reduction.settle()
+
+    def of_gradients(self) -> list[object]:
+        """Objects whose attributes change while gradients are computed."""
+        return [self, self._reduction, *self.units]
+
     def squares(self, exact: bool = False) -> Tensor:
         """This rank's share of the square of the gradient's norm (`GradientReduction.squares`)."""
         return self._reduction.squares(exact)

@@ -61,6 +61,10 @@ class DelayedScaling(StepPart):
         """Note the largest numbers from here on, which those of a validation are not among."""
         self.products.noting = True
 
+    def constants(self) -> bool:
+        """True if scales are known, without which products are not rounded."""
+        return self.products.scaled
+
     def retract(self) -> None:
         """Forget the step's largest numbers."""
         self._seen.zero_()

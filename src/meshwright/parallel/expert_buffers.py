@@ -78,6 +78,10 @@ class ExpertBuffers(StepPart):
             return None
         return self._moe.buffer_rows(tokens, self._mesh.layout.ep, self._factor)
 
+    def constants(self) -> bool:
+        """True in bounded messages."""
+        return self._open
+
     def note(self, due: Tensor, rows: int, share: float) -> None:
         """Note how many copies are `due` at each rank, of which there are `rows` at most; `share` is an even
         share."""

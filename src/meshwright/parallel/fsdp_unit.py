@@ -304,6 +304,12 @@ class Unit:
             self._gathering[0].wait()
             self._gathering = None
 
+    def settle(self) -> None:
+        """End a gather under way, and copy the gradients that have arrived to their places."""
+        if self._gathering:
+            self.finish_gather()
+        self._copy_together()
+
     # Gradients --------------------------------------------------------------------------------------
 
     def expect(self, gradients: Mapping[str, int], several: bool) -> None:

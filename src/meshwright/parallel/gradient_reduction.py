@@ -96,11 +96,15 @@ class GradientReduction:
         elif last:
             self._unmeasured.append(unit)
 
+    def settle(self) -> None:
+        """End the reductions over the ranks that share the storage."""
+        while self._reducing:
+            _finish_first(self._reducing)
+
     def finish(self) -> None:
         """Wait until every gradient is summed over every rank; its norms are taken meanwhile."""
         self._measure_finished()
-        while self._reducing:
-            _finish_first(self._reducing)
+        self.settle()
         while self._replicating:
             _finish_first(self._replicating)
             self._measure_finished()

@@ -84,6 +84,10 @@ class MultiTokenPrediction(FurtherLoss):
         self.scale = self._factor * weight_of_a_target(int(self._expected)) * begin.loss_factor
         self._losses = ()
 
+    def constants(self) -> float:
+        """The factor of a further target's loss."""
+        return self.scale
+
     def attach(self, loss: Tensor, compute: Callable[[float], Tensor]) -> Tensor:
         """The loss with the gradient of the loss of further tokens (`Hooks.further`)."""
         further = compute(self.scale)

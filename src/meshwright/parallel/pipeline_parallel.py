@@ -132,13 +132,17 @@ class Pipeline:
         return posting(schedule, self.mesh.pipeline.rank)
 
     def run(
-        self, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor] = identity
+        self,
+        microbatches: Sequence[Any],
+        objective: Callable[[Tensor], Tensor] = identity,
+        last: bool = True,
     ) -> list[Tensor]:
         """Forward and backward of every microbatch; `objective` makes the last stage's result a scalar.
 
-        Returns that scalar of each microbatch on the rank that holds the last stage; an empty list elsewhere.
+        `last` is False where further microbatches of the step come after these. Returns that scalar of each
+        microbatch on the rank that holds the last stage; an empty list elsewhere.
         """
-        run = _Run(self, microbatches, objective)
+        run = _Run(self, microbatches, objective, last)
         run.execute(self._posting(len(microbatches), True))
         self.peak = run.peak
         return run.results
@@ -158,10 +162,14 @@ class _Run:
     """One pass through the operations of this rank."""
 
     def __init__(
-        self, pipeline: Pipeline, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor]
+        self,
+        pipeline: Pipeline,
+        microbatches: Sequence[Any],
+        objective: Callable[[Tensor], Tensor],
+        last: bool = True,
     ) -> None:
         self.of, self.schedule = pipeline, pipeline.make(len(microbatches))
-        self.microbatches, self.objective = microbatches, objective
+        self.microbatches, self.objective, self.last = microbatches, objective, last
         self.rank = pipeline.mesh.pipeline.rank
         self._lane_of = lane_rule(self.schedule.ranks)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
@@ -250,7 +258,7 @@ class _Run:
         stage, number = place
         training = torch.is_grad_enabled()
         if training:
-            self.of.begin(number == len(self.microbatches) - 1)
+            self.of.begin(self.last and number == len(self.microbatches) - 1)
         if x is not None and training and stage > self.of.first_trained:
             x.requires_grad_()
         out = self.of.stages[stage](self.microbatches[number], x)

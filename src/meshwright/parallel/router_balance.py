@@ -173,6 +173,10 @@ class RouterBalance(StepPart):
         if self.counts is not None:
             self.counts.zero_()
 
+    def constants(self) -> float:
+        """The factor of auxiliary losses; 0 without experts."""
+        return 0.0 if self.counts is None else self.scale
+
     def statistics(self, sequences: int, length: int) -> dict[int, LayerBalance]:
         """Statistics of each MoE layer of the model, by layer, in the step whose counts were summed last.
 

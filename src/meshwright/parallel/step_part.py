@@ -6,7 +6,7 @@ and what computes gradients aside go through `Trainer.parts`, and name no single
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -67,6 +67,10 @@ class StepPart:
 
     def begin_step(self, begin: StepBegin) -> None:
         """Called before the first forward of a step."""
+
+    def constants(self) -> Hashable:
+        """Values of the host, but for the step's own, that change what a microbatch of this step computes."""
+        return ()
 
     def with_answers(self, batch: Any, own: Any) -> Any:
         """`own`, this rank's tokens of a batch (`data.loader.Batch`), with what the part adds to them."""

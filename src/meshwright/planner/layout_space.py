@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.arithmetic import divisors
+from meshwright.spec.cuda_graph_rules import captured_axes
 from meshwright.spec.layout import ContextMode, Order, ulysses_ranks
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES, breaks
 from meshwright.spec.pipeline_schedules import SCHEDULES
@@ -127,6 +128,7 @@ class LayoutSpace:
         self.base, self.model, self.ranks = base, base.model, ranks
         self.fixed, self._levels, self._schedule_names = dict(fixed or {}), levels, schedules
         self._only_pipelines = False
+        self._captured = captured_axes(base, self.fixed.get("expert_buffer_factor") is not None)
         self._cuts: dict[int, list[StageSplit]] = {}
         self._balanced: dict[int, tuple[int, ...]] = {}
         wanted, own = self.fixed.get("policy"), base.recompute
@@ -142,7 +144,8 @@ class LayoutSpace:
 
     def _pick(self, key: str, legal: Sequence[int]) -> Sequence[int]:
         """The legal values of a key, or only the fixed one."""
-        wanted = self.fixed.get(key)
+        wanted, captured = self.fixed.get(key), self._captured.get(key)
+        legal = legal if captured is None else [value for value in legal if value in captured]
         return legal if wanted is None else [value for value in legal if value == wanted]
 
     # Axes inside a stage.

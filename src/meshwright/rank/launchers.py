@@ -63,7 +63,7 @@ class Launcher:
         return Task(rank, world_size, local_rank, local) if fits else None
 
     def told(self, given: Mapping[str, str]) -> list[str]:
-        """What says that this process is one of several tasks."""
+        """Words for each variable which says that this process is one of several tasks."""
         sizes = [name for name in self.world_size + self.local_world_size if (_number(given, name) or 0) > 1]
         told = [f"{name}: {given[name]} tasks" for name in sizes]
         places = [name for name in self.rank + self.local_rank if _number(given, name)]

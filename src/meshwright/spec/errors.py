@@ -67,7 +67,7 @@ REQUEUE = 75
 """Exit code of a run that was stopped and has saved: start it again (EX_TEMPFAIL of sysexits.h)."""
 
 JOB_ENDS = "the end of the job"
-"""What stops a run that saves before its scheduler ends the job, in the place of a signal's name."""
+"""Reason, in the place of a signal's name, of a run that stops before its scheduler ends the job."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -7,6 +7,7 @@ from math import gcd, lcm
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
+from meshwright.spec.cuda_graph_rules import microbatches_are_the_same_work
 from meshwright.spec.distil_rules import DISTIL_RULES, other_model_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError, did_you_mean
@@ -320,6 +321,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     sharding_has_ranks,
     batch_is_whole,
     compiled_backwards_are_whole,
+    microbatches_are_the_same_work,
     steps_are_within,
     warm_up_ends_before_the_decay,
     keys_of_training_have_an_effect,

@@ -122,6 +122,11 @@ class TrainSpec(FrozenModel):
     )
     log_every: PositiveInt = 1
     compile: bool = Field(False, description="torch.compile each block")
+    cuda_graphs: bool = Field(
+        False,
+        description="record the forward and backward of a microbatch as a CUDA graph, and replay it for all "
+        "that follow; for GPUs",
+    )
     attention_backend: AttentionChoice = Field(
         "auto",
         description="attention of bf16 and fp16 on NVIDIA GPUs: cuDNN's for whole sequences, or "

@@ -119,6 +119,7 @@ class TrainingRun:
             self.snapshots.clear()  # they may be of the corrupted state
             raise
         finally:
+            self.trainer.microbatches.forget()
             self.loader.close()
             try:
                 self.saves.close()

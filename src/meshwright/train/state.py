@@ -29,8 +29,8 @@ from meshwright.train.step import Trainer
 FREE = {
     "model": {"preset", "hf", "weights", "family"},
     "train": {
-        "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
-        "offload", "offload_dir", "offload_activations", "ema", "numa_binding",
+        "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "cuda_graphs",
+        "trackers", "offload", "offload_dir", "offload_activations", "ema", "numa_binding",
     },
     "precision": {"loss_scale", "loss_scale_window", "fp8_gather", "qat", "qat_group"},
     "lora": {"weights"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
@@ -36,6 +36,7 @@ from meshwright.parallel.step_part import StepBegin, StepEnd, StepPart
 from meshwright.spec import RunSpec
 from meshwright.spec.lora import is_adapter
 from meshwright.spec.parameter_groups import given_names
+from meshwright.train.cuda_graphs import step_of_microbatches
 from meshwright.train.magnitudes import begin_magnitudes
 from meshwright.train.memory_use import memory_bytes
 from meshwright.train.nll import loss_and_count, own_targets
@@ -69,6 +70,7 @@ class Trainer:
         self.decoder, self.states, self.pipeline = built.decoder, built.states, built.pipeline
         self.balance, self.further, self.offload = built.balance, built.further, built.offload
         self.buffers, self.dropout = built.buffers, built.dropout
+        self.microbatches = step_of_microbatches(spec, mesh, built)
         memory = memory or MomentMemory(spec.train, mesh.device, mesh.control)
         self.optimiser = OPTIMISER_CLASSES[spec.train.optimiser](self.states, spec, memory)
         self.parts = parts_of(self.run_spec, self.run_mesh, mesh, built, sources or Sources())
@@ -170,6 +172,13 @@ class Trainer:
         self._targets = batch, int(targets)
         self.further.expect_targets(further)
 
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Compute gradients without bounds of messages, and with every call of the host: what is not a step
+        of the run, and what is computed again."""
+        with self.buffers.exact(), self.microbatches.unrecorded():
+            yield
+
     def compile_stages(self, evaluate: bool) -> float:
         """Compile the blocks of all stages before the first step; every rank calls it. Returns its seconds.
 
@@ -234,12 +243,15 @@ class Trainer:
             part.begin_step(begin)
         for stage in self.pipeline.stages.values():
             stage.target_weight = power * self.loss_scale.value
-        losses = self.pipeline.run(micros)
-        self.mesh.heartbeat.phase("reduce")
-        self.states.finish_step()
+        losses = self.microbatches.run(micros, self._constants())
         if not losses or self.mesh.tensor.rank > 0:  # tensor ranks find the same loss
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return torch.stack(losses).double().sum() * self.gradient_factor
+
+    def _constants(self) -> Hashable:
+        """Values of the host that the microbatches of this step are computed with."""
+        weights = [stage.target_weight for stage in self.pipeline.stages.values()]
+        return *weights, *(part.constants() for part in self.parts)
 
     def sums(
         self, loss: Tensor, following: Batch | None = None, failed: bool = False, stop: bool = False
@@ -309,7 +321,7 @@ class Trainer:
             for part in self.parts:
                 part.retract()
             self.states.end_step()
-            with self.buffers.exact():
+            with self.exact():
                 loss = self.gradients(batch)
             sums = self.sums(loss, following, failed, asked)
             read = self._totals(sums, self._start_update(sums, rate))

@@ -216,7 +216,14 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     data = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask", "format")}
     tree["data"] = {"corpus": "synthetic", **data}
     total = max(spec.train.total_steps, steps)
-    tree["train"] |= {"compile": False, "steps": total, "tokens": None, "epochs": None, "stop_at": None}
+    tree["train"] |= {
+        "compile": False,
+        "cuda_graphs": False,
+        "steps": total,
+        "tokens": None,
+        "epochs": None,
+        "stop_at": None,
+    }
     sizes = [size for size, _ in spec.train.batch_warmup]
     tree["train"]["batch_warmup"] = one_step_each(sizes[: max(1, steps - 1)])
     return RunSpec.model_validate(tree | spec.in_time(steps))

@@ -147,6 +147,15 @@ def test_a_host_that_waits_for_the_counts_of_experts_cannot_launch_ahead() -> No
     assert dense.forward.host == 0.0  # which launches while it computes
 
 
+def test_a_run_with_graphs_waits_for_no_launch() -> None:
+    spec = run("tiny", length=512)
+    graphs = spec.model_copy(update={"train": spec.train.model_copy(update={"cuda_graphs": True})})
+    model = CostModel(cluster("h100", 1), STACKS["meshwright"], None)  # which keeps the two apart
+    plain, captured = (first_kind(model.blocks(each)).forward for each in (spec, graphs))
+    assert plain.host > captured.host == 0.0
+    assert captured._replace(host=plain.host) == plain
+
+
 def test_messages_of_tensor_ranks_are_hidden_within_a_host_alone() -> None:
     near, far = run("llama3-70b", dp=2, tp=4, zero=1), run("llama3-70b", dp=1, tp=8)
     hidden = [layer(spec, NEMO, None, "gb200")._hidden for spec in (near, far)]

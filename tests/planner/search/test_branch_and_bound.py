@@ -57,6 +57,24 @@ def every_spec(space: LayoutSpace) -> Iterator[RunSpec]:
                         yield space.spec(inner, mesh, sharding, cut)
 
 
+@pytest.mark.parametrize(
+    ("model", "bound", "axes"),
+    [(DENSE, None, {1}), (EXPERTS, None, {1}), (EXPERTS, 2.0, {1, 2, 4})],
+    ids=["dense", "experts", "bounded experts"],
+)
+def test_layouts_of_a_run_with_graphs_are_those_that_graphs_can_hold(
+    model: dict[str, Any], bound: float | None, axes: set[int]
+) -> None:
+    tree = run(model).to_json()
+    tree["train"]["cuda_graphs"], tree["data"]["document_mask"] = True, False
+    fixed = {"policy": "none"} | ({} if bound is None else {"expert_buffer_factor": bound})
+    specs = [*every_spec(LayoutSpace(RunSpec.model_validate(tree), 4, fixed))]
+    assert {spec.layout.zero for spec in specs} == {0, 1, 2} and {spec.layout.ep for spec in specs} == axes
+    assert {(spec.layout.pp, spec.layout.cp) for spec in specs} == {(1, 1)}
+    for spec in specs:
+        RunSpec.model_validate(spec.to_json())  # no rule refuses it
+
+
 def accepted(base: RunSpec, ranks: int, replicate: int | None = None) -> Iterator[RunSpec]:
     """Each layout that the rules accept, by trying all, or all of so many replicas."""
     sizes = divisors(ranks)

@@ -106,7 +106,7 @@ class LayerCost(LayerProducts):
         self.counted = ours and kernels.device.kind != "cpu"
         """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         measured = kernels.measured
-        self.launch = stack.launch
+        self.launch = stack.numbers.launch["graphs"] if ours and spec.train.cuda_graphs else stack.launch
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
         self.kinds = spec.model.kinds

@@ -49,7 +49,8 @@ class CostModel:
         """Costs of the run's blocks; layouts that differ only in data and pipeline ranks share them."""
         layout = spec.layout
         policy = spec.recompute, spec.train.offload_activations, spec.lora, spec.preference is not None
-        attention = holds_documents(spec), spec.train.attention_backend, spec.train.compile
+        train = spec.train
+        attention = holds_documents(spec), train.attention_backend, train.compile, train.cuda_graphs
         run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy, *attention
         context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
         dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)

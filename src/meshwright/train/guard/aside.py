@@ -31,7 +31,7 @@ def aside(trainer: Trainer) -> Iterator[None]:
     device = trainer.mesh.device
     try:
         generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with generators, trainer.buffers.exact():
+        with generators, trainer.exact():
             yield
     finally:
         trainer.states.end_step()
