@@ -11,6 +11,7 @@ from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.layer import Dense, LayerCost
 from meshwright.planner.cost.shared_cores import shared_cores
 from meshwright.planner.cost.software import MESHWRIGHT, MESHWRIGHT_ON_CPU, SoftwareStack
+from meshwright.planner.rank_view import adds_gradients
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.layers import LayerKind
 
@@ -53,7 +54,7 @@ class CostModel:
         attention = holds_documents(spec), train.attention_backend, train.compile, train.cuda_graphs
         run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, *policy, *attention
         context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
-        dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)
+        dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1, adds_gradients(spec))
         routed = layout.ep, layout.etp, layout.expert_parts, layout.expert_buffer_factor
         key = (*dense, *routed, layout.dp if layout.ep > 1 else 1)
         if key not in self._blocks:
