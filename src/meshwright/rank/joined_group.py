@@ -41,17 +41,29 @@ def joined_device() -> torch.device | None:
 def place_on_host(rank: int, size: int) -> tuple[int, int]:
     """The local rank of a rank of the default group, and the group's ranks on this host.
 
-    Where no variable tells them, the ranks learn them from each other's host names, for which each waits.
+    Without variables that tell them, and before `learn_hosts`, the ranks are taken to be on one host.
     """
     given = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if all(text.isdecimal() for text in given):
         return int(given[0]), int(given[1])
+    return _LOCAL.get(id(_store()), (rank, size))
+
+
+def learn_hosts() -> None:
+    """Learn from each other's host names which ranks share a host; all ranks call it, and wait for all."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store, own = _store(), socket.gethostname()
+    if id(store) in _LOCAL or size == 1:
+        return
+    store.set(f"meshwright/host/{rank}", own)
+    hosts = [store.get(f"meshwright/host/{other}").decode() for other in range(size)]
+    _LOCAL[id(store)] = hosts[:rank].count(own), hosts.count(own)
+
+
+def _store() -> Any:
+    """The store of the default group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store = _get_default_store()
-    if id(store) not in _LOCAL:
-        own = socket.gethostname()
-        store.set(f"meshwright/host/{rank}", own)
-        hosts = [store.get(f"meshwright/host/{other}").decode() for other in range(size)]
-        _LOCAL[id(store)] = hosts[:rank].count(own), hosts.count(own)
-    return _LOCAL[id(store)]
+    return _get_default_store()

@@ -34,7 +34,7 @@ from meshwright.rank.env import (
 )
 from meshwright.rank.failure import errors_recorded
 from meshwright.rank.gpu import bind_to_node, device_index
-from meshwright.rank.joined_group import joined_device
+from meshwright.rank.joined_group import joined_device, learn_hosts
 from meshwright.rank.process_group import process_group
 from meshwright.spec import RunSpec
 from meshwright.spec.other_models import other_models
@@ -50,6 +50,7 @@ def device_of(folder: Path | None = None) -> Iterator[torch.device]:
     (`rank/rendezvous.py`).
     """
     if (joined := joined_device()) is not None:
+        learn_hosts()
         before = torch.get_float32_matmul_precision()
         use_fast_fp32_matmul(joined)
         try:
