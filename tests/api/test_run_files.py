@@ -23,8 +23,9 @@ from meshwright.cli import main as command_line
 from meshwright.cli.main import main
 from meshwright.cli.parser import parse
 from meshwright.hardware.catalogue import host
+from meshwright.rank.device_defaults import with_device_defaults
 from meshwright.spec import ModelSpec, UserError, load
-from meshwright.spec.load import from_tree
+from meshwright.spec.load import from_tree, read_tree
 
 TEXT = "A run file says what is trained, on what, and where. " * 400
 SMALL = {
@@ -93,7 +94,8 @@ def test_the_file_is_valid_and_says_why(text: Path, capsys: pytest.CaptureFixtur
 
 def test_a_layout_for_a_cluster_is_the_planners(text: Path) -> None:
     made = api.init(["my-text"], on="h100-sxm", gpus=16, preset="base", out=Path("c.toml"))
-    spec = load(Path("c.toml"))
+    path = Path("c.toml")
+    spec = load(path, with_device_defaults(read_tree(path), [], "cuda"))
     best = api.plan("c.toml", "h100-sxm", gpus=16, top=1).best.spec
     assert spec.layout == best.layout and spec.recompute == best.recompute
     assert spec.layout.world_size == 16 and spec.precision.compute == "bf16"

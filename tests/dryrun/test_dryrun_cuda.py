@@ -109,7 +109,12 @@ STEP_PARTS: list[tuple[dict[str, object], dict[str, int]]] = [
     ),
     (
         {"precision__compute": "nvfp4"},
-        {"_scaled_mm_v2": 3 * MATRICES, "cast_nvfp4": BLOCKS * (4 + 3 * 7), "mm.dtype_out": 0},
+        {
+            "_scaled_mm_v2": 2 * MATRICES,
+            "_scaled_mm_v2.out": MATRICES,
+            "cast_nvfp4": BLOCKS * (4 + 3 * 7),
+            "mm.dtype_out": 0,
+        },
     ),
 ]
 
