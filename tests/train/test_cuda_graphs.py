@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import small
 from meshwright.api.engine_spec import check_runnable
-from meshwright.comm.mesh import Mesh, _Watched
+from meshwright.comm.mesh import Mesh
 from meshwright.comm.shared_memory_group import SharedMemoryGroup
+from meshwright.comm.traffic_counter import _Watched
 from meshwright.kernels import elementwise_cpu
 from meshwright.model import grouped_mm, moe
 from meshwright.spec import RunSpec, UserError
