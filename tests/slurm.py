@@ -190,6 +190,8 @@ def _namespaces(names: list[str]) -> Iterator[None]:
     finally:
         for name in names:
             space = f"{BRIDGE}-{name}"
+            # The link first: a namespace goes later than its name, when nothing of it is in use any more.
+            subprocess.run(["ip", "link", "del", space], check=False, stderr=subprocess.DEVNULL)
             subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
         subprocess.run(["ip", "link", "del", BRIDGE], check=False, stderr=subprocess.DEVNULL)

@@ -11,6 +11,10 @@ HELP = ("-h", "--help")
 SUMMARIES = {
     "init": "write a run file for what there is (text, a model, a run), what is wanted, and where",
     "train": "train a model: start the ranks, log, checkpoint, report",
+    "launch": "submit a run as a job: --on slurm, kubernetes, ray, skypilot or ssh",
+    "status": "say how a launched job is, and how far its runs are",
+    "logs": "print the log of a launched job, or --follow it",
+    "stop": "let a launched job save and end",
     "verify": "compare the layout with one device in float64: loss, gradients, parameters",
     "tokenize": "turn text, JSONL or source files into a folder of tokens for data.corpus",
     "data show": "print samples as a run reads them, with the tokens that are trained on marked",
@@ -51,6 +55,7 @@ MODULES = {
     "tokenize": "runs", "data show": "runs", "data verify": "runs", "explain": "plan", "profile": "hardware",
     "clusters": "hardware", "generate": "models", "export": "models", "import": "models",
     "checkpoint ls": "models", "checkpoint verify": "models", "average": "weights", "merge": "weights",
+    "status": "launch", "logs": "launch", "stop": "launch",
     "spec show": "spec", "spec schema": "spec", "spec check": "spec", "spec presets": "spec",
 }  # fmt: skip
 """The module of this package with a verb, if it has not the name of the verb."""
