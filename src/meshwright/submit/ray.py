@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from importlib import resources
 from pathlib import Path
 
@@ -53,8 +52,7 @@ class Ray:
         ]
         runs = zip(job.folders(), job.all_flags(), strict=True)
         return [
-            [*submit, "--", sys.executable, str(file), job.run, folder, *size, *flags]
-            for folder, flags in runs
+            [*submit, "--", "python", str(file), job.run, folder, *size, *flags] for folder, flags in runs
         ]
 
     def submit(self, job: Job, file: Path) -> list[str]:
@@ -77,7 +75,7 @@ class Ray:
         told = answer_of(["ray", "job", "status", *_address(address), name], unknown="does not exist")
         if told is None:
             return "unknown"
-        match = re.search(r"Status for job '[^']+': (\w+)|Job '[^']+' (\w+)", told)
+        match = re.search(r"Status for job '[^']+': (\w+)|Job '[^']+' (?:was )?(\w+)", told)
         return "unknown" if match is None else _STATES.get((match[1] or match[2]).upper(), "unknown")
 
     def log(self, submission: Submission, member: int) -> list[str]:

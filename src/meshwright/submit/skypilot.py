@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from meshwright.submit.submission import Submission
 from meshwright.submit.yaml_text import documents
 
 _STATES: dict[str, State] = {
-    **dict.fromkeys(("PENDING", "SUBMITTED", "STARTING", "RECOVERING", "DEPRECATED_SUBMITTED"), "pending"),
-    **dict.fromkeys(("RUNNING", "CANCELLING"), "running"),
+    **dict.fromkeys(("PENDING", "SUBMITTED", "STARTING", "RECOVERING"), "pending"),
+    **dict.fromkeys(("RUNNING", "WINDING_DOWN", "CANCELLING"), "running"),
     "SUCCEEDED": "done",
     "CANCELLED": "stopped",
 }
@@ -64,7 +64,7 @@ class SkyPilot:
 
     def states(self, submission: Submission) -> list[State]:
         """The state of the newest managed job of the name."""
-        told = output_of(["sky", "jobs", "queue", "--all"])
+        told = output_of(["sky", "jobs", "queue", "--all", "--output", "json"])
         return [state_in(told, name) for name in submission.ids]
 
     def log(self, submission: Submission, member: int) -> list[str]:
@@ -118,12 +118,10 @@ def _script(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
-def state_in(table: str, name: str) -> State:
-    """The state of the first job of a name in what `sky jobs queue` prints, which has the newest first."""
-    for line in table.splitlines():
-        if name in line.split():
-            states = re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", line)
-            for word in states:
-                if word in _STATES or word.startswith("FAILED"):
-                    return _STATES.get(word, "failed")
-    return "unknown"
+def state_in(told: str, name: str) -> State:
+    """The state of the newest job of a name in the list that `sky jobs queue --output json` prints."""
+    rows = json.loads(told[max(0, told.find("[")) :] or "[]")
+    own = [row for row in rows if row.get("job_name") == name and row.get("status")]
+    if not own:
+        return "unknown"
+    return _STATES.get(max(own, key=lambda row: int(row.get("job_id") or 0))["status"], "failed")
