@@ -98,7 +98,7 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_are_many_examples_and_no_other_files() -> None:
     assert len(FILES) >= 20
     others = {path.name for path in (ROOT / "examples").iterdir()} - {path.name for path in FILES.values()}
-    assert others == {"README.md", "two-sites.json", "grpo.py", "data"}
+    assert others == {"README.md", "two-sites.json", "grpo.py", "data", "clusters"}
 
 
 @pytest.mark.parametrize(("file", "kind"), [(CHATS, "chats"), (PAIRS, "pairs")], ids=["chats", "pairs"])

@@ -13,12 +13,9 @@ ANSWER_S = 120.0
 """Seconds that a scheduler has to answer."""
 
 
-def output_of(words: Sequence[str], text: str | None = None) -> str:
-    """Return what a program prints that is given `text`.
-
-    Raises `UserError` where it fails, or is not installed.
-    """
-    done = _run(words, text)
+def output_of(words: Sequence[str]) -> str:
+    """Return what a program prints. Raises `UserError` where it fails, or is not installed."""
+    done = _run(words)
     if done.returncode:
         raise UserError(
             f"{words[0]}: `{shlex.join(words)}` ended with {done.returncode}: {_last_lines(done)}; mend "
@@ -32,7 +29,7 @@ def answer_of(words: Sequence[str], unknown: str) -> str | None:
 
     Raises `UserError` where it fails otherwise, or is not installed.
     """
-    done = _run(words, None)
+    done = _run(words)
     if done.returncode and unknown.lower() in done.stderr.lower():
         return None
     if done.returncode:
@@ -55,12 +52,11 @@ def lines_of(log: Path | list[str]) -> list[str]:
         raise UserError(f"{log}: cannot be read ({error.strerror}); ask its owner") from None
 
 
-def _run(words: Sequence[str], text: str | None) -> subprocess.CompletedProcess[str]:
-    given = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
+def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=ANSWER_S, check=False, **given  # type: ignore[call-overload, no-any-return]
-        )  # fmt: skip
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
     except FileNotFoundError:
         raise UserError(
             f"{words[0]}: is not installed here, where the job is submitted; install it, or take what "

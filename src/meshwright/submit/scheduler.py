@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -28,10 +28,10 @@ class Scheduler(Protocol):
     tells that a job may have members.
     """
 
-    here: ClassVar[bool]
-    file: ClassVar[str]
-    run_file: ClassVar[str]
-    sweeps: ClassVar[bool]
+    here: bool
+    file: str
+    run_file: str
+    sweeps: bool
 
     def check(self, job: Job) -> None:
         """Raise `UserError` for a job that this scheduler cannot have."""
