@@ -72,11 +72,11 @@ class LaunchOptions(TypedDict, total=False):
         "a variable of the run's environment; may be repeated", "NAME=VALUE", _pair("=", "NAME=VALUE"),
         repeated=True)]
     option: Annotated[Sequence[str] | None, Option(
-        "a further option of the scheduler (of sbatch, of a pod's spec, of SkyPilot's resources), such as "
-        "partition=gpu; may be repeated", "NAME=VALUE", str, repeated=True)]
+        "a further option of the scheduler, such as partition=gpu; may be repeated", "NAME=VALUE", str,
+        repeated=True)]
     restarts: Annotated[int, Option("most times that the job is started again", "N", whole(0), 20)]
     sweep: Annotated[Sequence[tuple[str, tuple[str, ...]]] | None, Option(
-        "a run for each value of a key, and for all combinations where it is repeated", "KEY=A,B", _values,
+        "a run for each value; for all combinations where it is repeated", "KEY=A,B", _values,
         repeated=True)]
     at_once: Annotated[int | None, Option("most runs of a sweep at a time, on Slurm", "N", whole(1))]
     ranks_by: Annotated[str, Option(
