@@ -160,10 +160,10 @@ def test_a_task_of_a_sweep_is_requeued_alone(cluster: Slurm) -> None:
     sweep = ["--sweep", "train.lr=1e-3,3e-3", "--at-once", "1"]
     out, _ = launched(cluster, *sweep, "--train.steps", "100")
     [job] = json.loads((out / "job.json").read_text())["ids"]
-    wait_for_steps(out / "0", 10)
-    cluster.run("scancel", "-s", "USR1", f"{job}_0")
+    wait_for_steps(out / "1", 10)  # the last task, whose own number is that of the whole array
+    cluster.run("scancel", "-s", "USR1", f"{job}_1")
     assert wait_for_end(out) == ["done", "done"]
-    assert [run["starts"] for run in api.status(out)["runs"]] == [2, 1]
+    assert [run["starts"] for run in api.status(out)["runs"]] == [1, 2]
 
 
 def test_a_range_of_nodes_is_a_launcher_on_each(cluster: Slurm) -> None:

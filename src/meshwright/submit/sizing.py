@@ -15,6 +15,7 @@ from meshwright.rank.auto_layout import planned
 from meshwright.rank.env import resized, sets_layout
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
+from meshwright.spec.other_models import other_models
 from meshwright.units import counted
 from meshwright.units import seconds as in_seconds
 
@@ -104,8 +105,8 @@ def size_of(
     most = most or world // ranks
     gpus = not cpu and (hardware is None or hardware.device.kind != "cpu")
     seconds = None
-    if hardware is not None and timed:
-        step = Candidate(spec, CostModel(hardware.resized(world))).interval[1]
+    if hardware is not None and timed and not other_models(spec):  # whose part no plan counts
+        step = Candidate(spec, CostModel(hardware.resized(spec.layout.world_size))).interval[1]
         steps = spec.train.total_steps
         seconds = min(MOST_S, _quarters(START_S + step * steps))
         told.append(
