@@ -135,13 +135,17 @@ def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> Non
     assert jobs == [0, 1]
 
 
-def test_a_run_that_fails_for_good_is_told(cluster: Slurm) -> None:
+@pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
+def test_a_run_that_fails_for_good_is_told(cluster: Slurm, nodes: tuple[str, ...]) -> None:
+    """The launchers of a range of nodes, which pods have too, end with the run's own code."""
     bad = ["--train.lr", "1e38", "--train.warmup_steps", "0"]
-    out, told = launched(cluster, "--follow", *bad, code=1)
+    out, told = launched(cluster, "--follow", *nodes, *bad, code=1)
+    [job] = json.loads((out / "job.json").read_text())["ids"]
+    assert cluster.state(job)["ExitCode"] == "78:0"
     assert "slurm: failed" in told
     assert read_status(out) is not None and (read_status(out) or ("",))[0] == "failed"
     [run] = api.status(out)["runs"]
-    assert run["starts"] == 1 and run["reason"]
+    assert run["reason"] and cluster.state(job)["Restarts"] == "0"
 
 
 def test_a_sweep_is_an_array_whose_runs_have_folders_and_values_of_their_own(cluster: Slurm) -> None:
