@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from node_namespaces import BRIDGE, CONTROLLER, NUMBER, address, namespaces
+
 PATIENCE_S = 60.0
-BRIDGE, CONTROLLER = "mwslurm", "10.78.0.254"
 
 CONFIGURATION = """\
 ClusterName=meshwright
@@ -130,13 +131,13 @@ def slurm(folder: Path, nodes: int = 2, cpus: int = 2) -> Iterator[Slurm]:
     """A cluster of a number of nodes, which ends with the context; `cpus` are what each node says it has."""
     names = [f"n{number}" for number in range(1, nodes + 1)]
     listed = "\n".join(
-        f"NodeName={name} NodeAddr=10.78.0.{number} NodeHostname={name} CPUs={cpus} State=UNKNOWN"
+        f"NodeName={name} NodeAddr={address(number)} NodeHostname={name} CPUs={cpus} State=UNKNOWN"
         for number, name in enumerate(names, start=1)
     )
     folder.mkdir(parents=True)
     (folder / "state").mkdir()
     configuration = CONFIGURATION.format(
-        host=os.uname().nodename, controller=CONTROLLER, port=16817, folder=folder, nodes=listed
+        host=os.uname().nodename, controller=CONTROLLER, port=16817 + NUMBER, folder=folder, nodes=listed
     )
     file = folder / "slurm.conf"
     file.write_text(configuration, encoding="utf-8")
@@ -144,7 +145,7 @@ def slurm(folder: Path, nodes: int = 2, cpus: int = 2) -> Iterator[Slurm]:
         "CgroupPlugin=cgroup/v1\n", encoding="utf-8"
     )  # else it looks for them
     cluster = Slurm(folder, names, {"SLURM_CONF": str(file)})
-    with _namespaces(names):
+    with namespaces(names):
         try:
             subprocess.run(["slurmctld", "-f", str(file)], check=True, env=os.environ | cluster.environment)
             for name in names:
@@ -163,37 +164,3 @@ def _ready(cluster: Slurm) -> None:
         if time.monotonic() > limit:
             raise AssertionError(cluster.run("sinfo") + (cluster.folder / "slurmctld.log").read_text())
         time.sleep(0.2)
-
-
-@contextmanager
-def _namespaces(names: list[str]) -> Iterator[None]:
-    """A network namespace for each node, whose link is on a bridge, and in which nodes' names are known."""
-    hosts = "127.0.0.1 localhost\n" + "".join(
-        f"10.78.0.{number} {name}\n" for number, name in enumerate(names, start=1)
-    )
-    try:
-        _do("ip", "link", "add", BRIDGE, "type", "bridge")
-        _do("ip", "addr", "add", f"{CONTROLLER}/24", "dev", BRIDGE)
-        _do("ip", "link", "set", BRIDGE, "up")
-        for number, name in enumerate(names, start=1):
-            space = f"{BRIDGE}-{name}"
-            etc = Path("/etc/netns") / space
-            etc.mkdir(parents=True, exist_ok=True)
-            (etc / "hosts").write_text(f"{hosts}{CONTROLLER} {os.uname().nodename}\n", encoding="utf-8")
-            _do("ip", "netns", "add", space)
-            _do("ip", "link", "add", space, "type", "veth", "peer", "eth0", "netns", space)
-            _do("ip", "link", "set", space, "master", BRIDGE, "up")
-            _do("ip", "-n", space, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
-            _do("ip", "-n", space, "link", "set", "eth0", "up")
-            _do("ip", "-n", space, "link", "set", "lo", "up")
-        yield
-    finally:
-        for name in names:
-            space = f"{BRIDGE}-{name}"
-            subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
-            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
-        subprocess.run(["ip", "link", "del", BRIDGE], check=False, stderr=subprocess.DEVNULL)
-
-
-def _do(*command: str) -> None:
-    subprocess.run(command, check=True)

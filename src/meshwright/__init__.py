@@ -2,8 +2,9 @@
 
 Who asks: `cli` is the command line and `api` the Python interface. `Engine` is for programs with a loop of
 their own, and `testing` compares their modules.
-A run: `spec` says what it is, `launch` starts and watches its ranks, `rank` is one of them, `train` is its
-loop and step, `runs` its record, `report` its pages, and `chaos` the faults that are injected into it.
+A run: `spec` says what it is, `submit` makes it a job of a scheduler, `launch` starts and watches its ranks,
+`rank` is one of them, `train` is its loop and step, `runs` its record, `report` its pages, and `chaos` the
+faults that are injected into it.
 A step: `data` makes batches, `model` is the decoder on `kernels`, `parallel` splits it over the mesh of
 `comm`, by the pipelines of `schedule`; `optim` updates it, `islands` and `distil` are parts of a step.
 What becomes of a model: `checkpoint` stores it, `weights` loads, averages and rounds it, `exchange` reads

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from meshwright import api
+from meshwright.runs.record import read_metrics, read_run
+
 pytest.importorskip("ray", reason="Ray is not installed here: make ray")
 
 SCRIPT = Path(__file__).parents[2] / "examples/clusters/ray_train.py"
@@ -26,7 +29,9 @@ layout = {{ dp = 2 }}
 checkpoint = {{ every = 10 }}
 """
 TIMEOUT_S = 240
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PATH": PROGRAMS}
+ADDRESS = "http://127.0.0.1:28265"
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +111,52 @@ def test_the_shipped_script_runs_as_a_submitted_job(cluster: Path, twin: dict[st
     variables = json.dumps({"env_vars": {"OMP_NUM_THREADS": "1"}})
     submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--runtime-env-json", variables]
     done = subprocess.run(
-        [*submit, "--address", "http://127.0.0.1:28265", "--", *entry],
+        [*submit, "--address", ADDRESS, "--", *entry],
         check=False, capture_output=True, text=True, timeout=TIMEOUT_S, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert figures(out) == twin
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of `launch` for the Ray that is up, whose programs are found."""
+    monkeypatch.setenv("PATH", PROGRAMS)
+    env = [("OMP_NUM_THREADS", "1"), ("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))]
+    return {"on": "ray", "address": ADDRESS, "cpu": True, "gpus_per_node": 2, "env": env}
+
+
+def test_a_launched_run_is_followed_to_its_last_step(
+    cluster: Path, twin: dict[str, Any], here: dict[str, Any]
+) -> None:
+    out, lines = cluster / "launched", list[str]()
+    found = api.launch(cluster / "run.toml", out=out, overrides=[("train.log_every", "20")], **here)
+    assert found["ids"] and api.follow(out, lines.append) == ["done"]
+    assert figures(out) == twin
+    assert read_run(out).info["spec"]["train"]["log_every"] == 20
+    assert any(f"step {STEPS}/{STEPS}" in line for line in lines)
+    assert any(f"step {STEPS}/{STEPS}" in line for line in api.logs(out))
+    assert [run["state"] for run in api.status(out)["runs"]] == ["done"]
+
+
+def test_a_launched_run_is_stopped(cluster: Path, here: dict[str, Any]) -> None:
+    out = cluster / "stopped"
+    api.launch(cluster / "run.toml", out=out, overrides=[("train.steps", "100000")], **here)
+    limit = time.monotonic() + TIMEOUT_S
+    while len(read_metrics(out)) < 20:
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    assert api.stop(out)["states"] == ["running"]
+    while (state := api.status(out)["runs"][0]["state"]) in ("running", "pending"):
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    assert state == "stopped"
+
+
+def test_runs_of_a_sweep_are_jobs_of_their_own(cluster: Path, here: dict[str, Any]) -> None:
+    out = cluster / "sweep"
+    values = [("train.lr", ("1e-3", "3e-3"))]
+    found = api.launch(cluster / "run.toml", out=out, sweep=values, overrides=[("train.steps", "10")], **here)
+    assert len({*found["ids"]}) == 2
+    assert api.follow(out, lambda line: None) == ["done", "done"]
+    assert [read_run(out / name).info["spec"]["train"]["lr"] for name in "01"] == [1e-3, 3e-3]

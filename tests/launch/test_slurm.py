@@ -110,7 +110,9 @@ def test_a_job_saves_before_its_limit_and_goes_on_after_it(
     cluster: Slurm, twin: dict[str, object], script: str
 ) -> None:
     """No signal is sent: 299 seconds of five minutes are to be left after the run."""
-    job, out = submit(cluster, script, "--time=5", more=["--recovery.job_end_margin", "299"])
+    job, out = submit(
+        cluster, script, "--time=5", "--signal=USR1@1", more=["--recovery.job_end_margin", "299"]
+    )
     cluster.wait(job, "RUNNING")
     cluster.wait(job, "PENDING", seconds=TRAINED_S)
     assert "stopped by the end of the job after step" in log(out)

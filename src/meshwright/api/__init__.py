@@ -12,6 +12,7 @@ Training: `pretrained_runs` are those of a trained model and rows in memory. `ru
 `train_rank`, after `start_checks`, and `run_status` says how that ended; `island_runs` trains step groups
 that are worlds of their own, `source` says what keys a run from a model has, `initial_weights` what a run
 starts from, `folders` names its folder, `chaos_runs` trains under faults.
+Jobs of schedulers: `launches`, with `launch_options`.
 Checks: `verify_runs` compares one layout with one device, `sweeps` many.
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from meshwright.api.dry_runs import dryrun
     from meshwright.api.evaluation import evaluate
     from meshwright.api.generation import generate
+    from meshwright.api.launches import follow, launch, logs, status, stop
     from meshwright.api.models import (
         checkpoint_list,
         checkpoint_verify,
@@ -56,9 +58,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
-    "data_verify", "distil", "dryrun", "evaluate", "explain", "export", "generate", "goodput", "import_hf",
-    "init", "load_hf", "load_run", "merge", "plan", "presets", "profile", "quantise", "report", "run_from",
-    "simulate", "sweep", "tokenize", "train", "validate", "verify",
+    "data_verify", "distil", "dryrun", "evaluate", "explain", "export", "follow", "generate", "goodput",
+    "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan", "presets", "profile",
+    "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize", "train",
+    "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
@@ -67,6 +70,7 @@ _MODULES = {
     "dry_runs": ("dryrun",),
     "evaluation": ("evaluate",),
     "generation": ("generate",),
+    "launches": ("follow", "launch", "logs", "status", "stop"),
     "models": (
         "checkpoint_list", "checkpoint_verify", "data_verify", "export", "import_hf", "load_hf", "load_run",
         "tokenize",

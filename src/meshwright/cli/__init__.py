@@ -3,7 +3,8 @@
 `entry` is the console script, which shows the `overview` of verbs at once; `main` finds the verb, `parser`
 sorts its words, `help` writes its help, `output` prints its result, and `ending` is the last line of JSON.
 `completion` prints a script by which a shell completes commands.
-Verbs on runs: `init` writes their file, `train`, `runs` (corpora, and arguments that name a run), `chaos`,
+Verbs on runs: `init` writes their file, `train`, `launch` (with status, logs and stop), `runs` (corpora, and
+arguments that name a run), `chaos`,
 `distil`, `verify`, `spec`.
 Verbs on trained models: `models` (generate, export, import, checkpoint), `evaluate`, `quantise`, and
 `weights` (average, merge). Pages of runs: `report`.

@@ -9,9 +9,13 @@ WIDTH = 100
 HELP = ("-h", "--help")
 
 SUMMARIES = {
-    "init": "write a run file for what there is (text, a model, a run), what is wanted, and where",
+    "init": "write a run file for what there is (text, model, run), what is wanted, where",
     "train": "train a model: start the ranks, log, checkpoint, report",
     "verify": "compare the layout with one device in float64: loss, gradients, parameters",
+    "launch": "submit a run as a job: --on slurm, kubernetes, ray, skypilot or ssh",
+    "status": "say how a launched job is, and how far its runs are",
+    "logs": "print the log of a launched job, or --follow it",
+    "stop": "let a launched job save and end",
     "tokenize": "turn text, JSONL or source files into a folder of tokens for data.corpus",
     "data show": "print samples as a run reads them, with the tokens that are trained on marked",
     "data verify": "hash every file of a folder of tokens again",
@@ -20,16 +24,16 @@ SUMMARIES = {
     "explain": "explain a run's layout on a cluster: time, memory, links, and why not others",
     "dryrun": "run the real step of one rank of any world on fake tensors: memory, messages",
     "goodput": "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
-    "validate": "compare the planner's predictions with measured runs: published ones, or a table of yours",
+    "validate": "compare the planner's predictions with measured runs, published or yours",
     "chaos": "inject faults into a run, and compare it with its twin without any",
-    "profile": "measure this machine: products, attention, memory, collectives; write a hardware file",
+    "profile": "measure this machine into a hardware file: products, attention, memory, messages",
     "clusters": "list the known clusters, or show one of them or a hardware file in full",
     "generate": "continue prompts with a trained model, or --chat with it, on any layout: --layout.tp 2",
-    "evaluate": "loss, bits per byte and perplexity of texts, and scores of tasks, by a trained model",
+    "evaluate": "loss, bits per byte and perplexity of texts, and scores of tasks, by a model",
     "export": "write a run's model as an HF folder, or as a GGUF file for llama.cpp",
     "import": "make a run's folder of a trained model: HF, torch DCP, Megatron, DeepSpeed, litgpt, PEFT",
     "quantise": "write a model with 8 or 4 bits a weight, or --compare what that costs",
-    "report": "make the page of a run again, or compare runs: curves, figures, keys that differ",
+    "report": "make the page of a run again, or compare runs: curves, figures, differing keys",
     "average": "make a run whose weights are the mean of a run's checkpoints",
     "merge": "make a run whose weights are those of several models, merged",
     "distil": (
@@ -51,6 +55,7 @@ MODULES = {
     "tokenize": "runs", "data show": "runs", "data verify": "runs", "explain": "plan", "profile": "hardware",
     "clusters": "hardware", "generate": "models", "export": "models", "import": "models",
     "checkpoint ls": "models", "checkpoint verify": "models", "average": "weights", "merge": "weights",
+    "status": "launch", "logs": "launch", "stop": "launch",
     "spec show": "spec", "spec schema": "spec", "spec check": "spec", "spec presets": "spec",
 }  # fmt: skip
 """The module of this package with a verb, if it has not the name of the verb."""

@@ -284,5 +284,5 @@ class HostSupervisor:
         end = self._policy.judge(found, host.steps, by_itself=found.code < 128)
         if end is None:
             warnings.warn(f"{found.sentence}; the ranks are started again", stacklevel=2)
-        self._not_before = time.monotonic() + (self._policy.pause if end is None else 0.0)
+            self._not_before = time.monotonic() + self._policy.pause  # an end is proposed at once
         return end
