@@ -30,8 +30,9 @@ def status_at_end(out: Path, checkpoints: Path, resumes: bool, first: bool = Tru
     except BaseException as error:
         if not (isinstance(error, UserError) and error.of_another_run):
             word = word_of(error, newest_checkpoint(checkpoints) > before)
-            write_status(out, word, next(iter(str(error).splitlines()), type(error).__name__))
-            error.add_note(f"status: {word}")
+            sentence = next(iter(str(error).splitlines()), type(error).__name__)
+            if write_status(out, word, sentence):
+                error.add_note(f"status: {word}")
         raise
     if first:
         write_status(out, "done")

@@ -20,11 +20,16 @@ STATUS = "status"
 Word = Literal["running", "done", "requeue", "stopped", "failed"]
 
 
-def write_status(out: Path, word: Word, sentence: str = "") -> None:
-    """Write the status of the run in `out`, if its folder takes it; what a disk lacks other errors tell."""
+def write_status(out: Path, word: Word, sentence: str = "") -> bool:
+    """Write the status of the run in `out`, if its folder is there and takes it; returns whether it has.
+
+    What a disk lacks other errors tell.
+    """
     with suppress(OSError):
         if out.is_dir():
             atomic.write(out / STATUS, f"{word}\n{sentence}\n" if sentence else f"{word}\n")
+            return True
+    return False
 
 
 def read_status(out: Path) -> tuple[str, str] | None:
