@@ -11,6 +11,7 @@ HELP = ("-h", "--help")
 SUMMARIES = {
     "init": "write a run file for what there is (text, a model, a run), what is wanted, and where",
     "train": "train a model: start the ranks, log, checkpoint, report",
+    "doctor": "examine hosts before a run: limits, ports, versions, clocks, folder, disk, network",
     "verify": "compare the layout with one device in float64: loss, gradients, parameters",
     "tokenize": "turn text, JSONL or source files into a folder of tokens for data.corpus",
     "data show": "print samples as a run reads them, with the tokens that are trained on marked",
