@@ -4,5 +4,5 @@
 answers with `finding`s, told once for all ranks that have them.
 Before ranks meet: `limits` of open files, locked memory and /dev/shm, and `ports`. Once they have met:
 `versions` and `clocks`, the `shared_folder` with its `free_space` and `disk_rate`, which host reaches which
-(`reachability`), and the `collectives` of each group and the `links` between hosts.
+(`reachability`), and by `timing` the `collectives` of each group and the `links` between hosts.
 """

@@ -19,7 +19,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.spec import RunSpec, UserError
-from meshwright.units import gigabytes, seconds
+from meshwright.units import counted, gigabytes, seconds
 
 HOST_BYTES = 64 << 20
 """Bytes that the ranks of a host write together, at most."""
@@ -66,7 +66,7 @@ def saves(spec: RunSpec, rate: float, cluster: Cluster | None) -> tuple[dict[str
     facts = {"checkpoint_bytes": size, "save_seconds": save, "interval_seconds": interval}
     if interval is not None and save > interval:
         assert step is not None
-        sentence = f"and one is due every {every} steps, about {seconds(interval)}"
+        sentence = f"and one is due every {counted(int(every), 'steps')}, about {seconds(interval)}"
         remedy = (
             f"set checkpoint.every to {ceil(2 * save / step):,} or more, or checkpoint.dir to a faster disk"
         )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from meshwright.comm.control import MissingRanksError
 from meshwright.doctor import limits, ports
 from meshwright.doctor.clocks import clocks
-from meshwright.doctor.collectives import GroupError, group_rates
+from meshwright.doctor.collectives import group_rates
 from meshwright.doctor.disk_rate import saves, write_rate
 from meshwright.doctor.finding import Finding, merged, of_ranks
 from meshwright.doctor.free_space import free_space
@@ -27,6 +27,7 @@ from meshwright.doctor.links import link_rates
 from meshwright.doctor.meeting import met
 from meshwright.doctor.reachability import reachability
 from meshwright.doctor.shared_folder import files, nearest, shared
+from meshwright.doctor.timing import MessageError
 from meshwright.doctor.versions import software, versions
 from meshwright.doctor.world import World, world_of
 from meshwright.hardware.cluster import Cluster
@@ -132,7 +133,7 @@ class Examination:
             with process_group(place, kind, met_at=store, timeout=LIMIT):
                 index = device_index(place.local_rank) if cuda and place is not None else None
                 self._rates(world, layout, experts, torch.device(kind, index))
-        except GroupError as error:
+        except MessageError as error:
             self.found += error.found
         except (RuntimeError, UserError) as error:  # of gloo or NCCL, as they connect
             self.found.append(Finding.of_error("collectives", error))

@@ -51,14 +51,19 @@ def free_space(spec: RunSpec, there: Path, folder: Path) -> list[Finding]:
 
 
 def kept_at_once(spec: RunSpec) -> int:
-    """Checkpoints that are on the disk at once, at most, the one that is being written among them."""
-    checkpoint, steps = spec.checkpoint, spec.train.steps
-    every = checkpoint.every
-    if every == "auto":
-        saves = checkpoint.keep + 1
-    else:
-        saves = 1 if every == 0 else min(checkpoint.keep + 1, -(-steps // every))
-    return saves + (steps // checkpoint.keep_every if checkpoint.keep_every else 0)
+    """Checkpoints that are on the disk at once, at most, the one that is being written among them.
+
+    How many steps epochs are is not known here: of those that are kept for ever none is counted then.
+    """
+    checkpoint, every = spec.checkpoint, spec.checkpoint.every
+    counted_steps = None if spec.train.epochs is not None else spec.train.total_steps
+    newest = checkpoint.keep + 1
+    if every == 0:
+        newest = 1
+    elif every != "auto" and counted_steps is not None:
+        newest = min(newest, -(-counted_steps // every))
+    for_ever = counted_steps // checkpoint.keep_every if checkpoint.keep_every and counted_steps else 0
+    return newest + for_ever
 
 
 def stored(folder: Path) -> int:

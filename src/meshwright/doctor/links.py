@@ -1,28 +1,26 @@
-"""The link from each host to the next: all hosts send at once, around a ring."""
+"""The link from each host to the next, around a ring.
+
+A host sends or receives, and never both: what confirms messages one way would wait behind messages the other
+way on a slow link, and make the link before it look slow, too. So links take turns, in two or three groups.
+"""
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.doctor.collectives import (
-    BYTES,
-    BYTES_CUDA,
-    LEAST_COMPARED,
-    REMEDY,
-    REPEATS,
-    SHORTEST_S,
-    SLOWER,
-    GroupError,
-)
 from meshwright.doctor.finding import Finding
+from meshwright.doctor.timing import LEAST_COMPARED, REMEDY, is_slow, message_bytes, settled, timed
 from meshwright.doctor.world import World
 from meshwright.hardware.cluster import NETWORKS, Cluster
 from meshwright.units import gigabytes
+
+GROUPS = 3
+"""Of links of a ring in which no host has two."""
 
 
 def link_rates(
@@ -31,67 +29,86 @@ def link_rates(
     """On rank 0, a row for each link, and those that are slow. Every rank of the process group calls this.
 
     A link is compared with the first level of the cluster that leaves a node, or without one with the median
-    of three links or more. Raises `GroupError` on all ranks where a message fails.
+    of three links or more. Raises `MessageError` on all ranks where a message fails.
     """
     if len(world.leaders) == 1:
         return [], []
-    size = BYTES if device.type == "cpu" else BYTES_CUDA
-    failed: list[Finding] = []
-    taken = _received(world, device, size, failed) if world.leads else 0.0
-    times = world.ranks.gather(taken)
-    if world.ranks.any(bool(failed)):
-        raise GroupError(failed)
-    if not times:
-        return [], []
-    expected = None if cluster is None else _of_network(cluster, size)
+    size = message_bytes(device)
+    known = None if cluster is None else _of_network(cluster, size)
+    judge = partial(_slow, world, size, known)
+    times, found = settled(world, partial(_turn, world, device, size), judge)
+    return _rows(world, size, known, times) if times else [], found
+
+
+def _rows(world: World, size: int, known: float | None, times: list[float]) -> list[dict[str, Any]]:
+    """What each link took, by the rank that has received, and what was expected."""
+    expected = known
     if expected is None and len(world.leaders) >= LEAST_COMPARED:
         expected = median(times[rank] for rank in world.leaders)
-    rows, found = [], []
-    for place, to in enumerate(world.leaders):
-        sender, spent = world.leaders[place - 1], times[to]
-        row = {"from": sender, "to": to, "bytes": size, "seconds": spent, "expected_seconds": expected}
-        rows.append(row)
-        if expected is not None and spent > max(SLOWER * expected, SHORTEST_S):
-            found.append(
-                Finding(
-                    "links",
-                    False,
-                    f"the link from {world.named(sender)} to {world.named(to)} carries "
-                    f"{gigabytes(size / spent)}/s, where {gigabytes(size / expected)}/s were expected",
-                    REMEDY,
-                    (sender, to),
-                )
-            )
-    return rows, found
+    return [
+        {
+            "from": world.leaders[place - 1],
+            "to": to,
+            "bytes": size,
+            "seconds": times[to],
+            "expected_seconds": expected,
+        }
+        for place, to in enumerate(world.leaders)
+    ]
 
 
-def _received(world: World, device: torch.device, size: int, failed: list[Finding]) -> float:
-    """Seconds in which this host has received from the one before it, while it sends to the next; 0 with a
-    finding where that has failed."""
-    hosts, at = world.leaders, world.leaders.index(world.rank)
-    before, following = hosts[at - 1], hosts[(at + 1) % len(hosts)]
-    sent, received = (torch.zeros(size // 4, device=device) for _ in range(2))
+def _slow(world: World, size: int, known: float | None, times: list[float]) -> list[Finding]:
+    return [
+        Finding(
+            "links",
+            False,
+            f"the link from {world.named(row['from'])} to {world.named(row['to'])} carries "
+            f"{gigabytes(size / row['seconds'])}/s, where {gigabytes(size / row['expected_seconds'])}/s were "
+            f"expected",
+            REMEDY,
+            (row["from"], row["to"]),
+        )
+        for row in _rows(world, size, known, times)
+        if is_slow(row["seconds"], row["expected_seconds"])
+    ]
 
-    def once() -> float:
-        begun = time.perf_counter()
-        moves = [dist.P2POp(dist.irecv, received, before), dist.P2POp(dist.isend, sent, following)]
-        receiving, *others = dist.batch_isend_irecv(moves)
-        receiving.wait()
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        taken = time.perf_counter() - begun
-        for each in others:
+
+def _turn(world: World, device: torch.device, size: int, failed: list[Finding]) -> float:
+    """Seconds in which this host has received from the one before it; 0 on ranks that do not lead."""
+    hosts = world.leaders
+    at = hosts.index(world.rank) if world.leads else None
+    tensor, taken = torch.zeros(size // 4, device=device), 0.0
+    for group in range(GROUPS):
+        world.ranks.barrier()
+        if at is None or failed:
+            continue
+        if _group(at, len(hosts)) == group:
+            _send(world, tensor, hosts[(at + 1) % len(hosts)], True, failed)
+        elif _group((at - 1) % len(hosts), len(hosts)) == group:
+            taken = _send(world, tensor, hosts[at - 1], False, failed)
+    return taken
+
+
+def _send(world: World, tensor: torch.Tensor, peer: int, sends: bool, failed: list[Finding]) -> float:
+    """Seconds of a message to a rank, or from it, which other ranks have no part in."""
+
+    def call() -> None:
+        for each in dist.batch_isend_irecv([dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer)]):
             each.wait()
-        return taken
 
     try:
-        once()  # it connects
-        return min(once() for _ in range(REPEATS))
+        return timed(call, tensor.device)
     except RuntimeError as error:  # gloo's and NCCL's
+        pair = (world.rank, peer) if sends else (peer, world.rank)
         reason = str(error).strip().splitlines()[0]
-        sentence = f"no message comes from {world.named(before)} to {world.named(world.rank)}: {reason}"
-        failed.append(Finding("links", True, sentence, REMEDY, (before, world.rank)))
+        sentence = f"no message comes from {world.named(pair[0])} to {world.named(pair[1])}: {reason}"
+        failed.append(Finding("links", True, sentence, REMEDY, pair))
         return 0.0
+
+
+def _group(place: int, hosts: int) -> int:
+    """The group of links of which that from host `place` to the next is one."""
+    return 2 if hosts % 2 and place == hosts - 1 else place % 2
 
 
 def _of_network(cluster: Cluster, size: int) -> float | None:
