@@ -140,7 +140,7 @@ def namespaces(count: int) -> Iterator[list[tuple[str, str]]]:
 
 
 def in_namespace(name: str) -> list[str]:
-    """What enters a host of `namespaces`."""
+    """The command that enters a host of `namespaces`."""
     return ["ip", "netns", "exec", name]
 
 

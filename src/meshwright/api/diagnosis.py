@@ -1,4 +1,4 @@
-"""What would keep a run from starting on these hosts, or slow it down (`doctor`)."""
+"""Examination of the hosts of a run before it starts (`doctor`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb doctor: what would keep a run from starting on these hosts, or slow it down."""
+"""The verb doctor: examine the hosts of a run before it starts."""
 
 from __future__ import annotations
 

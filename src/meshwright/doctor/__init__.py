@@ -1,4 +1,4 @@
-"""What would keep a run from starting, or slow it down: checks of hosts, network and disk before a run.
+"""Checks of hosts, network and disk before a run: is there anything it would fail of, or be slow by?
 
 `examination` asks all of them in order, on every rank of a `world`, which ranks join by a `meeting`; each
 answers with `finding`s, told once for all ranks that have them.

@@ -6,7 +6,7 @@ import statistics
 import time
 
 from meshwright.doctor.finding import Finding
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 from meshwright.units import seconds
 
 MOST_S = 5.0
@@ -14,7 +14,7 @@ MOST_S = 5.0
 a fraction of one."""
 
 
-def clocks(world: World) -> list[Finding]:
+def clocks(world: ExaminedWorld) -> list[Finding]:
     """On rank 0, each host whose clock differs from the median of all. Every rank calls this.
 
     No step depends on a clock, so a run goes on.

@@ -16,7 +16,7 @@ from meshwright.comm.mesh import Axis, build_mesh
 from meshwright.comm.process_groups import Groups
 from meshwright.doctor.finding import Finding, of_ranks
 from meshwright.doctor.timing import LEAST_COMPARED, REMEDY, is_slow, message_bytes, settled, timed
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.group_shapes import axes
@@ -28,7 +28,7 @@ Members = tuple[int, ...]
 
 
 def group_rates(
-    world: World,
+    world: ExaminedWorld,
     layout: Layout,
     experts: bool,
     device: torch.device,
@@ -61,7 +61,7 @@ def group_rates(
 
 
 def _axis(
-    world: World, axis: Axis, name: str, size: int, known: float | None
+    world: ExaminedWorld, axis: Axis, name: str, size: int, known: float | None
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     """On rank 0, the row of one axis, and its slow groups."""
     assert axis.group is not None  # it has several ranks
@@ -104,7 +104,7 @@ def _by_group(members: Sequence[Members], times: Sequence[float]) -> dict[Member
 
 
 def _expected(groups: dict[Members, float], known: float | None) -> float | None:
-    """What is known of the hardware, or else the median of three groups or more."""
+    """The seconds that are known of the hardware, or else the median of three groups or more."""
     return median(groups.values()) if known is None and len(groups) >= LEAST_COMPARED else known
 
 
@@ -125,7 +125,12 @@ def _row(
 
 
 def _slow(
-    world: World, name: str, size: int, members: Sequence[Members], known: float | None, times: list[float]
+    world: ExaminedWorld,
+    name: str,
+    size: int,
+    members: Sequence[Members],
+    known: float | None,
+    times: list[float],
 ) -> list[Finding]:
     """The groups of an axis that take several times as long as expected."""
     groups = _by_group(members, times)

@@ -13,7 +13,7 @@ from meshwright.checkpoint.disk import TEMPORARY, Disk
 from meshwright.checkpoint.interval import MOST_LOST_S
 from meshwright.doctor.finding import Finding
 from meshwright.doctor.shared_folder import unusable
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.explain.candidate import Candidate
@@ -27,7 +27,7 @@ LEAST_SHARE = 16
 """They fill no more than one part in so many of what is free."""
 
 
-def write_rate(world: World, there: Path) -> tuple[float | None, list[Finding]]:
+def write_rate(world: ExaminedWorld, there: Path) -> tuple[float | None, list[Finding]]:
     """(bytes per second of all ranks together, None where one could not write; findings of this rank).
 
     The rate is rank 0's alone. As a save does, each rank writes a file and syncs it; of all ranks the slowest
@@ -62,7 +62,7 @@ def saves(spec: RunSpec, rate: float, cluster: Cluster | None) -> tuple[dict[str
     """
     size, every = checkpoint_bytes(spec), spec.checkpoint.every
     save, step = size / rate, step_seconds(spec, cluster)
-    interval = None if every in (0, "auto") or step is None else every * step
+    interval = every * step if isinstance(every, int) and every and step is not None else None
     facts = {"checkpoint_bytes": size, "save_seconds": save, "interval_seconds": interval}
     if interval is not None and save > interval:
         assert step is not None

@@ -29,7 +29,7 @@ from meshwright.doctor.reachability import reachability
 from meshwright.doctor.shared_folder import files, nearest, shared
 from meshwright.doctor.timing import MessageError
 from meshwright.doctor.versions import software, versions
-from meshwright.doctor.world import World, world_of
+from meshwright.doctor.world import ExaminedWorld, world_of
 from meshwright.hardware.cluster import Cluster
 from meshwright.rank.env import Worker, limit_threads, worker
 from meshwright.rank.gpu import device_index
@@ -44,7 +44,7 @@ LIMIT = timedelta(seconds=20)
 
 @dataclass
 class Examination:
-    """What is examined, and what this rank has found and measured so far.
+    """An examination, with what this rank has found and measured so far.
 
     `spec` is the run that is to start, None without one; `folder` is that of its checkpoints, `cluster` the
     hardware that is expected.
@@ -93,11 +93,11 @@ class Examination:
             return self.spec.layout
         return Layout(dp=ranks)
 
-    def _compare(self, world: World, cuda: bool) -> None:
+    def _compare(self, world: ExaminedWorld, cuda: bool) -> None:
         """Software and clocks."""
         self.found += versions(world, software(self.spec, cuda)) + clocks(world)
 
-    def _disk(self, world: World) -> None:
+    def _disk(self, world: ExaminedWorld) -> None:
         """The folder, its room and its rate."""
         there = nearest(self.folder)
         if world.leads:
@@ -116,7 +116,9 @@ class Examination:
                 self.measured["disk"] |= facts
                 self.found += found
 
-    def _network(self, world: World, place: Worker | None, store: Any, layout: Layout, cuda: bool) -> None:
+    def _network(
+        self, world: ExaminedWorld, place: Worker | None, store: Any, layout: Layout, cuda: bool
+    ) -> None:
         """Which host reaches which, each group's first collective, and each link, with their rates."""
         given = place is not None and not place.launched and not dist.is_initialized()
         blocked = reachability(world, master(os.environ)[0]) if given else []
@@ -131,14 +133,14 @@ class Examination:
                 self._rates(world, layout, experts, torch.device(kind))
                 return
             with process_group(place, kind, met_at=store, timeout=LIMIT):
-                index = device_index(place.local_rank) if cuda and place is not None else None
-                self._rates(world, layout, experts, torch.device(kind, index))
+                index = device_index(place.local_rank) if cuda and place is not None else 0
+                self._rates(world, layout, experts, torch.device(kind, index) if cuda else torch.device(kind))
         except MessageError as error:
             self.found += error.found
         except (RuntimeError, UserError) as error:  # of gloo or NCCL, as they connect
             self.found.append(Finding.of_error("collectives", error))
 
-    def _rates(self, world: World, layout: Layout, experts: bool, device: torch.device) -> None:
+    def _rates(self, world: ExaminedWorld, layout: Layout, experts: bool, device: torch.device) -> None:
         rows, found = group_rates(world, layout, experts, device, self.cluster, LIMIT)
         self.measured["groups"] = rows
         self.found += found
@@ -150,8 +152,8 @@ class Examination:
         """The result of a rank that has not met the others."""
         rank, ranks = (place.rank, place.world_size) if place is not None else (0, 1)
         names = [os.uname().nodename] * ranks
-        rows = [[]] * rank + [found]
-        return self._told(merged(rows), names, 1, begun) | {"rank": rank}
+        rows: list[list[Finding]] = [[] for _ in range(rank)]
+        return self._told(merged([*rows, found]), names, 1, begun) | {"rank": rank}
 
     def _told(self, found: list[Finding], names: Any, hosts: int, begun: float) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """Something that a check has found.
 
     `fails` is True where a run would fail of it, else it would be slow, or at risk. `ranks` are those that it
     is of; none stands for the rank that has found it.

@@ -16,7 +16,7 @@ FILES_OF_A_SAVE = 8
 
 
 def free_space(spec: RunSpec, there: Path, folder: Path) -> list[Finding]:
-    """Whether `there`, where `folder` of checkpoints is or will be, has room for all that are kept at once.
+    """A lack of room in `there`, in which the `folder` of checkpoints is or will be, for all that are kept.
 
     What checkpoints in the folder take is counted as free, since newer ones take their places.
     """

@@ -25,7 +25,7 @@ LEAST_LOCKED = 1 << 30
 
 
 def open_files(layout: Layout, cuda: bool) -> list[Finding]:
-    """Whether a rank may open as many files and connections as it needs under a layout."""
+    """A limit of open files that is too low for a rank of a layout, with its connections."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sizes = (layout.shard_ranks, layout.replicate, layout.cp, layout.tp, layout.pp, layout.world_size)
     connections = sum(min(size - 1, NCCL_PEERS) if cuda else size - 1 for size in sizes)
@@ -51,7 +51,7 @@ def open_files(layout: Layout, cuda: bool) -> list[Finding]:
 
 
 def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> list[Finding]:
-    """Whether a rank may lock the memory that adapters of RDMA read and write themselves."""
+    """A limit of the memory that is locked for adapters of RDMA, which read and write it themselves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if not any(infiniband.glob("*")) or limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED:
         return []
@@ -68,7 +68,7 @@ def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> list[Find
 
 
 def shared_memory(local_ranks: int, cuda: bool, folder: Path = SHM) -> list[Finding]:
-    """Whether /dev/shm has room for what the ranks of this host share through it.
+    """A lack of room in /dev/shm for what the ranks of this host share through it.
 
     NCCL's ranks fail without; on processors ranks share memory by other means, and only programs beside them,
     such as loaders of data, would.

@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from meshwright.doctor.finding import Finding
 from meshwright.doctor.timing import LEAST_COMPARED, REMEDY, is_slow, message_bytes, settled, timed
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 from meshwright.hardware.cluster import NETWORKS, Cluster
 from meshwright.units import gigabytes
 
 GROUPS = 3
-"""Of links of a ring in which no host has two."""
+"""Groups of links of a ring, in each of which no host has two links."""
 
 
 def link_rates(
-    world: World, device: torch.device, cluster: Cluster | None
+    world: ExaminedWorld, device: torch.device, cluster: Cluster | None
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     """On rank 0, a row for each link, and those that are slow. Every rank of the process group calls this.
 
@@ -40,8 +40,8 @@ def link_rates(
     return _rows(world, size, known, times) if times else [], found
 
 
-def _rows(world: World, size: int, known: float | None, times: list[float]) -> list[dict[str, Any]]:
-    """What each link took, by the rank that has received, and what was expected."""
+def _rows(world: ExaminedWorld, size: int, known: float | None, times: list[float]) -> list[dict[str, Any]]:
+    """A row for each link: what it took, by the rank that has received, and what was expected."""
     expected = known
     if expected is None and len(world.leaders) >= LEAST_COMPARED:
         expected = median(times[rank] for rank in world.leaders)
@@ -57,7 +57,7 @@ def _rows(world: World, size: int, known: float | None, times: list[float]) -> l
     ]
 
 
-def _slow(world: World, size: int, known: float | None, times: list[float]) -> list[Finding]:
+def _slow(world: ExaminedWorld, size: int, known: float | None, times: list[float]) -> list[Finding]:
     return [
         Finding(
             "links",
@@ -73,7 +73,7 @@ def _slow(world: World, size: int, known: float | None, times: list[float]) -> l
     ]
 
 
-def _turn(world: World, device: torch.device, size: int, failed: list[Finding]) -> float:
+def _turn(world: ExaminedWorld, device: torch.device, size: int, failed: list[Finding]) -> float:
     """Seconds in which this host has received from the one before it; 0 on ranks that do not lead."""
     hosts = world.leaders
     at = hosts.index(world.rank) if world.leads else None
@@ -89,7 +89,7 @@ def _turn(world: World, device: torch.device, size: int, failed: list[Finding]) 
     return taken
 
 
-def _send(world: World, tensor: torch.Tensor, peer: int, sends: bool, failed: list[Finding]) -> float:
+def _send(world: ExaminedWorld, tensor: torch.Tensor, peer: int, sends: bool, failed: list[Finding]) -> float:
     """Seconds of a message to a rank, or from it, which other ranks have no part in."""
 
     def call() -> None:

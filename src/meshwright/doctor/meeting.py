@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from meshwright.comm.control import Connections, Control, new_scope
 from meshwright.rank.env import Worker
@@ -37,7 +38,7 @@ def met(place: Worker | None, folder: Path | None) -> Iterator[tuple[Control, An
         return
     with world_store(place, MEET_S, folder) as store:
 
-        def connect() -> dist.PrefixStore:
-            return dist.PrefixStore("meshwright/doctor", store)
+        def connect() -> PrefixStore:
+            return PrefixStore("meshwright/doctor", store)
 
         yield Control("doctor", place.rank, place.world_size, connect, MEET_S), store

@@ -23,7 +23,7 @@ _LISTENS = "0A"  # a state of /proc/net/tcp
 
 
 def loopback(place: Worker | None) -> list[Finding]:
-    """Whether ranks of one host can meet on its loopback interface."""
+    """A loopback interface on which the ranks of one host cannot meet."""
     if place is not None and place.local_world_size < place.world_size:
         return []
     try:
@@ -34,7 +34,7 @@ def loopback(place: Worker | None) -> list[Finding]:
 
 
 def master_port(place: Worker | None, given: Mapping[str, str] | None = None) -> list[Finding]:
-    """Whether rank 0 can listen where the others look for it, in a world that no torchrun has made."""
+    """A port where rank 0 cannot listen for the others, in a world that no torchrun has made."""
     given = os.environ if given is None else given
     if place is None or place.launched or given.get(BY_AGENT) == "True":
         return []

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from meshwright.doctor.finding import Finding
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 from meshwright.rank.network import only_address
 
 CONNECT_S = 5.0
@@ -22,7 +22,7 @@ INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Variables by which a user names the interface that ranks meet on."""
 
 
-def reachability(world: World, master: str) -> list[Finding]:
+def reachability(world: ExaminedWorld, master: str) -> list[Finding]:
     """On the first rank of each host, the hosts that it does not reach. Every rank calls this.
 
     A host tries those that are 1, 2, 4, ... hosts further on, the first after the last again. `master` is an
@@ -44,7 +44,7 @@ def reachability(world: World, master: str) -> list[Finding]:
     return found
 
 
-def _reach(world: World, other: int, address: str, port: int) -> list[Finding]:
+def _reach(world: ExaminedWorld, other: int, address: str, port: int) -> list[Finding]:
     try:
         socket.create_connection((address, port), CONNECT_S).close()
     except OSError as error:

@@ -21,7 +21,7 @@ from meshwright.checkpoint.claim import VISIBLE_S
 from meshwright.checkpoint.disk import TEMPORARY, Disk
 from meshwright.checkpoint.lease import NO_FLOCK
 from meshwright.doctor.finding import Finding
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 
 ANSWER_S = 20.0
 """Longest time of what is done with a few files."""
@@ -42,7 +42,7 @@ def nearest(folder: Path) -> Path:
 
 
 def files(there: Path, disk: Disk | None = None) -> list[Finding]:
-    """What this host cannot do in a folder that a save has to do; nothing stays in it."""
+    """Findings of this host in a folder, where it does what a save does; nothing stays in it."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -92,7 +92,7 @@ def unusable(there: Path, doing: str, error: OSError) -> Finding:
 
 
 def _locks(probe: Path) -> list[Finding]:
-    """Whether one who has a file locked keeps others of this host from it."""
+    """Locks that keep nobody else of this host from a file."""
     there = probe.parent
     try:
         with _locked(probe / "lock"), _locked(probe / "lock"):
@@ -124,8 +124,11 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def shared(world: World, there: Path) -> list[Finding]:
-    """Whether all hosts see what each writes in the folder, and heed its locks. Every rank calls this."""
+def shared(world: ExaminedWorld, there: Path) -> list[Finding]:
+    """Hosts that do not see what others write in the folder, or do not heed their locks.
+
+    Every rank calls this.
+    """
     found: list[Finding] = []
     if len(world.leaders) == 1:
         return found
@@ -149,7 +152,7 @@ def shared(world: World, there: Path) -> list[Finding]:
     return found
 
 
-def _seen(probe: Path, world: World) -> list[Finding]:
+def _seen(probe: Path, world: ExaminedWorld) -> list[Finding]:
     """Look for rank 0's folder as long as a file system may take, and leave a file there."""
     until = time.monotonic() + VISIBLE_S
     while not probe.is_dir():
@@ -171,8 +174,8 @@ def _seen(probe: Path, world: World) -> list[Finding]:
     return []
 
 
-def _kept_out(probe: Path, world: World) -> list[Finding]:
-    """Whether a lock of rank 0 keeps this host from the file."""
+def _kept_out(probe: Path, world: ExaminedWorld) -> list[Finding]:
+    """A lock of rank 0 that does not keep this host from the file."""
     try:
         with _locked(probe / "lock"):
             host = world.names[world.rank]
@@ -183,8 +186,8 @@ def _kept_out(probe: Path, world: World) -> list[Finding]:
         return []
 
 
-def _arrived(probe: Path, world: World, missing: list[bool]) -> list[Finding]:
-    """Whether rank 0 sees what the other hosts have written."""
+def _arrived(probe: Path, world: ExaminedWorld, missing: list[bool]) -> list[Finding]:
+    """Files of other hosts that rank 0 does not see."""
     expected = [rank for rank in world.leaders[1:] if not missing[rank]]
     until = time.monotonic() + VISIBLE_S
     while late := [rank for rank in expected if not (probe / f"rank-{rank}").exists()]:

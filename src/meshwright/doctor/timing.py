@@ -1,7 +1,7 @@
 """Messages that are timed, and timed again while one of them looks slow.
 
-Other work on a host only ever adds to a time, in bursts, so of several the shortest counts, and only a link is
-called slow that has been slow each time.
+Other work on a host only ever adds to a time, in bursts, so of several the shortest counts, and only a link
+is called slow that has been slow each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshwright.doctor.finding import Finding
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 
 BYTES, BYTES_CUDA = 4 << 20, 64 << 20
 """Bytes of a message whose rate counts."""
@@ -58,7 +58,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def settled(
-    world: World,
+    world: ExaminedWorld,
     send: Callable[[list[Finding]], float],
     judge: Callable[[list[float]], list[Finding]],
 ) -> tuple[list[float], list[Finding]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.doctor.finding import Finding, of_ranks
-from meshwright.doctor.world import World
+from meshwright.doctor.world import ExaminedWorld
 from meshwright.host import content
 from meshwright.rank.world import code_version
 from meshwright.spec import RunSpec
@@ -30,7 +30,7 @@ MAY_DIFFER = "the driver", "the device"
 
 
 def software(spec: RunSpec | None, cuda: bool) -> dict[str, str]:
-    """What this rank runs, by what it is called; "" where there is none."""
+    """Versions of this rank's software, by its names; "" where there is none."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
     return {
         "meshwright": code_version(),
@@ -42,7 +42,7 @@ def software(spec: RunSpec | None, cuda: bool) -> dict[str, str]:
     }
 
 
-def versions(world: World, own: Mapping[str, str]) -> list[Finding]:
+def versions(world: ExaminedWorld, own: Mapping[str, str]) -> list[Finding]:
     """On rank 0, what is another version on some ranks than on most. Every rank calls this."""
     rows: list[dict[str, Any]] = world.ranks.gather(dict(own))
     found = []

@@ -12,7 +12,7 @@ from meshwright.host import host_id
 
 
 @dataclass(frozen=True)
-class World:
+class ExaminedWorld:
     """All ranks as one of them sees them; `hosts` and `names` are in the order of ranks.
 
     Ranks of one kernel and network have the same host.
@@ -47,8 +47,8 @@ class World:
         return f"rank {rank} on {self.names[rank]}"
 
 
-def world_of(ranks: Control) -> World:
+def world_of(ranks: Control) -> ExaminedWorld:
     """The world of some ranks. Every rank calls this."""
     rows = ranks.broadcast(ranks.gather([host_id(), socket.gethostname()]))
     hosts, names = zip(*rows, strict=True)
-    return World(ranks, hosts, names)
+    return ExaminedWorld(ranks, hosts, names)
