@@ -68,16 +68,16 @@ def _axis(
     own, taken = tuple(dist.get_process_group_ranks(axis.group)), list[float]()
     tensor = torch.zeros(size // 4, device=axis.device)
 
-    def send(failed: list[Finding]) -> float:
+    def send(count: int, failed: list[Finding]) -> float:
         try:
-            taken.append(timed(lambda: collectives.start_all_reduce(tensor, axis).wait(), axis.device))
+            taken.append(timed(lambda: collectives.start_all_reduce(tensor, axis).wait(), count, axis.device))
         except RuntimeError as error:  # gloo's and NCCL's
             failed.append(_failed(name, own, error))
             return 0.0
         return taken[-1]
 
     members = [tuple(each) for each in world.ranks.broadcast(world.ranks.gather(own))]
-    judge = partial(_slow, world, name, size, members, known)
+    judge = partial(_slow, world, name, axis.device, members, known)
     times, found = settled(world, send, judge)
     first = max([0.0, *world.ranks.gather(taken[0])])
     return [_row(name, size, members, times, known) | {"first_seconds": first}] if times else [], found
@@ -127,12 +127,13 @@ def _row(
 def _slow(
     world: ExaminedWorld,
     name: str,
-    size: int,
+    device: torch.device,
     members: Sequence[Members],
     known: float | None,
     times: list[float],
 ) -> list[Finding]:
     """The groups of an axis that take several times as long as expected."""
+    size = message_bytes(device)
     groups = _by_group(members, times)
     expected = _expected(groups, known)
     return [
@@ -145,5 +146,5 @@ def _slow(
             group,
         )
         for group, taken in groups.items()
-        if expected is not None and is_slow(taken, expected)
+        if expected is not None and is_slow(taken, expected, device)
     ]

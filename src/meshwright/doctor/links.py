@@ -35,8 +35,8 @@ def link_rates(
         return [], []
     size = message_bytes(device)
     known = None if cluster is None else _of_network(cluster, size)
-    judge = partial(_slow, world, size, known)
-    times, found = settled(world, partial(_turn, world, device, size), judge)
+    judge = partial(_slow, world, device, known)
+    times, found = settled(world, partial(_turn, world, device), judge)
     return _rows(world, size, known, times) if times else [], found
 
 
@@ -57,7 +57,11 @@ def _rows(world: ExaminedWorld, size: int, known: float | None, times: list[floa
     ]
 
 
-def _slow(world: ExaminedWorld, size: int, known: float | None, times: list[float]) -> list[Finding]:
+def _slow(
+    world: ExaminedWorld, device: torch.device, known: float | None, times: list[float]
+) -> list[Finding]:
+    """The links that take several times as long as expected."""
+    size = message_bytes(device)
     return [
         Finding(
             "links",
@@ -69,35 +73,37 @@ def _slow(world: ExaminedWorld, size: int, known: float | None, times: list[floa
             (row["from"], row["to"]),
         )
         for row in _rows(world, size, known, times)
-        if is_slow(row["seconds"], row["expected_seconds"])
+        if is_slow(row["seconds"], row["expected_seconds"], device)
     ]
 
 
-def _turn(world: ExaminedWorld, device: torch.device, size: int, failed: list[Finding]) -> float:
+def _turn(world: ExaminedWorld, device: torch.device, count: int, failed: list[Finding]) -> float:
     """Seconds in which this host has received from the one before it; 0 on ranks that do not lead."""
     hosts = world.leaders
     at = hosts.index(world.rank) if world.leads else None
-    tensor, taken = torch.zeros(size // 4, device=device), 0.0
+    tensor, taken = torch.zeros(message_bytes(device) // 4, device=device), 0.0
     for group in range(GROUPS):
         world.ranks.barrier()
         if at is None or failed:
             continue
         if _group(at, len(hosts)) == group:
-            _send(world, tensor, hosts[(at + 1) % len(hosts)], True, failed)
+            _send(world, tensor, count, hosts[(at + 1) % len(hosts)], True, failed)
         elif _group((at - 1) % len(hosts), len(hosts)) == group:
-            taken = _send(world, tensor, hosts[at - 1], False, failed)
+            taken = _send(world, tensor, count, hosts[at - 1], False, failed)
     return taken
 
 
-def _send(world: ExaminedWorld, tensor: torch.Tensor, peer: int, sends: bool, failed: list[Finding]) -> float:
-    """Seconds of a message to a rank, or from it, which other ranks have no part in."""
+def _send(
+    world: ExaminedWorld, tensor: torch.Tensor, count: int, peer: int, sends: bool, failed: list[Finding]
+) -> float:
+    """Seconds of the shortest of some messages to a rank, or from it."""
 
     def call() -> None:
         for each in dist.batch_isend_irecv([dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer)]):
             each.wait()
 
     try:
-        return timed(call, tensor.device)
+        return timed(call, count, tensor.device)
     except RuntimeError as error:  # gloo's and NCCL's
         pair = (world.rank, peer) if sends else (peer, world.rank)
         reason = str(error).strip().splitlines()[0]

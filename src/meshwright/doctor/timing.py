@@ -20,8 +20,14 @@ PASSES = 4
 """Times that messages are sent at most, after the first ones, by which ranks connect."""
 SLOWER = 4.0
 """Times as long as expected that a message may take: machines that others use, too, vary by two."""
-SHORTEST_S = 5e-3
+SHORTEST_S, SHORTEST_S_CUDA = 20e-3, 1e-3
 """A message that takes no longer is not called slow: on processors a rank may wait for a core."""
+IN_A_ROW = 3
+"""Messages of a pass: ranks do not begin at the same moment, which the first of them takes up."""
+LONG_S = 0.5
+"""Beside a message of so many seconds no beginning counts: where there is one, a pass is of one message."""
+MOST_S = 6.0
+"""No pass begins later than this after the first."""
 LEAST_COMPARED = 3
 """Groups, or links, of which the median is what each of them is compared with."""
 REMEDY = (
@@ -43,41 +49,51 @@ def message_bytes(device: torch.device) -> int:
     return BYTES if device.type == "cpu" else BYTES_CUDA
 
 
-def is_slow(seconds: float, expected: float | None) -> bool:
-    """True for a message that takes far longer than expected."""
-    return expected is not None and seconds > max(SLOWER * expected, SHORTEST_S)
+def is_slow(seconds: float, expected: float | None, device: torch.device) -> bool:
+    """True for a message between devices that takes far longer than expected."""
+    shortest = SHORTEST_S if device.type == "cpu" else SHORTEST_S_CUDA
+    return expected is not None and seconds > max(SLOWER * expected, shortest)
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, until what it queued is done."""
-    begun = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
-    return time.perf_counter() - begun
+def timed(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds of the shortest of some calls, each until what it queued is done."""
+
+    def once() -> float:
+        begun = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter() - begun
+
+    return min(once() for _ in range(count))
 
 
 def settled(
     world: ExaminedWorld,
-    send: Callable[[list[Finding]], float],
+    send: Callable[[int, list[Finding]], float],
     judge: Callable[[list[float]], list[Finding]],
 ) -> tuple[list[float], list[Finding]]:
     """On rank 0, the shortest time of each rank and what `judge` finds in them; nothing on others.
 
-    Each rank sends and returns seconds, or adds a finding of what failed to the list that it is given. Every
-    rank calls this. Raises `MessageError` on all ranks where one has failed.
+    Each rank sends as many messages as it is told, and returns the seconds of the shortest, or adds a finding
+    of what failed to the list that it is given. Every rank calls this. Raises `MessageError` on all ranks
+    where one has failed.
     """
-    best: list[float] = []
-    found: list[Finding] = []
-    for turn in range(1 + PASSES):
+
+    def one_pass(count: int) -> list[float]:
         failed: list[Finding] = []
-        times = world.ranks.gather(send(failed))
+        times = world.ranks.gather(send(count, failed))
         if world.ranks.any(bool(failed)):
             raise MessageError(failed)
-        if turn == 0:
-            continue
-        best = [min(pair) for pair in zip(best, times, strict=True)] if best else times
-        found = judge(best) if best else []
-        if not world.ranks.broadcast(bool(found)):
+        return times
+
+    is_long = world.ranks.broadcast(max(one_pass(1), default=0.0) > LONG_S)  # they connect
+    count, begun = 1 if is_long else IN_A_ROW, time.perf_counter()
+    best = one_pass(count)
+    found = judge(best) if best else []
+    for _ in range(PASSES - 1):
+        if not world.ranks.broadcast(bool(found) and time.perf_counter() - begun < MOST_S):
             break
+        best = [min(pair) for pair in zip(best, one_pass(count), strict=True)]
+        found = judge(best) if best else []
     return best, found
