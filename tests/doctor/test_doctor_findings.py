@@ -12,7 +12,7 @@ import torch
 from meshwright.comm.control import Control
 from meshwright.doctor import limits
 from meshwright.doctor.collectives import _row, _slow
-from meshwright.doctor.finding import Finding, merged, of_ranks
+from meshwright.doctor.finding import Finding, first_line, merged, of_ranks
 from meshwright.doctor.free_space import free_space, kept_at_once
 from meshwright.doctor.links import _group
 from meshwright.doctor.world import ExaminedWorld
@@ -36,11 +36,10 @@ def test_equal_findings_are_one_and_failures_come_first() -> None:
 
 
 def test_an_error_of_a_user_is_a_finding_with_its_remedy() -> None:
-    found = Finding.of_error("ports", UserError("MASTER_PORT: 0 is no port; it is too low; give another"))
-    assert (found.sentence, found.remedy) == ("MASTER_PORT: 0 is no port; it is too low", "give another")
-    assert found.fails and Finding.of_error("ports", RuntimeError("no route\nhere")).sentence.endswith(
-        "RuntimeError: no route"
-    )
+    found = Finding.of_error("ports", UserError("MASTER_PORT: 0 is not a port; it is low; give another"))
+    assert (found.sentence, found.remedy) == ("MASTER_PORT: 0 is not a port; it is low", "give another")
+    assert found.fails and first_line(RuntimeError("no route\nhere")) == "no route"
+    assert first_line(TimeoutError()) == "TimeoutError"
 
 
 def test_locked_memory_counts_where_there_is_infiniband(

@@ -186,6 +186,16 @@ def test_two_versions_of_the_code_and_of_the_run(tmp_path: Path) -> None:
     assert "from one wheel or one shared folder" in found["findings"][0]["remedy"]
 
 
+def test_an_interface_that_a_rank_does_not_have(tmp_path: Path) -> None:
+    other = Host(environment={"GLOO_SOCKET_IFNAME": "nosuch0"})
+    found = together(["--out", str(tmp_path)], [Host(), other], local=True)
+    waits, lacks = sentences(found)
+    assert found["code"] == 1 and waits.startswith("collectives [0]: no group of all ranks: wait timeout")
+    assert lacks.startswith("collectives [1]: no group of all ranks: ")
+    assert lacks.endswith("Unable to find address for: nosuch0")
+    assert found["findings"][1]["remedy"].startswith("see that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME")
+
+
 @as_root
 def test_a_file_system_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path) -> None:
     if shutil.which("fsfreeze") is None or shutil.which("mkfs.ext4") is None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axis, build_mesh
 from meshwright.comm.process_groups import Groups
-from meshwright.doctor.finding import Finding, of_ranks
+from meshwright.doctor.finding import Finding, first_line, of_ranks
 from meshwright.doctor.timing import LEAST_COMPARED, REMEDY, is_slow, message_bytes, settled, timed
 from meshwright.doctor.world import ExaminedWorld
 from meshwright.hardware.cluster import Cluster
@@ -89,7 +89,7 @@ def _failed(name: str, members: Members, error: RuntimeError) -> Finding:
         "collectives",
         True,
         f"an all-reduce of the {name} axis, over ranks {', '.join(map(str, members))}, has failed: "
-        f"{str(error).strip().splitlines()[0]}",
+        f"{first_line(error)}",
         "see that their hosts reach each other, on the interfaces that GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME name; NCCL_DEBUG=INFO says which NCCL takes",
     )

@@ -21,7 +21,7 @@ from meshwright.doctor import limits, ports
 from meshwright.doctor.clocks import clocks
 from meshwright.doctor.collectives import group_rates
 from meshwright.doctor.disk_rate import saves, write_rate
-from meshwright.doctor.finding import Finding, merged, of_ranks
+from meshwright.doctor.finding import Finding, first_line, merged, of_ranks
 from meshwright.doctor.free_space import free_space
 from meshwright.doctor.links import link_rates
 from meshwright.doctor.meeting import met
@@ -40,6 +40,10 @@ from meshwright.spec.layout import Layout
 
 LIMIT = timedelta(seconds=20)
 """Longest time of a collective."""
+REMEDY = (
+    "see that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where they are set, name interfaces of each host, "
+    "and look first at a rank whose reason is no timeout: the others have waited for it"
+)
 
 
 @dataclass
@@ -78,8 +82,13 @@ class Examination:
                 self._disk(world)
                 self._network(world, place, store, layout, cuda)
                 rows = ranks.gather([each.to_json() for each in self.found])
-        except (UserError, MissingRanksError) as error:
+        except UserError as error:
             return self._alone([*self.found, Finding.of_error("ports", error)], place, begun)
+        except MissingRanksError as error:
+            missing = Finding(
+                "ports", True, f"a rank has ended or hangs: {error}", "look at that rank's output"
+            )
+            return self._alone([*self.found, missing], place, begun)
         if not rows:
             return {}
         found = merged([[_finding(each) for each in row] for row in rows])
@@ -137,8 +146,12 @@ class Examination:
                 self._rates(world, layout, experts, torch.device(kind, index) if cuda else torch.device(kind))
         except MessageError as error:
             self.found += error.found
-        except (RuntimeError, UserError) as error:  # of gloo or NCCL, as they connect
+        except UserError as error:
             self.found.append(Finding.of_error("collectives", error))
+        except RuntimeError as error:  # of gloo or NCCL, as they connect
+            self.found.append(
+                Finding("collectives", True, f"no group of all ranks: {first_line(error)}", REMEDY)
+            )
 
     def _rates(self, world: ExaminedWorld, layout: Layout, experts: bool, device: torch.device) -> None:
         rows, found = group_rates(world, layout, experts, device, self.cluster, LIMIT)

@@ -31,15 +31,15 @@ class Finding:
         return asdict(self)
 
     @classmethod
-    def of_error(cls, check: str, error: Exception) -> Finding:
+    def of_error(cls, check: str, error: UserError) -> Finding:
         """The finding of an error that a run would have; what follows the last semicolon is its remedy."""
-        if not isinstance(error, UserError):
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason is given"
-            return cls(
-                check, True, f"{type(error).__name__}: {first}", "see which rank was the first to fail"
-            )
         sentence, _, remedy = str(error).rpartition("; ")
         return cls(check, True, sentence or remedy, remedy if sentence else "mend it, and ask again")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, whose others are of places in the code of gloo and NCCL."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def merged(rows: Sequence[Iterable[Finding]]) -> list[Finding]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.doctor.finding import Finding
+from meshwright.doctor.finding import Finding, first_line
 from meshwright.doctor.timing import LEAST_COMPARED, REMEDY, is_slow, message_bytes, settled, timed
 from meshwright.doctor.world import ExaminedWorld
 from meshwright.hardware.cluster import NETWORKS, Cluster
@@ -106,7 +106,7 @@ def _send(
         return timed(call, count, tensor.device)
     except RuntimeError as error:  # gloo's and NCCL's
         pair = (world.rank, peer) if sends else (peer, world.rank)
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         sentence = f"no message comes from {world.named(pair[0])} to {world.named(pair[1])}: {reason}"
         failed.append(Finding("links", True, sentence, REMEDY, pair))
         return 0.0
