@@ -9,9 +9,9 @@ A step: `data` makes batches, `model` is the decoder on `kernels`, `parallel` sp
 `comm`, by the pipelines of `schedule`; `optim` updates it, `islands` and `distil` are parts of a step.
 What becomes of a model: `checkpoint` stores it, `weights` loads, averages and rounds it, `exchange` reads
 and writes formats of others, `infer` generates and evaluates.
-What checks and predicts: `verify` compares with one device, `dryrun` runs one rank without the others, on a
-GPU of `fake_cuda` where there is none, `planner` finds layouts, for clusters of `hardware` that `profile`
-measures, with failures by `reliability`.
+What checks and predicts: `verify` compares with one device, `doctor` examines hosts, `dryrun` runs one rank
+without the others, on a GPU of `fake_cuda` where there is none, `planner` finds layouts, for clusters of
+`hardware` that `profile` measures, with failures by `reliability`.
 Small: `storage` opens files wherever they are kept, `cpp_library` compiles C++, `atomic` replaces files,
 `host` knows the processors, `units` formats, `version` says the commit.
 """

@@ -13,7 +13,7 @@ Training: `pretrained_runs` are those of a trained model and rows in memory. `ru
 that are worlds of their own, `source` says what keys a run from a model has, `initial_weights` what a run
 starts from, `folders` names its folder, `chaos_runs` trains under faults.
 Jobs of schedulers: `launches`, with `launch_options`.
-Checks: `verify_runs` compares one layout with one device, `sweeps` many.
+Checks: `verify_runs` compares one layout with one device, `sweeps` many; `diagnosis` examines hosts.
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api.chaos_runs import chaos
+    from meshwright.api.diagnosis import doctor
     from meshwright.api.distillation import distil
     from meshwright.api.dry_runs import dryrun
     from meshwright.api.evaluation import evaluate
@@ -58,14 +59,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
-    "data_verify", "distil", "dryrun", "evaluate", "explain", "export", "follow", "generate", "goodput",
-    "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan", "presets", "profile",
-    "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize", "train",
+    "data_verify", "distil", "doctor", "dryrun", "evaluate", "explain", "export", "follow", "generate",
+    "goodput", "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan", "presets",
+    "profile", "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize", "train",
     "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
     "chaos_runs": ("chaos",),
+    "diagnosis": ("doctor",),
     "distillation": ("distil",),
     "dry_runs": ("dryrun",),
     "evaluation": ("evaluate",),

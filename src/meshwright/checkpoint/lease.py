@@ -46,7 +46,7 @@ PATIENCE = 2
 LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
 AWAY_S = 8.0
 """Seconds for which the folder of a lease that is held may be away."""
-_NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
+NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class Lease:
                         ) from None
                     time.sleep(0.02)
                 except OSError as error:
-                    if error.errno in _NO_FLOCK:
+                    if error.errno in NO_FLOCK:
                         break
                     raise
             yield

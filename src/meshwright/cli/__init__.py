@@ -4,8 +4,7 @@
 sorts its words, `help` writes its help, `output` prints its result, and `ending` is the last line of JSON.
 `completion` prints a script by which a shell completes commands.
 Verbs on runs: `init` writes their file, `train`, `launch` (with status, logs and stop), `runs` (corpora, and
-arguments that name a run), `chaos`,
-`distil`, `verify`, `spec`.
+arguments that name a run), `chaos`, `distil`, `verify`, `spec`; `doctor` examines hosts before one.
 Verbs on trained models: `models` (generate, export, import, checkpoint), `evaluate`, `quantise`, and
 `weights` (average, merge). Pages of runs: `report`.
 Verbs that predict: `plan` (plan, explain), `simulate`, `dryrun` (with the

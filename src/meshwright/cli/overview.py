@@ -11,6 +11,7 @@ HELP = ("-h", "--help")
 SUMMARIES = {
     "init": "write a run file for what there is (text, model, run), what is wanted, where",
     "train": "train a model: start the ranks, log, checkpoint, report",
+    "doctor": "examine hosts before a run: limits, ports, versions, clocks, disk, network",
     "verify": "compare the layout with one device in float64: loss, gradients, parameters",
     "launch": "submit a run as a job: --on slurm, kubernetes, ray, skypilot or ssh",
     "status": "say how a launched job is, and how far its runs are",
@@ -77,8 +78,8 @@ def program(version: str) -> str:
             "Every verb works without a run file, from presets and flags alone:",
             "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
             "",
-            "exit codes: 0 success; 1 failed, or unequal (verify); 2 a mistake in the command or the file;",
-            "70 verify compared nothing: ranks disagree, or one failed or hung;",
+            "exit codes: 0 success; 1 failed, unequal (verify), or a run would fail (doctor); 2 a mistake in",
+            "the command or the file; 70 verify compared nothing: ranks disagree, or one failed or hung;",
             "75 stopped by SIGTERM, SIGHUP or SIGUSR1 and saved: start it again with --resume auto;",
             "76 storage failed; 77 training data changed or is damaged; 78 the numbers went wrong;",
             "79 a crash loop: ranks that were started again fail again without getting further;",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,7 +27,13 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_
 
 
 def init_process_group(
-    device_type: str, store: Store, rank: int, world_size: int, local_rank: int, folder: Path | None = None
+    device_type: str,
+    store: Store,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    folder: Path | None = None,
+    timeout: timedelta = process_groups.TIMEOUT,
 ) -> ProcessGroup:
     """Join the world over its store: gloo on the CPU, NCCL on the GPU of a local rank (`rank/gpu.py`).
 
@@ -44,7 +51,7 @@ def init_process_group(
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, timeout=process_groups.TIMEOUT, device_id=device, pg_options=options,
+        backend, timeout=timeout, device_id=device, pg_options=options,
         store=store, rank=rank, world_size=world_size,
     )  # fmt: skip
     group = dist.group.WORLD
@@ -54,10 +61,15 @@ def init_process_group(
 
 @contextmanager
 def process_group(
-    place: Worker | None, device_type: str = "cpu", folder: Path | None = None
+    place: Worker | None,
+    device_type: str = "cpu",
+    folder: Path | None = None,
+    met_at: Store | None = None,
+    timeout: timedelta = process_groups.TIMEOUT,
 ) -> Iterator[ProcessGroup]:
     """The world's group for the length of a block; `folder` is as in `world_store`.
 
+    Ranks that have met already have `met_at`, their store. A collective may take as long as `timeout`.
     Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
     store is in its memory. Gloo, which always listens, does so on the loopback interface where all ranks are
     on this host, and else where others reach it. An error inside is recorded before the group goes down, so
@@ -71,14 +83,14 @@ def process_group(
     if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
         check_loopback()
     with ExitStack() as stack, _left_at_end(), errors_recorded():
-        store: Store = dist.HashStore()  # type: ignore[attr-defined]
-        if place is not None and not alone:
+        store: Store = dist.HashStore() if met_at is None else met_at  # type: ignore[attr-defined]
+        if place is not None and not alone and met_at is None:
             store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
         supervision, local_rank = Supervision.given(), place.local_rank if place else 0
         dumps = folder / "flight-recorder" if folder is not None else None
         if supervision is not None and supervision.flight_recorder:
             dumps = Path(supervision.flight_recorder)
-        group = init_process_group(device_type, store, rank, size, local_rank, dumps)
+        group = init_process_group(device_type, store, rank, size, local_rank, dumps, timeout)
         yield group
         dist.barrier()  # no rank hangs up on one that still listens
 
