@@ -97,7 +97,7 @@ def test_plans_are_of_the_blocks_that_runs_compile(
 
 def test_a_schedule_that_splits_backwards_is_planned_with_blocks_as_they_are() -> None:
     """Where its bubble costs more than what compiled blocks save; and the run does as the plan says."""
-    wish: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": 8 * 4096, "top": 1}
+    wish: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": 4 * 4096, "top": 1}
     fixed = [("layout.pp", "8"), ("layout.micro_batch", "1"), ("recompute.policy", "none")]
     best = api.plan("llama2-7b", "h100", overrides=fixed, **wish).best
     compiled = api.plan("llama2-7b", "h100", overrides=[*fixed, ("train.compile", "true")], **wish).best

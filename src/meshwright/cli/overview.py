@@ -38,7 +38,7 @@ SUMMARIES = {
     "average": "make a run whose weights are the mean of a run's checkpoints",
     "merge": "make a run whose weights are those of several models, merged",
     "distil": (
-        "write a teacher's likeliest tokens for a run's samples, for distil.logits: --distil.teacher RUN"
+        "write a teacher's likeliest tokens for a run's samples: --distil.teacher RUN"
     ),
     "checkpoint ls": "list a run's checkpoints",
     "checkpoint verify": "check every hash of a checkpoint",
