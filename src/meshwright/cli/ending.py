@@ -13,7 +13,6 @@ from typing import Any
 from meshwright.exchange.hf_config import export_remark
 from meshwright.rank.failure import RanksFailed, exit_code
 from meshwright.runs.record import RUN, read_run
-from meshwright.runs.status import read_status
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.spec.hf.chat_template_files import chat_template_files
@@ -99,8 +98,6 @@ def shown_at_end(ending: Ending, spec: RunSpec) -> Iterator[str]:
         commands = [command for command in commands if not command.startswith("meshwright export")]
     for place, command in enumerate(commands):
         yield f"{'' if place else 'next':<10}  {command}"
-    if (status := read_status(ending.out)) is not None:
-        yield f"{'status':<10}  {status[0]}"
 
 
 def _reason(error: BaseException) -> str:

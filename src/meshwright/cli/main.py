@@ -62,7 +62,7 @@ def run() -> None:
 def _tell_notes(error: BaseException) -> None:
     """Print what has been added to an error, such as the status of the run that it has ended."""
     for note in getattr(error, "__notes__", ()):
-        print(f"meshwright: {note}", file=sys.stderr)
+        output.note(note)
 
 
 def _output_fails() -> bool:

@@ -49,6 +49,11 @@ def error(sentence: str) -> None:
     print(f"meshwright: error: {one_line(sentence)}", file=sys.stderr)
 
 
+def note(words: str) -> None:
+    """Print a line on stderr that scripts may look for, such as the status of a run."""
+    print(f"meshwright: {words}", file=sys.stderr)
+
+
 def problems(sentences: Sequence[str]) -> int:
     """Print each problem as an error, and return the exit code: 1 if there are any."""
     for sentence in sentences:

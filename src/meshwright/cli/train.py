@@ -96,6 +96,8 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
         if place is None or place.rank == 0:
             _show_finished(call, result, ending, spec)
+        if place is not None and place.rank == 0:
+            show.note("status: done")  # its launcher may hide the exit code
     return 0
 
 
