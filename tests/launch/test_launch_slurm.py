@@ -18,6 +18,8 @@ from meshwright.runs.status import read_status
 from meshwright.spec import UserError
 from slurm import Slurm, missing, slurm
 
+pytestmark = pytest.mark.timeout(1200)  # jobs wait for each other, and for a scheduler's turns
+
 STEPS = 60
 TRAINED_S = 300.0
 """Most time in which a job of so few steps is over, also beside other work."""
