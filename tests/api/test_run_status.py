@@ -42,6 +42,7 @@ def test_a_block_leaves_the_word_and_a_note(tmp_path: Path) -> None:
         pytest.raises(RuntimeError) as caught,
         status_at_end(tmp_path, tmp_path / "checkpoints", resumes=True),
     ):
+        write_status(tmp_path, "running")  # it goes on
         (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
         raise RuntimeError("first line\nsecond")
     assert newest_checkpoint(tmp_path / "checkpoints") == 7
@@ -53,6 +54,9 @@ def test_a_start_that_must_leave_a_run_alone_has_no_say_on_its_status(tmp_path: 
     write_status(tmp_path, "done")
     with pytest.raises(UserError), status_at_end(tmp_path, tmp_path, resumes=False):
         raise UserError("--out: already holds a run")
+    assert read_status(tmp_path) == ("done", "")
+    with pytest.raises(UserError), status_at_end(tmp_path, tmp_path, resumes=True):
+        raise UserError("the checkpoint of step 44 is of another run")
     assert read_status(tmp_path) == ("done", "")
     write_status(tmp_path, "running")
     with pytest.raises(InUseError), status_at_end(tmp_path, tmp_path, resumes=True):

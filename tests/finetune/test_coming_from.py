@@ -44,6 +44,7 @@ TORCHTITAN = {
 MEGATRON = re.findall(
     r"--\S+",
     """
+    --enable-cuda-graph --cuda-graph-impl
     --micro-batch-size --global-batch-size --seq-length --train-iters --train-samples
     --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size
     --num-virtual-stages-per-pipeline-rank --context-parallel-size --expert-model-parallel-size

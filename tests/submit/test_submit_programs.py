@@ -14,7 +14,7 @@ import pytest
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.spec import UserError
-from meshwright.submit.job import Job, name_of
+from meshwright.submit.job import ClusterJob, name_of
 from meshwright.submit.skypilot import state_in
 from meshwright.submit.slurm import Slurm, image_of
 
@@ -294,5 +294,5 @@ def test_a_state_that_nobody_knows_is_a_failure(program: Program, run: Path) -> 
         assert api.status(folder)["runs"][0]["state"] == state
     program("squeue", code=1, error="slurm_load_jobs error: Invalid job id specified")
     assert api.status(folder)["runs"][0]["state"] == "unknown"
-    job = Job(name="a", run="/r", out="/o", nodes=2, ranks=8)
+    job = ClusterJob(name="a", run="/r", out="/o", nodes=2, ranks=8)
     assert Slurm().commands(job, Path("/o/f"))[0][-3:] == ["/o/f", "/r", "/o"]

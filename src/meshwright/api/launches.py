@@ -21,7 +21,7 @@ from meshwright.spec.load import Overrides, from_tree, read_tree
 from meshwright.spec.toml import to_toml
 from meshwright.submit.follow import Show
 from meshwright.submit.follow import follow as follow_job
-from meshwright.submit.job import Job, name_of
+from meshwright.submit.job import ClusterJob, name_of
 from meshwright.submit.program import lines_of
 from meshwright.submit.progress import progress
 from meshwright.submit.scheduler import ENDED, as_words
@@ -79,7 +79,7 @@ def launch(
 
 def _job(
     on: str, run: Path | None, spec: RunSpec, written: bool, overrides: Overrides, given: LaunchOptions
-) -> tuple[Job, list[str]]:
+) -> tuple[ClusterJob, list[str]]:
     """The job of a run, and sentences on its size; with `written` its run file is made of the spec."""
     here, timed = SCHEDULERS[on].here, given["time"] is None and on == "slurm"
     size = size_of(spec, given["nodes"], given["gpus_per_node"], given["cluster"], given["cpu"], timed)
@@ -103,7 +103,7 @@ def _job(
     same = ("restarts", "image", "at_once", "ranks_by", "kind", "namespace", "service_account", "accelerator")
     fields |= {key: given[key] for key in (*same, "address")}  # type: ignore[literal-required]
     try:
-        return Job(**fields), [f"size: {size.in_words(spec)}", *size.told]
+        return ClusterJob(**fields), [f"size: {size.in_words(spec)}", *size.told]
     except ValidationError as error:
         first = error.errors()[0]
         flag = _FLAGS.get(str(first["loc"][0]), str(first["loc"][0]))

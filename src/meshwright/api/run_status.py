@@ -18,8 +18,8 @@ from meshwright.spec.errors import ECHOES, Stopped
 def status_at_end(out: Path, checkpoints: Path, resumes: bool, first: bool = True) -> Iterator[None]:
     """Block that trains the run in `out`, whose status says afterwards how the block has ended.
 
-    A start that does not resume has no say on a run that is there already, which it must leave alone. Of
-    several ranks that make such a block only the `first` says that the run is done.
+    A start that does not resume has no say on a run that is there already, which it must leave alone, nor has
+    one that is refused on a run that was done, stopped or failed before. Of several ranks that make such a block only the `first` says that the run is done.
     """
     if not resumes and read_status(out) is not None:
         yield
@@ -31,7 +31,8 @@ def status_at_end(out: Path, checkpoints: Path, resumes: bool, first: bool = Tru
         if not (isinstance(error, UserError) and error.of_another_run):
             word = word_of(error, newest_checkpoint(checkpoints) > before)
             sentence = next(iter(str(error).splitlines()), type(error).__name__)
-            if write_status(out, word, sentence):
+            goes_on = (read_status(out) or ("running",))[0] in ("running", "requeue")
+            if goes_on and write_status(out, word, sentence):
                 error.add_note(f"status: {word}")
         raise
     if first:

@@ -37,9 +37,7 @@ SUMMARIES = {
     "report": "make the page of a run again, or compare runs: curves, figures, differing keys",
     "average": "make a run whose weights are the mean of a run's checkpoints",
     "merge": "make a run whose weights are those of several models, merged",
-    "distil": (
-        "write a teacher's likeliest tokens for a run's samples: --distil.teacher RUN"
-    ),
+    "distil": ("write a teacher's likeliest tokens for a run's samples: --distil.teacher RUN"),
     "checkpoint ls": "list a run's checkpoints",
     "checkpoint verify": "check every hash of a checkpoint",
     "spec show": "print a run's whole spec as TOML",

@@ -43,7 +43,7 @@ Variable = Annotated[str, AfterValidator(_variable)]
 Count = Annotated[int, Field(ge=1)]
 
 
-class Job(FrozenModel):
+class ClusterJob(FrozenModel):
     """A run, or the runs of a sweep, as a job.
 
     `run` and `out` are paths as the job's nodes see them, `run_text` the run file where they do not see one,

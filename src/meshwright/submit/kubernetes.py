@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec import UserError
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
 from meshwright.submit.scheduler import State
 from meshwright.submit.submission import Submission
@@ -42,7 +42,7 @@ class Kubernetes:
     run_file = f"{RUN_FOLDER}/run.toml"
     sweeps = True
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ClusterJob) -> None:
         """Raise `UserError` for what pods cannot have."""
         if job.image is None:
             raise UserError(
@@ -55,15 +55,15 @@ class Kubernetes:
                 f"(ReadWriteMany), and an --out below PATH"
             )
 
-    def render(self, job: Job) -> str:
+    def render(self, job: ClusterJob) -> str:
         """The objects as YAML, one document each."""
         return documents(objects(job))
 
-    def commands(self, job: Job, file: Path) -> list[list[str]]:
+    def commands(self, job: ClusterJob, file: Path) -> list[list[str]]:
         """The one call of kubectl, which also replaces what is left of an earlier job of the name."""
         return [["kubectl", "replace", "--force", *_namespace(job), "--filename", str(file)]]
 
-    def submit(self, job: Job, file: Path) -> list[str]:
+    def submit(self, job: ClusterJob, file: Path) -> list[str]:
         """Create the objects; return their names."""
         output_of(self.commands(job, file)[0])
         return names(job)
@@ -90,12 +90,12 @@ class Kubernetes:
         output_of(["kubectl", "delete", job.kind, *submission.ids, *_namespace(job), "--ignore-not-found"])
 
 
-def names(job: Job) -> list[str]:
+def names(job: ClusterJob) -> list[str]:
     """The names of the objects, one for each run."""
     return [f"{job.name}-{number}" for number in range(len(job.members))] or [job.name]
 
 
-def objects(job: Job) -> list[Object]:
+def objects(job: ClusterJob) -> list[Object]:
     """The run file as a ConfigMap, and for each run a JobSet, or a TrainJob with the runtime it names."""
     made: list[Object] = []
     if job.run_text is not None:
@@ -108,7 +108,7 @@ def objects(job: Job) -> list[Object]:
     return made
 
 
-def _jobset(job: Job, name: str, member: int) -> list[Object]:
+def _jobset(job: ClusterJob, name: str, member: int) -> list[Object]:
     return [
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -119,7 +119,7 @@ def _jobset(job: Job, name: str, member: int) -> list[Object]:
     ]
 
 
-def _trainjob(job: Job, name: str, member: int) -> list[Object]:
+def _trainjob(job: ClusterJob, name: str, member: int) -> list[Object]:
     """A runtime of this job's own, as only that may have a podFailurePolicy, and the TrainJob."""
     api = "trainer.kubeflow.org/v1alpha1"
     template = _set_of_pods(job, member)
@@ -144,12 +144,12 @@ def _trainjob(job: Job, name: str, member: int) -> list[Object]:
     ]
 
 
-def _metadata(job: Job, name: str) -> Object:
+def _metadata(job: ClusterJob, name: str) -> Object:
     place = {} if job.namespace is None else {"namespace": job.namespace}
     return {"name": name, **place, "labels": {"app.kubernetes.io/name": "meshwright"}}
 
 
-def _set_of_pods(job: Job, member: int) -> Object:
+def _set_of_pods(job: ClusterJob, member: int) -> Object:
     """The spec of a JobSet of one job, whose pods are the nodes of a run.
 
     Pods that fail are made again by their job, `restarts` times a node, so the set itself never restarts.
@@ -178,7 +178,7 @@ def _set_of_pods(job: Job, member: int) -> Object:
     }
 
 
-def _pod(job: Job, member: int) -> Object:
+def _pod(job: ClusterJob, member: int) -> Object:
     """The spec of a node's pod."""
     claims = dict.fromkeys(source for source, _ in job.mounts)
     volumes: list[Object] = [
@@ -219,12 +219,12 @@ def _pod(job: Job, member: int) -> Object:
     }
 
 
-def _command(job: Job, member: int) -> list[str]:
+def _command(job: ClusterJob, member: int) -> list[str]:
     words = [word.replace("$(", "$$(") for word in job.train_words(member)]  # else Kubernetes fills them in
     return words if job.nodes == 1 else [*words, "--nodes", job.nodes_range, "--address", "$(POD_IP)"]
 
 
-def _options(job: Job) -> Object:
+def _options(job: ClusterJob) -> Object:
     """The `options` of a job as further fields of its pods, whose values are YAML."""
     found: Object = {}
     for option in job.options:
@@ -255,5 +255,5 @@ def state_of(status: Mapping[str, Any]) -> State:
     return "running" if any(each.get("ready") or each.get("active") for each in jobs) else "pending"
 
 
-def _namespace(job: Job) -> list[str]:
+def _namespace(job: ClusterJob) -> list[str]:
     return [] if job.namespace is None else ["--namespace", job.namespace]

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from meshwright.spec import UserError
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
 from meshwright.submit.scheduler import State
 from meshwright.submit.submission import Submission
@@ -26,19 +26,19 @@ class Ray:
     run_file = ""
     sweeps = True
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ClusterJob) -> None:
         """Raise `UserError` for what Ray decides itself."""
         for given, flag in ((job.image, "--image"), (job.options, "--option"), (job.mounts, "--volume")):
             if given:
                 raise UserError(f"{flag}: a cluster of Ray has its own already; leave the flag out")
 
-    def render(self, job: Job) -> str:
+    def render(self, job: ClusterJob) -> str:
         """The script, which serves any run."""
         return (
             resources.files("meshwright.submit").joinpath("templates", "ray_train.py.txt").read_text("utf-8")
         )
 
-    def commands(self, job: Job, file: Path) -> list[list[str]]:
+    def commands(self, job: ClusterJob, file: Path) -> list[list[str]]:
         """A call of `ray job submit` for each run."""
         submit = ["ray", "job", "submit", *_address(job.address), "--no-wait"]
         if job.environment:
@@ -55,7 +55,7 @@ class Ray:
             [*submit, "--", "python", str(file), job.run, folder, *size, *flags] for folder, flags in runs
         ]
 
-    def submit(self, job: Job, file: Path) -> list[str]:
+    def submit(self, job: ClusterJob, file: Path) -> list[str]:
         """Submit a job for each run; return their names."""
         found = []
         for words in self.commands(job, file):

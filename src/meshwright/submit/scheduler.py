@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 
 if TYPE_CHECKING:
     from meshwright.submit.submission import Submission
@@ -33,16 +33,16 @@ class Scheduler(Protocol):
     run_file: str
     sweeps: bool
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ClusterJob) -> None:
         """Raise `UserError` for a job that this scheduler cannot have."""
 
-    def render(self, job: Job) -> str:
+    def render(self, job: ClusterJob) -> str:
         """The job as a file of this scheduler."""
 
-    def commands(self, job: Job, file: Path) -> list[list[str]]:
+    def commands(self, job: ClusterJob, file: Path) -> list[list[str]]:
         """The commands that submit the file, one for each run that is a job of its own."""
 
-    def submit(self, job: Job, file: Path) -> list[str]:
+    def submit(self, job: ClusterJob, file: Path) -> list[str]:
         """Submit the file; return the identities of the jobs that it has become."""
 
     def states(self, submission: Submission) -> list[State]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec import UserError
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import output_of
 from meshwright.submit.scheduler import State
 from meshwright.submit.submission import Submission
@@ -37,7 +37,7 @@ class SkyPilot:
     run_file = RUN_FILE
     sweeps = False
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ClusterJob) -> None:
         """Raise `UserError` for what a task cannot say."""
         if job.gpus and job.accelerator is None:
             raise UserError("--accelerator: is missing; give the GPU as SkyPilot calls it, such as H100")
@@ -49,15 +49,15 @@ class SkyPilot:
                 f"VOLUME:PATH of a volume that all nodes may write, and an --out below PATH"
             )
 
-    def render(self, job: Job) -> str:
+    def render(self, job: ClusterJob) -> str:
         """The task as YAML."""
         return documents([task(job)])
 
-    def commands(self, job: Job, file: Path) -> list[list[str]]:
+    def commands(self, job: ClusterJob, file: Path) -> list[list[str]]:
         """The one call of `sky jobs launch`."""
         return [["sky", "jobs", "launch", "--yes", "--detach-run", "--name", job.name, str(file)]]
 
-    def submit(self, job: Job, file: Path) -> list[str]:
+    def submit(self, job: ClusterJob, file: Path) -> list[str]:
         """Launch the managed job; return its name."""
         output_of(self.commands(job, file)[0])
         return [job.name]
@@ -76,7 +76,7 @@ class SkyPilot:
         output_of(["sky", "jobs", "cancel", "--yes", "--name", submission.ids[0]])
 
 
-def task(job: Job) -> dict[str, Any]:
+def task(job: ClusterJob) -> dict[str, Any]:
     """The task of a job, as SkyPilot's YAML has it."""
     resources: dict[str, Any] = {}
     if job.gpus:
@@ -103,7 +103,7 @@ def task(job: Job) -> dict[str, Any]:
     return found
 
 
-def _script(job: Job) -> str:
+def _script(job: ClusterJob) -> str:
     """The commands of each node."""
     words = job.train_words()
     lines = []

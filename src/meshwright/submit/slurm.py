@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 
 from meshwright.spec import UserError
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
 from meshwright.submit.scheduler import State, filled
 from meshwright.submit.submission import Submission
@@ -47,7 +47,7 @@ class Slurm:
     run_file = ""
     sweeps = True
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ClusterJob) -> None:
         """Raise `UserError` for what a script of Slurm cannot say."""
         if job.least_nodes is not None and job.ranks_by == "torchrun":
             raise UserError(
@@ -61,7 +61,7 @@ class Slurm:
                     f"give a path without one"
                 )
 
-    def render(self, job: Job) -> str:
+    def render(self, job: ClusterJob) -> str:
         """The batch script."""
         elastic, torchrun = job.least_nodes is not None, job.ranks_by == "torchrun"
         one = elastic or torchrun
@@ -78,12 +78,12 @@ class Slurm:
             container=_container(job),
         )
 
-    def commands(self, job: Job, file: Path) -> list[list[str]]:
+    def commands(self, job: ClusterJob, file: Path) -> list[list[str]]:
         """The one call of sbatch."""
         log = f"--output={job.out}/slurm-{'%A_%a' if job.members else '%j'}.log"
         return [["sbatch", "--parsable", log, str(file), job.run, job.out, *job.flags]]
 
-    def submit(self, job: Job, file: Path) -> list[str]:
+    def submit(self, job: ClusterJob, file: Path) -> list[str]:
         """Submit the script; return the job's number."""
         return [output_of(self.commands(job, file)[0]).strip().partition(";")[0]]
 
@@ -117,7 +117,7 @@ def _time(seconds: int) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 
-def _container(job: Job) -> str:
+def _container(job: ClusterJob) -> str:
     """The words of srun for pyxis, with a space before each."""
     if job.image is None:
         return ""

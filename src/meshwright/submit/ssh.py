@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.spec import UserError
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import output_of
 from meshwright.submit.scheduler import State, filled
 from meshwright.submit.submission import Submission
@@ -24,7 +24,7 @@ class Ssh:
     run_file = ""
     sweeps = False
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ClusterJob) -> None:
         """Raise `UserError` for what hosts without a scheduler do not have."""
         if len(job.hosts) != job.nodes:
             raise UserError(
@@ -41,7 +41,7 @@ class Ssh:
         if job.seconds is not None:
             raise UserError("--time: nothing ends what ssh has started; leave the flag out, and stop the run")
 
-    def render(self, job: Job) -> str:
+    def render(self, job: ClusterJob) -> str:
         """The script that each host runs in the background."""
         words = job.train_words()
         words += ["--nodes", job.nodes_range] if job.nodes > 1 else []
@@ -50,15 +50,15 @@ class Ssh:
             "ssh.sh", folder=shlex.quote(job.folder), environment=environment, train=shlex.join(words)
         )
 
-    def commands(self, job: Job, file: Path) -> list[list[str]]:
+    def commands(self, job: ClusterJob, file: Path) -> list[list[str]]:
         """A call of ssh for each host, which prints the number of the process that it has started."""
         return [[*SSH, host, self._start(job, file, host)] for host in job.hosts]
 
-    def _start(self, job: Job, file: Path, host: str) -> str:
+    def _start(self, job: ClusterJob, file: Path, host: str) -> str:
         log = shlex.quote(str(_log(job, host)))
         return f"nohup setsid sh {shlex.quote(str(file))} > {log} 2>&1 < /dev/null & echo $!"
 
-    def submit(self, job: Job, file: Path) -> list[str]:
+    def submit(self, job: ClusterJob, file: Path) -> list[str]:
         """Start the launchers; return `host:process` of each. Those of before are ended where one fails."""
         started: list[str] = []
         for host, words in zip(job.hosts, self.commands(job, file), strict=True):
@@ -87,7 +87,7 @@ class Ssh:
         _signal_all(submission.ids, submission.job.out)
 
 
-def _log(job: Job, host: str) -> Path:
+def _log(job: ClusterJob, host: str) -> Path:
     return Path(job.out) / f"ssh-{host.rpartition('@')[2]}.log"
 
 

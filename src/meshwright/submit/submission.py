@@ -11,7 +11,7 @@ from meshwright import atomic
 from meshwright.runs.record import now, read_object
 from meshwright.spec import UserError
 from meshwright.spec.base import FrozenModel
-from meshwright.submit.job import Job
+from meshwright.submit.job import ClusterJob
 
 FILE = "job.json"
 
@@ -22,10 +22,10 @@ class Submission(FrozenModel):
     scheduler: str
     ids: tuple[str, ...]
     submitted: str
-    job: Job
+    job: ClusterJob
 
 
-def write_submission(folder: Path, scheduler: str, ids: list[str], job: Job) -> Submission:
+def write_submission(folder: Path, scheduler: str, ids: list[str], job: ClusterJob) -> Submission:
     """Write the record of a job that was submitted just now, and return it. Raises `UserError`."""
     made = Submission(scheduler=scheduler, ids=tuple(ids), submitted=now(), job=job)
     try:
