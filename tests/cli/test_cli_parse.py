@@ -78,7 +78,7 @@ MISTAKES = [
     (["spec", "sho"], ["'spec sho'", "did you mean 'spec show'"]),
     (["--nproc", "2"], ["'--nproc'", "an option stands before any verb"]),
     (["checkpoint", "x"], ["'checkpoint x'", "the verbs are ls, verify"]),
-    (["fly"], ["'fly'", "the verbs are init, train, verify"]),
+    (["fly"], ["'fly'", "the verbs are init, train, doctor, verify"]),
     (["train", "--nprocs", "2"], ["--nprocs", "did you mean 'nproc'"]),
     (["train", "--lr", "2"], ["--lr", "did you mean '--train.lr'"]),
     (["train", "--layout", "2"], ["--layout", "--layout.dp VALUE"]),
