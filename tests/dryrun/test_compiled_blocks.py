@@ -20,6 +20,7 @@ from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.tensor_overlap import fused_passes
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.train.step_result import StepResult
@@ -148,11 +149,13 @@ def test_without_triton_it_is_told(process: FakeCudaProcess) -> None:
 
 
 def planned(spec: RunSpec) -> float:
-    """Bytes of memory-bound operators of a block and microbatch by the planner."""
+    """Bytes of memory-bound operators of a block and microbatch by the planner, but for those that products
+    of tensor ranks make themselves."""
     costs = CostModel(cluster("h100", spec.layout.world_size))
     (kind,) = set(spec.model.kinds)
-    passes = costs.blocks(spec).seconds(kind)
-    return (passes.forward.moved + passes.input.moved) / costs.kernels.moved(1.0)
+    blocks = costs.blocks(spec)
+    own = sum(fused_passes(blocks.shape, len(blocks._maps(kind)))) if blocks._fused(kind) else 0.0
+    return sum(blocks._bytes(kind)) - own
 
 
 TP8: dict[str, object] = {"layout__tp": 8, "layout__dp": 1, "layout__zero": 0, "train__batch_tokens": 8192}

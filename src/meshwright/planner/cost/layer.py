@@ -329,7 +329,7 @@ class LayerCost(LayerProducts):
             inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
             moved += self.shape.sent()[0] * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
-        moved *= elementwise_passes(self.stack, self.spec.train.compile, t)
+        moved *= elementwise_passes(self.stack, self.spec.train.compile)
         return ForwardBackward(moved, 2 * moved).plus(more)  # counted: the forward's tensors, and gradients
 
     def _ring_bytes(self) -> float:

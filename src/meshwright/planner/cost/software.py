@@ -175,16 +175,11 @@ COMPILED_BLOCK = 0.72
 """Bytes that this program's compiled blocks move beside products and attention, as a multiple of one fused
 pass each: an operator that is fused with the one before reads nothing. Source: counted in dry runs on a faked
 H100 (tests/dryrun/test_compiled_blocks.py)."""
-COMPILED_TENSOR_BLOCK = 0.82
-"""The same on tensor ranks, whose products return messages that nothing is fused with. Source: counted
-(tests/dryrun/test_operator_bytes.py)."""
 
 
-def elementwise_passes(stack: SoftwareStack, compiled: bool, tensor_ranks: int = 1) -> float:
+def elementwise_passes(stack: SoftwareStack, compiled: bool) -> float:
     """Bytes that memory-bound operators of a block move, as a multiple of one fused pass each."""
-    if compiled and stack.name == "meshwright":
-        return COMPILED_BLOCK if tensor_ranks == 1 else COMPILED_TENSOR_BLOCK
-    return stack.elementwise
+    return COMPILED_BLOCK if compiled and stack.name == "meshwright" else stack.elementwise
 
 
 _DATA = Path(__file__).parent / "stacks.toml"

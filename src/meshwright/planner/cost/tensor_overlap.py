@@ -75,10 +75,11 @@ def hidden_messages(
 
 
 def fused_passes(shape: LayerShape, maps: int) -> ForwardBackward:
-    """Bytes of a layer's fused products besides: a rank's part is copied to where others read it, and back
-    where the whole is kept; parts that have come from all ranks are read, and their sum is written."""
-    part = shape.own * shape.model.hidden * shape.width * maps
-    return ForwardBackward((2 + shape.layout.tp + 1) * part, 4 * part)
+    """Bytes of a layer's fused products besides: a rank's part is copied to where others read it; parts that
+    have come from all ranks are read, and their sum is written; the whole input is copied for gradients of
+    weights. Source: counted (tests/dryrun/test_operator_bytes.py)."""
+    part, ranks = shape.own * shape.model.hidden * shape.width * maps, shape.layout.tp
+    return ForwardBackward((2 + ranks + 1) * part, 2 * ranks * part)
 
 
 def _of_input(p: Product) -> Product:
