@@ -19,7 +19,8 @@ def status_at_end(out: Path, checkpoints: Path, resumes: bool, first: bool = Tru
     """Block that trains the run in `out`, whose status says afterwards how the block has ended.
 
     A start that does not resume has no say on a run that is there already, which it must leave alone, nor has
-    one that is refused on a run that was done, stopped or failed before. Of several ranks that make such a block only the `first` says that the run is done.
+    one that is refused on a run that was done, stopped or failed before. Of several ranks that make such a
+    block only the `first` says that the run is done.
     """
     if not resumes and read_status(out) is not None:
         yield
