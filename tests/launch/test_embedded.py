@@ -19,7 +19,7 @@ WORDS = [
     *("--data.seq_len", "64", "--train.batch_tokens", "512", "--train.eval_tokens", "512"),
     *("--train.steps", "4", "--layout.dp", "2"),
 ]
-TIMEOUT_S = 120
+TIMEOUT_S = 280
 
 SCRIPT = """
 import sys
