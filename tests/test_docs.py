@@ -18,11 +18,10 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.cli.overview import SUMMARIES
 from meshwright.cli.parser import Call
-from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.rank.env import resized, resolve
 from meshwright.rank.failure import KINDS
 from meshwright.spec import load
-from meshwright.spec.errors import REQUEUE
+from meshwright.spec.errors import CRASH_LOOP, REQUEUE
 from meshwright.spec.load import from_tree, read_tree
 from meshwright.spec.schema import Key, known_keys
 

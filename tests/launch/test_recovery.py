@@ -20,10 +20,10 @@ import pytest
 from meshwright.api import runs
 from meshwright.comm.heartbeat import PHASES
 from meshwright.launch import hang, slow, start
-from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.rank.failure import RanksFailed
 from meshwright.runs.record import read_run
 from meshwright.spec import UserError
+from meshwright.spec.errors import CRASH_LOOP
 from supervised import (
     STEPS,
     Fault,

@@ -18,10 +18,10 @@ import pytest
 
 from meshwright.launch import restarts as policy
 from meshwright.launch import start as generation
-from meshwright.launch.restarts import CRASH_LOOP
 from meshwright.launch.start import End, Job
 from meshwright.launch.supervisor import Restarts, Supervisor
 from meshwright.rank.failure import Outcome
+from meshwright.spec.errors import CRASH_LOOP
 from meshwright.spec.sections import RecoverySpec
 from supervised import alive, parent
 

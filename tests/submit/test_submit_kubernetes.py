@@ -11,16 +11,17 @@ import pytest
 import yaml
 
 from meshwright import api
-from meshwright.launch.restarts import CRASH_LOOP
+from meshwright.rank.failure import FATAL
 from meshwright.spec import UserError
 from meshwright.spec.errors import (
+    CRASH_LOOP,
     REQUEUE,
     CollectiveError,
     DataError,
     NumericalError,
     StorageError,
 )
-from meshwright.submit.kubernetes import FATAL, SAVED, state_of
+from meshwright.submit.kubernetes import state_of
 
 MODELS = {
     "TrainJob": "TrainerV1alpha1TrainJob",
@@ -84,12 +85,11 @@ def test_a_field_that_no_model_has_is_noticed(tmp_path: Path) -> None:
 
 
 def test_exit_codes_are_those_of_the_program(tmp_path: Path) -> None:
-    errors = (UserError, CollectiveError, DataError, NumericalError)
+    errors = (UserError, CollectiveError, StorageError, DataError, NumericalError)
     assert sorted([*(error.code for error in errors), CRASH_LOOP]) == [*FATAL]
-    assert SAVED == (REQUEUE,)
     rules = spec_of_job(manifests(tmp_path))["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["FailJob", "Ignore", "Count"]
-    assert StorageError.code not in (*rules[0]["onExitCodes"]["values"], *rules[2]["onExitCodes"]["values"])
+    assert rules[0]["onExitCodes"]["values"] == [*FATAL] and rules[2]["onExitCodes"]["values"] == [REQUEUE]
     container = spec_of_job(manifests(tmp_path))["template"]["spec"]["containers"][0]["name"]
     assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {container}
 

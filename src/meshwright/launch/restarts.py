@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from meshwright.rank.failure import Outcome
+from meshwright.spec.errors import CRASH_LOOP
 
-CRASH_LOOP = 79
-"""Exit code of a run that fails again and again without getting further."""
 BACK_OFF_S = (0.0, 1.0, 5.0, 30.0)
 """Pauses before restarts that follow each other without progress; the last holds for all further ones."""
 

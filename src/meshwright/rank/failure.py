@@ -23,6 +23,7 @@ from typing import Any
 from meshwright import atomic
 from meshwright.spec import UserError
 from meshwright.spec.errors import (
+    CRASH_LOOP,
     ECHOES,
     JOB_ENDS,
     CollectiveError,
@@ -37,6 +38,9 @@ INTERRUPTED = 130
 
 KINDS = {kind.code: kind for kind in (UserError, CollectiveError, StorageError, DataError, NumericalError)}
 """Errors whose sentence says it all, by exit code."""
+
+FATAL = tuple(sorted((*KINDS, CRASH_LOOP)))
+"""Exit codes of ends that no new start of the same command mends, by which a job is not started again."""
 
 _MEMORY = {
     True: "; the system has killed a process of this container or job for want of memory",

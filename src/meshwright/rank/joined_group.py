@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_LOCAL: dict[int, tuple[int, int]] = {}
-"""Local rank and ranks of this host, by the identity of the group's store: hosts of a group do not change."""
+_learned: tuple[Any, tuple[int, int]] | None = None
+"""A group, and this process's local rank in it with the ranks of its host: hosts of a group do not change."""
 
 
 def joined_world() -> tuple[int, int] | None:
@@ -46,24 +46,21 @@ def place_on_host(rank: int, size: int) -> tuple[int, int]:
     given = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if all(text.isdecimal() for text in given):
         return int(given[0]), int(given[1])
-    return _LOCAL.get(id(_store()), (rank, size))
+    import torch.distributed as dist
+
+    if _learned is not None and _learned[0] is dist.group.WORLD:
+        return _learned[1]
+    return rank, size
 
 
 def learn_hosts() -> None:
-    """Learn from each other's host names which ranks share a host; all ranks call it, and wait for all."""
+    """Learn from each other's host names which ranks share a host, in one collective of all ranks."""
     import torch.distributed as dist
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store, own = _store(), socket.gethostname()
-    if id(store) in _LOCAL or size == 1:
+    global _learned
+    group, own = dist.group.WORLD, socket.gethostname()
+    if _learned is not None and _learned[0] is group:
         return
-    store.set(f"meshwright/host/{rank}", own)
-    hosts = [store.get(f"meshwright/host/{other}").decode() for other in range(size)]
-    _LOCAL[id(store)] = hosts[:rank].count(own), hosts.count(own)
-
-
-def _store() -> Any:
-    """The store of the default group."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, own)
+    _learned = group, (hosts[: dist.get_rank()].count(own), hosts.count(own))

@@ -63,6 +63,8 @@ ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to save and end: Ctrl-C, a scheduler's, a lost terminal's, Slurm's `--signal`."""
+CRASH_LOOP = 79
+"""Exit code of a run whose ranks fail again and again, and get no further."""
 REQUEUE = 75
 """Exit code of a run that was stopped and has saved: start it again (EX_TEMPFAIL of sysexits.h)."""
 

@@ -14,17 +14,15 @@ from typing import Any
 
 import yaml
 
+from meshwright.rank.failure import FATAL
 from meshwright.spec import UserError
+from meshwright.spec.errors import REQUEUE
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
 from meshwright.submit.scheduler import State
 from meshwright.submit.submission import Submission
 from meshwright.submit.yaml_text import documents
 
-FATAL = (2, 70, 77, 78, 79)
-"""Exit codes of ends that no new start can mend (docs/recovery.md#exit-codes)."""
-SAVED = (75,)
-"""Exit code of a run that was stopped, and has saved."""
 GPU = "nvidia.com/gpu"
 RUN_FOLDER = "/etc/meshwright"
 """Where pods find the run file, which a ConfigMap carries."""
@@ -158,7 +156,7 @@ def _set_of_pods(job: ClusterJob, member: int) -> Object:
     rules = [
         {"action": "FailJob", "onExitCodes": {**only, "values": list(FATAL)}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Count", "onExitCodes": {**only, "values": list(SAVED)}},
+        {"action": "Count", "onExitCodes": {**only, "values": [REQUEUE]}},
     ]
     spec = {
         "completionMode": "Indexed",

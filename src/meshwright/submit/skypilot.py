@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec import UserError
+from meshwright.spec.errors import REQUEUE
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import output_of
 from meshwright.submit.scheduler import State
@@ -25,8 +26,6 @@ _STATES: dict[str, State] = {
 """How SkyPilot calls the states of managed jobs; all others begin with FAILED."""
 RUN_FILE = "/tmp/meshwright/run.toml"
 """Where nodes find the run file, which the task carries."""
-SAVED = 75
-"""Exit code of a run that was stopped, and has saved; see docs/recovery.md#exit-codes."""
 
 
 class SkyPilot:
@@ -94,7 +93,7 @@ def task(job: ClusterJob) -> dict[str, Any]:
             )
         resources[name] = yaml.safe_load(text)
     # Only a run that has saved is started again; nodes that are lost SkyPilot replaces by itself.
-    resources["job_recovery"] = {"recover_on_exit_codes": [SAVED]}
+    resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
     found: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "resources": resources}
     found["volumes"] = {target: volume for volume, target in job.mounts}
     if job.environment:
