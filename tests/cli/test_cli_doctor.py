@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from stand_ins import be_rank, last_json, stand_in
 
 from meshwright.cli.main import main
+from meshwright.spec import UserError, load
 
 CLEAN: dict[str, Any] = {
     "healthy": True, "fails": False, "ranks": 2, "hosts": 1, "findings": [], "measured": {}, "seconds": 0.5,
@@ -73,3 +75,15 @@ def test_ranks_other_than_the_first_print_nothing(
     be_rank(monkeypatch, 1)
     stand_in(monkeypatch, "doctor", {})
     assert main(["doctor"]) == 0 and capsys.readouterr().out == ""
+
+
+def test_a_runs_folder_is_where_it_goes_on_and_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--out: .*file is a file, not a folder; give another --out"):
+        main(["doctor", "--model.preset", "tiny", "--nproc", "1", "--out", str(tmp_path / "file")])
+    (tmp_path / "run.json").write_text(json.dumps({"spec": load(None, []).to_json()}))
+    called = stand_in(monkeypatch, "doctor", CLEAN)
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert called.only[1]["out"] == tmp_path

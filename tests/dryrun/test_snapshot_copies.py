@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from copied_states import states_that_are_copied
 
 from faked_gpu import tiny
 from meshwright.checkpoint import snapshots
@@ -74,16 +75,7 @@ def taken(flags: dict[str, object], fence: bool) -> dict[str, Any]:
 
 
 @faked
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"layout__zero": 1, "train__ema": 0.99},
-        {"train__optimiser": "muon", "layout__tp": 2, "layout__dp": 1, "layout__zero": 0},
-        {"model__moe__experts": 4, "model__moe__top_k": 2, "model__moe__ffn": 64, "layout__ep": 2},
-    ],
-    ids=lambda flags: ", ".join(f"{key}={value}" for key, value in flags.items()) or "zero-3",
-)
+@states_that_are_copied
 def test_training_neither_waits_nor_hashes_and_nothing_races(
     process: FakeCudaProcess, flags: dict[str, object]
 ) -> None:

@@ -17,18 +17,14 @@ from meshwright.runs.record import read_metrics, read_run
 from meshwright.runs.status import read_status
 from meshwright.spec import UserError
 from slurm import Slurm, missing, slurm
+from small_run_file import run_file
 
 pytestmark = pytest.mark.timeout(1200)  # jobs wait for each other, and for a scheduler's turns
 
 STEPS = 60
 TRAINED_S = 300.0
 """Most time in which a job of so few steps is over, also beside other work."""
-RUN = f"""
-model = {{ preset = "tiny", layers = 1, hidden = 64, ffn = 64, vocab_size = 300 }}
-data = {{ tokenizer = "byte", corpus = "synthetic", seq_len = 64 }}
-train = {{ batch_tokens = 512, eval_tokens = 512, steps = {STEPS}, log_every = 1 }}
-layout = {{ dp = 2 }}
-"""
+RUN = run_file(STEPS)
 SIZE = ["--gpus-per-node", "1", "--cpu", "--cpus-per-rank", "1"]
 """Two nodes of a core, without GPUs."""
 

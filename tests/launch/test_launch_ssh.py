@@ -17,16 +17,12 @@ from meshwright.runs.record import read_metrics, read_run
 from meshwright.runs.status import read_status
 from meshwright.spec import UserError
 from node_namespaces import BRIDGE, address, namespaces
+from small_run_file import run_file
 
 STEPS = 40
 TRAINED_S = 240.0
 """Most time in which a run of so few steps is over, also beside other work."""
-RUN = f"""
-model = {{ preset = "tiny", layers = 1, hidden = 64, ffn = 64, vocab_size = 300 }}
-data = {{ tokenizer = "byte", corpus = "synthetic", seq_len = 64 }}
-train = {{ batch_tokens = 512, eval_tokens = 512, steps = {STEPS}, log_every = 1 }}
-layout = {{ dp = 2 }}
-"""
+RUN = run_file(STEPS)
 SERVER = """
 HostKey {folder}/key
 AuthorizedKeysFile {folder}/key.pub

@@ -16,18 +16,13 @@ import pytest
 
 from meshwright import api
 from meshwright.runs.record import read_metrics, read_run
+from small_run_file import run_file
 
 pytest.importorskip("ray", reason="Ray is not installed here: make ray")
 
 SCRIPT = Path(__file__).parents[2] / "examples/clusters/ray_train.py"
 STEPS = 200
-RUN = f"""
-model = {{ preset = "tiny", layers = 1, hidden = 64, ffn = 64, vocab_size = 300 }}
-data = {{ tokenizer = "byte", corpus = "synthetic", seq_len = 64 }}
-train = {{ batch_tokens = 512, eval_tokens = 512, steps = {STEPS}, log_every = 1 }}
-layout = {{ dp = 2 }}
-checkpoint = {{ every = 10 }}
-"""
+RUN = run_file(STEPS) + "checkpoint = { every = 10 }\n"
 TIMEOUT_S = 240
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PATH": PROGRAMS}

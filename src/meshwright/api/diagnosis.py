@@ -8,6 +8,7 @@ from typing import Annotated
 
 from meshwright.api.options import Option, folder_name
 from meshwright.api.ranks import Result, run_on_ranks
+from meshwright.api.start_checks import nearest_folder
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster as hardware_of
 from meshwright.profile.machine import gpus
@@ -37,6 +38,8 @@ def doctor(
     `hosts` and `seconds`, and {} on others, but on each rank that could not meet the others. Nothing that is
     written stays. Raises `UserError`.
     """
+    if out is not None:
+        nearest_folder(out)
     ranks = _ranks(spec, nproc)
     call = partial(doctor_worker, spec, out=out, cluster=_expected(cluster))
     return run_on_ranks(call, ranks, modules=MODULES)

@@ -81,6 +81,10 @@ def _job(
     on: str, run: Path | None, spec: RunSpec, written: bool, overrides: Overrides, given: LaunchOptions
 ) -> tuple[ClusterJob, list[str]]:
     """The job of a run, and sentences on its size; with `written` its run file is made of the spec."""
+    if given["at_once"] is not None and not given["sweep"]:
+        raise UserError(
+            f"--at-once: {given['at_once']} is of a sweep's runs; add --sweep KEY=A,B, or leave it out"
+        )
     here, timed = SCHEDULERS[on].here, given["time"] is None and on == "slurm"
     size = size_of(spec, given["nodes"], given["gpus_per_node"], given["cluster"], given["cpu"], timed)
     name = given["name"] or ("train" if run is None else name_of(run))

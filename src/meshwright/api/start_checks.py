@@ -61,13 +61,19 @@ def check_inputs(spec: RunSpec) -> None:
             source.check_first(tokenizer)
 
 
+def nearest_folder(out: Path) -> Path:
+    """Return the folder of `--out`, or the first above it that is there. Raises `UserError` for a file."""
+    there = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise UserError(f"--out: {there} is a file, not a folder; give another --out")
+    return there
+
+
 def check_writable_folder(out: Path | None) -> None:
     """Raise `UserError` if the folder of `--out` cannot be made, or nothing can be written into it."""
     if out is None:
         return
-    there = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
-    if not there.is_dir():
-        raise UserError(f"--out: {there} is a file, not a folder; give another --out")
+    there = nearest_folder(out)
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"--out: {out} cannot be written, as {there} may not be; give another --out")
 

@@ -18,7 +18,9 @@ def doctor(call: Call) -> int:
     """Examine the hosts; the exit code is 1 if a run would fail there."""
     place, flags = worker(), dict(call.flags)
     nproc = flags.pop("nproc")
-    named = bool(call.words or call.overrides)
+    named, run = bool(call.words or call.overrides), call.path()
+    if flags["out"] is None and run is not None and run.is_dir():
+        flags["out"] = run  # where a run goes on without --out
     spec = spec_of(call, place.world_size if place else None) if named else None
     found = api.doctor(spec, nproc=None if nproc is None else nproc_of(nproc), **flags)
     if not found:  # the first rank tells it

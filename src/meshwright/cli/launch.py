@@ -68,7 +68,7 @@ def _show_status(result: Mapping[str, Any]) -> None:
     show.table(
         [
             {
-                "run": run["out"],
+                "run": Path(run["out"]).name,
                 "job": run["state"],
                 "status": run["status"],
                 "progress": in_words(run),
@@ -107,4 +107,6 @@ def stop(call: Call) -> None:
 
 def _show_stopped(result: Mapping[str, Any]) -> None:
     states = ", ".join(dict.fromkeys(result["states"]))
-    show.line(f"{result['scheduler']}: {' '.join(result['ids'])} is told to save and end; it was {states}")
+    done = {"running": "is told to save and end", "pending": "is taken out of the queue"}
+    told = next((words for state, words in done.items() if state in result["states"]), "had ended before")
+    show.line(f"{result['scheduler']}: {' '.join(result['ids'])} {told}; it was {states}")

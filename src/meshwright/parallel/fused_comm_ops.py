@@ -134,52 +134,54 @@ def empty(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape or like.shape)
 
 
+def _backward(
+    name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
+) -> list[Tensor]:
+    """Gradients of the inputs in the places `returned`.
+
+    If it `adds`, it knows the parameters of what is saved, and adds the gradients of weights in other places.
+    """
+    op = _ops[name]
+    known = op.parameters_of(saved) if adds else {}
+    found = op.backward(saved, grads, [*known.values()])
+    for place, parameter in known.items():
+        if place not in returned and found[place] is not None:
+            parameter.grad = found[place]  # it was added nowhere: the parameter's hook takes it
+    due = [grad for place in returned if (grad := found[place]) is not None]
+    assert len(due) == len(returned)
+    return due
+
+
+def _backward_like(
+    name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
+) -> list[Tensor]:
+    """Empty tensors like those of `_backward`."""
+    found = _ops[name].gradients_like(saved, grads)
+    return [found[place] for place in returned]
+
+
 def _define(kind: Kind, single: bool) -> Any:
     """Register a custom operator of a kind, whose result may be a `single` one, and its backward; returns
-    the former.
-
-    The backward computes the gradients of inputs in the places `returned`. If it `adds`, it knows the
-    parameters of what is saved, and adds the gradients of weights in other places.
-    """
+    the former."""
     schema = f"(str name, Tensor[] inputs) -> {'Tensor' if single else 'Tensor[]'}"
-    schema_backward = "(str name, Tensor[] saved, Tensor[] grads, int[] returned, bool adds) -> Tensor[]"
+    short = f"joint_{kind}_one" if single else f"joint_{kind}"
+    operator = f"meshwright::{short}"
 
     def results(found: Tensors) -> Any:
         return found[0] if single else list(found)
 
-    def forward_body(name: str, inputs: list[Tensor]) -> Any:
+    def forward(name: str, inputs: list[Tensor]) -> Any:
         return results(_ops[name].forward(inputs))
 
-    def backward_body(
-        name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
-    ) -> list[Tensor]:
-        op = _ops[name]
-        known = op.parameters_of(saved) if adds else {}
-        found = op.backward(saved, grads, [*known.values()])
-        for place, parameter in known.items():
-            if place not in returned and found[place] is not None:
-                parameter.grad = found[place]  # it was added nowhere: the parameter's hook takes it
-        due = [grad for place in returned if (grad := found[place]) is not None]
-        assert len(due) == len(returned)
-        return due
-
-    short = f"joint_{kind}_one" if single else f"joint_{kind}"
-    operator = f"meshwright::{short}"
-    joint = torch.library.custom_op(operator, forward_body, mutates_args=(), schema=schema)
+    joint = torch.library.custom_op(operator, forward, mutates_args=(), schema=schema)
     backward = torch.library.custom_op(
-        f"{operator}_backward", backward_body, mutates_args=(), schema=schema_backward
+        f"{operator}_backward", _backward, mutates_args=(), schema=SCHEMA_OF_BACKWARD
     )
+    backward.register_fake(_backward_like)
 
     @joint.register_fake
     def _(name: str, inputs: list[Tensor]) -> Any:
         return results(_ops[name].results_like(inputs))
-
-    @backward.register_fake
-    def _(
-        name: str, saved: list[Tensor], grads: list[Tensor], returned: list[int], adds: bool
-    ) -> list[Tensor]:
-        found = _ops[name].gradients_like(saved, grads)
-        return [found[place] for place in returned]
 
     def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: Any) -> None:
         ctx.name, ctx.inputs = inputs[0], len(inputs[1])
@@ -187,22 +189,22 @@ def _define(kind: Kind, single: bool) -> Any:
         ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], [output] if single else output))
 
     def differentiate(ctx: Any, given: Any) -> tuple[None, list[Tensor | None]]:
-        grads = [given] if single else given
         needed = [place for place, needs in enumerate(ctx.needs_input_grad[1]) if needs]
         adds = bool(ctx.weights) and 0 in needed
         returned = [place for place in needed if not (adds and place in ctx.weights)]
-        found = backward(ctx.name, list(ctx.saved_tensors), grads, returned, adds)
+        found = backward(ctx.name, list(ctx.saved_tensors), [given] if single else given, returned, adds)
         by_place = dict(zip(returned, found, strict=True))
         return None, [by_place.get(place) for place in range(ctx.inputs)]
 
     joint.register_autograd(differentiate, setup_context=save)
     namespace = torch.ops.meshwright
-    BODIES[getattr(namespace, f"{short}_backward").default] = backward_body
+    BODIES[getattr(namespace, f"{short}_backward").default] = _backward
     own = getattr(namespace, short).default
-    BODIES[own] = forward_body
+    BODIES[own] = forward
     return own
 
 
+SCHEMA_OF_BACKWARD = "(str name, Tensor[] saved, Tensor[] grads, int[] returned, bool adds) -> Tensor[]"
 BODIES: dict[Any, Any] = {}
 """Operator -> what it computes and sends, as a function of its arguments."""
 _operators: dict[tuple[Kind, bool], Any] = {

@@ -54,6 +54,11 @@ class Slurm:
                 "--ranks-by: torchrun makes a world of one size, and --nodes has a range; give one number of "
                 "nodes, or leave out --ranks-by"
             )
+        for option in job.options:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", option.partition("=")[0]):
+                raise UserError(
+                    f"--option: {option!r} begins with no name that sbatch could know; give NAME=VALUE, or NAME"
+                )
         for source, target in job.mounts:
             if {",", ":"} & {*source, *target}:
                 raise UserError(

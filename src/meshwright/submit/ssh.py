@@ -31,6 +31,8 @@ class Ssh:
                 f"--hosts: {len(job.hosts)} hosts are given, and the job has {job.nodes} nodes; give a host "
                 f"for each, as --hosts a,b"
             )
+        if len({*job.hosts}) < len(job.hosts):
+            raise UserError(f"--hosts: {','.join(job.hosts)} has a host twice; give each once")
         if any(host.startswith("-") for host in job.hosts):
             raise UserError(
                 f"--hosts: {' '.join(job.hosts)} has a word that ssh takes for a flag; give names"
