@@ -57,7 +57,8 @@ class Slurm:
         for option in job.options:
             if not re.fullmatch(r"[A-Za-z][\w-]*", option.partition("=")[0]):
                 raise UserError(
-                    f"--option: {option!r} begins with no name that sbatch could know; give NAME=VALUE, or NAME"
+                    f"--option: {option!r} begins with no name that sbatch could know; give NAME=VALUE, or "
+                    f"NAME"
                 )
         for source, target in job.mounts:
             if {",", ":"} & {*source, *target}:
