@@ -202,6 +202,18 @@ def test_a_lone_process_is_a_world_of_one_on_loopback(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
+def test_the_interface_of_a_world_is_left_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process starts next may have other hosts, whose messages loopback does not carry."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with process_group(None):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == env.LOOPBACK
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", env.LOOPBACK)
+    with process_group(None):
+        pass
+    assert os.environ["GLOO_SOCKET_IFNAME"] == env.LOOPBACK
+
+
 def test_every_axis_that_counts_is_known() -> None:
     layout = from_tree({}).layout
     product = 1

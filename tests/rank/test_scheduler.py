@@ -14,6 +14,7 @@ from meshwright.rank.scheduler import JOB_END, deadly_signal, job, job_end
 from meshwright.spec import UserError
 from meshwright.spec.sections import RecoverySpec
 from meshwright.train.job_end import LEAST_MARGIN_S, JobEnd
+from small_run_file import run_file
 
 
 def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -93,3 +94,14 @@ def test_a_torchrun_that_the_jobs_signal_would_kill_is_a_warning(handled: bool) 
     )  # fmt: skip
     assert ("--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in done.stdout) is not handled
     assert deadly_signal({"SLURM_JOB_ID": "41"}) is None
+
+
+def test_an_end_that_is_no_time_is_told_once_by_all_ranks(tmp_path: Path) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(run_file(3), encoding="utf-8")
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--nproc", "2", "--out", str(out)]
+    done = subprocess.run(
+        command, env=os.environ | {JOB_END: "soon"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("MESHWRIGHT_JOB_END: 'soon' is not a time") == 1

@@ -24,6 +24,8 @@ from meshwright.spec import UserError
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 """Variables that set torch's allocator on GPUs, whichever of them is given."""
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interface on which gloo listens."""
 
 
 def init_process_group(
@@ -79,10 +81,9 @@ def process_group(
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
     alone = place is None or (place.launched and place.world_size == 1)
     rank, size = (place.rank, place.world_size) if place is not None and not alone else (0, 1)
-    _choose_interface(place)
-    if device_type == "cpu" and os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:
-        check_loopback()
-    with ExitStack() as stack, _left_at_end(), errors_recorded():
+    with ExitStack() as stack, _interface_chosen(place), _left_at_end(), errors_recorded():
+        if device_type == "cpu" and os.environ.get(INTERFACE) == LOOPBACK:
+            check_loopback()
         store: Store = dist.HashStore() if met_at is None else met_at  # type: ignore[attr-defined]
         if place is not None and not alone and met_at is None:
             store = stack.enter_context(world_store(place, process_groups.TIMEOUT, folder))
@@ -95,12 +96,27 @@ def process_group(
         dist.barrier()  # no rank hangs up on one that still listens
 
 
-def _choose_interface(place: Worker | None) -> None:
-    """Let gloo listen on loopback where all ranks are on this host, and else where others reach it."""
-    if place is None or place.local_world_size == place.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    elif not place.launched and (found := interface_towards(master(os.environ)[0])) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+@contextmanager
+def _interface_chosen(place: Worker | None) -> Iterator[None]:
+    """Block in which gloo listens on loopback where all ranks are on this host, and else where others reach it.
+
+    What the user has set stays. The environment is as before afterwards, since what this process starts or
+    joins next may have other hosts.
+    """
+    chosen: str | None = None
+    if INTERFACE not in os.environ:
+        if place is None or place.local_world_size == place.world_size:
+            chosen = LOOPBACK
+        elif not place.launched:
+            chosen = interface_towards(master(os.environ)[0])
+    if chosen is None:
+        yield
+        return
+    os.environ[INTERFACE] = chosen
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERFACE, None)
 
 
 @contextmanager

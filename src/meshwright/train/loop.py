@@ -81,7 +81,8 @@ class TrainingRun:
         self.metrics = Metrics(trainer)
         self.validation = Validation(spec, mesh, trainer, corpus, loader, observers)
         self._stand_at(StartingPoint(SampleRecord(mesh)))
-        self.job_end = JobEnd(spec.recovery, self.control.rank == 0)
+        first = self.control.rank == 0
+        self.job_end = self.control.together(lambda: JobEnd(spec.recovery, first))
         self.skipped = self.steps_timed = self.warned = 0
 
     def execute(self, resume: str | None) -> Row:
