@@ -98,7 +98,7 @@ def process_group(
 
 @contextmanager
 def _interface_chosen(place: Worker | None) -> Iterator[None]:
-    """Block in which gloo listens on loopback where all ranks are on this host, and else where others reach it.
+    """Block in which gloo listens on loopback where all ranks are on this host; else where others reach it.
 
     What the user has set stays. The environment is as before afterwards, since what this process starts or
     joins next may have other hosts.
