@@ -367,6 +367,7 @@ def test_gradients_of_graphs_outlive_the_step(process: FakeCudaProcess) -> None:
     plain, graphs = (row_of(process, run(flags, train__cuda_graphs=on)) for on in ("false", "true"))
     assert graphs["states"] == plain["states"]
     assert plain["peak"] <= graphs["peak"] <= 1.1 * plain["peak"]
+    assert sum(graphs["components"].values()) == graphs["peak"]  # the pool of graphs, too
 
 
 @faked

@@ -313,6 +313,7 @@ class FakeMemory(TorchDispatchMode):
         """Let what is allocated from here on be in the pool of CUDA graphs, also where that has room."""
         if self._idle is not None:
             self._remove(self._idle)
+            self._idle = None
         self._base = self._high = self.total
 
     def end_capture(self, kind: str) -> None:
@@ -386,7 +387,9 @@ class FakeMemory(TorchDispatchMode):
 
     def at_peak(self) -> list[TrackedStorage]:
         """All storages that existed at the peak."""
-        return [held for held in (*self._gone, *self._held.values()) if held.born <= self._peak_at]
+        idle = [] if self._idle is None else [self._idle]
+        there = (*self._gone, *self._held.values(), *idle)
+        return [held for held in there if held.born <= self._peak_at]
 
     def restart(self) -> None:
         """Reset the peaks to what is allocated now."""
