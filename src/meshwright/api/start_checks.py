@@ -83,6 +83,7 @@ def check_here(spec: RunSpec, out: Path, resume: str | None) -> None:
     check_packages(spec)
     check_folder(spec, out, resume)
     if resume is None:
+        check_second_tier(spec)
         check_weights(spec)
     else:
         check_resumed_weights(spec, out)
@@ -104,7 +105,7 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
                 f"--out: {out} already holds a run; continue it with --resume auto, or give another --out"
             )
         return
-    from meshwright.checkpoint.directory import candidates, latest_step
+    from meshwright.checkpoint.directory import candidates, latest_step, published
     from meshwright.runs.record import last_checkpoint
 
     teacher = None if spec.distil is None else spec.distil.teacher
@@ -118,11 +119,32 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         if not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         candidates(checkpoints, int(resume))
+    elif not published(checkpoints) and _second_tier(spec):
+        return  # it is fetched
     elif latest_step(checkpoints) is None and (before := last_checkpoint(out)) is not None:
         raise UserError(
             f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
             f"the checkpoint.dir that it had, put them back, or give another --out"
         )
+
+
+def check_second_tier(spec: RunSpec) -> None:
+    """Refuse a start from no checkpoint whose `checkpoint.remote` has some, or does not answer."""
+    if _second_tier(spec):
+        raise UserError(
+            f"checkpoint.remote: {spec.checkpoint.remote} already holds checkpoints; go on with --resume "
+            f"auto, or give another URL"
+        )
+
+
+def _second_tier(spec: RunSpec) -> list[str]:
+    """Return the names of the checkpoints at `checkpoint.remote`."""
+    if spec.checkpoint.remote is None:
+        return []
+    from meshwright.checkpoint.remote_checkpoints import KEY, RemoteCheckpoints
+    from meshwright.storage.remote_folder import RemoteFolder
+
+    return RemoteCheckpoints(RemoteFolder(spec.checkpoint.remote, KEY)).history()
 
 
 def check_other_models(spec: RunSpec) -> None:

@@ -76,6 +76,8 @@ class StartingPoints:
         """The newest snapshot or checkpoint for "auto", else the checkpoint of that step."""
         if resume != "auto" and not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
+        if resume == "auto":
+            self.store.fetch(self._check_same_run)
         step, latest = None if resume == "auto" else int(resume), self.store.latest()
         if (found := self._from_memory(resume, latest)) is not None:
             return found
