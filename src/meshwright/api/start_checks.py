@@ -83,7 +83,7 @@ def check_here(spec: RunSpec, out: Path, resume: str | None) -> None:
     check_packages(spec)
     check_folder(spec, out, resume)
     if resume is None:
-        check_second_tier(spec)
+        check_second_tier(spec, out)
         check_weights(spec)
     else:
         check_resumed_weights(spec, out)
@@ -119,8 +119,8 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         if not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         candidates(checkpoints, int(resume))
-    elif not published(checkpoints) and _second_tier(spec):
-        return  # it is fetched
+    elif not published(checkpoints) and _is_fetched(spec):
+        return
     elif latest_step(checkpoints) is None and (before := last_checkpoint(out)) is not None:
         raise UserError(
             f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
@@ -128,23 +128,26 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         )
 
 
-def check_second_tier(spec: RunSpec) -> None:
-    """Refuse a start from no checkpoint whose `checkpoint.remote` has some, or does not answer."""
-    if _second_tier(spec):
-        raise UserError(
-            f"checkpoint.remote: {spec.checkpoint.remote} already holds checkpoints; go on with --resume "
-            f"auto, or give another URL"
-        )
-
-
-def _second_tier(spec: RunSpec) -> list[str]:
-    """Return the names of the checkpoints at `checkpoint.remote`."""
+def check_second_tier(spec: RunSpec, out: Path) -> None:
+    """Refuse a start from no checkpoint whose `checkpoint.remote` has some, or cannot be read and written."""
     if spec.checkpoint.remote is None:
-        return []
-    from meshwright.checkpoint.remote_checkpoints import KEY, RemoteCheckpoints
-    from meshwright.storage.remote_folder import RemoteFolder
+        return
+    from meshwright.checkpoint.remote_checkpoints import remote_checkpoints, writer_of
 
-    return RemoteCheckpoints(RemoteFolder(spec.checkpoint.remote, KEY)).history()
+    remote = remote_checkpoints(spec.checkpoint.remote, tries=2)
+    if remote.history():
+        raise UserError(
+            f"checkpoint.remote: {remote} already holds checkpoints; go on with --resume auto, or give "
+            f"another URL"
+        )
+    remote.claim(writer_of(spec.checkpoint.folder(out)))
+
+
+def _is_fetched(spec: RunSpec) -> bool:
+    """True if `checkpoint.remote` has a checkpoint to go on from."""
+    from meshwright.checkpoint.remote_checkpoints import remote_checkpoints
+
+    return spec.checkpoint.remote is not None and bool(remote_checkpoints(spec.checkpoint.remote).history())
 
 
 def check_other_models(spec: RunSpec) -> None:

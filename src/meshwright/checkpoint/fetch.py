@@ -24,10 +24,9 @@ from meshwright.checkpoint.inspect import verify_part
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import read_part
-from meshwright.checkpoint.remote_checkpoints import KEY, SENT, RemoteCheckpoints, sent_names
+from meshwright.checkpoint.remote_checkpoints import SENT, remote_checkpoints, sent_names
 from meshwright.checkpoint.uploads import in_parallel
 from meshwright.spec.errors import UserError
-from meshwright.storage.remote_folder import RemoteFolder
 from meshwright.units import gigabytes
 
 CheckState = Callable[[dict[str, Any]], None]
@@ -43,7 +42,7 @@ class Fetch:
         self._directory, self._lease, self._disk, self._warnings = directory, lease, disk, warnings
         self._own, self._intact = _own_step(directory)
         # Where the directory has what to go on from, a store that does not answer keeps no restart waiting.
-        self._remote = RemoteCheckpoints(RemoteFolder(url, KEY, tries=None if self._own is None else 1))
+        self._remote = remote_checkpoints(url, tries=None if self._own is None else 1)
         self._latest: str | None = None
 
     def newest(self, check: CheckState) -> dict[str, Any] | None:

@@ -9,6 +9,11 @@ URL/writer.json                 the run that sends files here
 from __future__ import annotations
 
 import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +105,26 @@ class RemoteCheckpoints:
         if content is not None and content != _line(writer):
             other = content[:500].decode(errors="replace")
             raise CheckpointError(
-                f"{KEY}: another run sends its checkpoints to {self} ({other}), so this one does not; give one "
-                f"of the two another URL, or end it"
+                f"{KEY}: another run sends its checkpoints to {self} ({other}), so this one does not; give "
+                f"one of the two another URL, or end it"
             )
+
+
+def remote_checkpoints(
+    url: str, wait: Callable[[float], object] = time.sleep, tries: int | None = None
+) -> RemoteCheckpoints:
+    """Return the checkpoints at a URL; `wait` and `tries` are those of `RemoteFolder`."""
+    return RemoteCheckpoints(RemoteFolder(url, KEY, wait, tries))
+
+
+def writer_of(directory: Path) -> dict[str, Any]:
+    """Return what names this start of a run, of a checkpoint directory, as the writer of a store."""
+    return {
+        "folder": str(directory),
+        "host": socket.gethostname(),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        "token": secrets.token_hex(8),
+    }
 
 
 def sent_names(directory: Path) -> list[str]:

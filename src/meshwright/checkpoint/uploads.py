@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +15,9 @@ from meshwright.checkpoint.directory import latest_line, published, step_of
 from meshwright.checkpoint.disk import LATEST, MANIFEST, Disk
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.reader import parse_manifest, read_manifest_text
-from meshwright.checkpoint.remote_checkpoints import KEY, SENT, RemoteCheckpoints, sent_names
+from meshwright.checkpoint.remote_checkpoints import KEY, SENT, remote_checkpoints, sent_names, writer_of
 from meshwright.checkpoint.retention import is_permanent
 from meshwright.spec.errors import UserError
-from meshwright.storage.remote_folder import RemoteFolder
 
 PARALLEL = 4
 """Files that are sent, or fetched, at once."""
@@ -53,7 +50,7 @@ class Uploads:
         self._directory, self._copies = directory, copies
         self._lease, self._disk, self._warnings = lease, disk, warnings
         self._closing = threading.Event()
-        self._remote = RemoteCheckpoints(RemoteFolder(url, KEY, wait=self._pause))
+        self._remote = remote_checkpoints(url, wait=self._pause)
         self._writer: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -203,7 +200,7 @@ class Uploads:
             )
 
     def _copy(self, path: Path, becomes_latest: bool) -> int:
-        """Send a checkpoint and what it refers to, name it in LATEST and remove old ones; return the bytes."""
+        """Send a checkpoint and what it refers to, name it in LATEST, remove old ones; return the bytes."""
         self._claim()
         manifest = parse_manifest(path, read_manifest_text(path, self._disk))
         sent = 0
@@ -238,12 +235,7 @@ class Uploads:
             self._remote.check_writer(self._writer)
             return
         self._lease.check()
-        writer = {
-            "folder": str(self._directory),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            "token": secrets.token_hex(8),
-        }
+        writer = writer_of(self._directory)
         self._remote.claim(writer)
         self._writer = writer
         there = set(self._remote.history())

@@ -50,6 +50,8 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "generation", "content_md5", 
 """Facts by which a store tells one content of a file from another, the surest first."""
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another try does not mend."""
+_OF_STORES = (OSError, EOFError, ValueError, NotImplementedError)
+"""Errors of the language that libraries of stores raise; others are mistakes of the program."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Numbers of errors of disks that another try does not mend."""
 _UNKNOWN = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError")
@@ -106,9 +108,14 @@ def told(url: str, key: str, verb: str = "read") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not may_pass(error) and not isinstance(error, OSError | ValueError | NotImplementedError):
+        if type(error).__module__ == "builtins" and not isinstance(error, _OF_STORES):
             raise
         if is_missing(error):
+            if verb != "read":
+                reason = f"its bucket or folder is not there ({reason_of(error)})"
+                raise UserError(
+                    f"{key}: {url} cannot be {verb}, as {reason}; make it, or give another"
+                ) from error
             raise UserError(f"{key}: there is no file or folder {url} (any more); give another") from error
         remedy = "see whether the address, the connection and the credentials are right, and start again"
         raise UserError(f"{key}: {url} cannot be {verb} ({reason_of(error)}); {remedy}") from error
