@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
+from meshwright import api
+from meshwright.api.start_checks import check_folder, check_second_tier
 from meshwright.checkpoint.directory import latest_step, published
 from meshwright.comm.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -227,7 +229,7 @@ def test_another_runs_store_is_refused_before_a_byte_is_fetched(
     start(ranks, tiered(corpus, tmp_path / "store"), tmp_path / "a")
     other = tiered(corpus, tmp_path / "store", train__lr=0.5)
     for error in ranks.run(other.layout, refused, other, tmp_path / "b"):
-        assert "is of another run: train.lr was 0.01 and is 0.5" in error
+        assert f"in file://{tmp_path}/store is of another run: train.lr was 0.01 and is 0.5" in error
     assert not published(tmp_path / "b" / "checkpoints")
 
 
@@ -235,3 +237,50 @@ def refused(mesh: Mesh, spec: RunSpec, out: Path) -> str:
     with pytest.raises(UserError) as told:
         open_run(spec, mesh, out, Observers([])).execute("auto")
     return str(told.value)
+
+
+def test_checkpoints_that_a_run_has_lost_are_fetched_and_others_refused(corpus: Path, tmp_path: Path) -> None:
+    """The folder of the run is there, and its record tells of a checkpoint."""
+    spec = tiered(corpus, tmp_path / "store", layout__dp=1, train__stop_at=HALF)
+    flags = {"quiet": True, "supervise": False}
+    api.train(spec, out=tmp_path / "a", **flags)
+    for path in (tmp_path / "a" / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    check_folder(spec, tmp_path / "a", "auto")
+    (tmp_path / "a" / "checkpoints" / "LATEST").unlink()
+    check_folder(spec, tmp_path / "a", "auto")
+    with pytest.raises(UserError, match=r"holds no checkpoint, but .* has saved one at step 5"):
+        check_folder(spec_of(corpus), tmp_path / "a", "auto")
+    whole = api.train(spec_of(corpus), out=tmp_path / "whole", **flags)
+    spec = tiered(corpus, tmp_path / "store", layout__dp=1)
+    found = api.train(spec, out=tmp_path / "a", resume="auto", **flags)
+    assert found["parameters_sha256"] == whole["parameters_sha256"]
+    with pytest.raises(UserError, match=r"checkpoint\.remote: file://.* already holds checkpoints; go on"):
+        api.train(spec, out=tmp_path / "b", **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            {"checkpoint__remote": "bucket/run"},
+            "is no URL; give one such as s3://bucket/run or file:///folder",
+        ),
+        (
+            {"checkpoint__remote": "https://host/run"},
+            "https://host/run cannot be written to; give one such as",
+        ),
+        ({"checkpoint__remote": "sftp://me:secret@host/run"}, "the URL of host has a password"),
+        ({"checkpoint__remote_every": 2}, "counts the checkpoints that are copied to checkpoint.remote"),
+    ],
+)
+def test_a_url_that_is_no_store_is_a_sentence(corpus: Path, flags: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError) as error:
+        spec_of(corpus, **flags)
+    assert told in str(error.value) and "secret" not in str(error.value)
+
+
+def test_a_protocol_without_its_package_is_told_at_the_start(corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, checkpoint__remote="nowhere://bucket/run")
+    with pytest.raises(UserError, match=r"checkpoint\.remote: nowhere://bucket/run begins with nowhere://"):
+        check_second_tier(spec, tmp_path)

@@ -106,6 +106,7 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
             )
         return
     from meshwright.checkpoint.directory import candidates, latest_step, published
+    from meshwright.checkpoint.disk import LATEST
     from meshwright.runs.record import last_checkpoint
 
     teacher = None if spec.distil is None else spec.distil.teacher
@@ -119,9 +120,12 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         if not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         candidates(checkpoints, int(resume))
-    elif not published(checkpoints) and _is_fetched(spec):
         return
-    elif latest_step(checkpoints) is None and (before := last_checkpoint(out)) is not None:
+    before = last_checkpoint(out)
+    was_some = before is not None or os.path.lexists(checkpoints / LATEST)
+    if not published(checkpoints) and was_some and _is_fetched(spec):
+        return
+    if latest_step(checkpoints) is None and before is not None:
         raise UserError(
             f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
             f"the checkpoint.dir that it had, put them back, or give another --out"
@@ -145,9 +149,11 @@ def check_second_tier(spec: RunSpec, out: Path) -> None:
 
 def _is_fetched(spec: RunSpec) -> bool:
     """True if `checkpoint.remote` has a checkpoint to go on from."""
-    from meshwright.checkpoint.remote_checkpoints import remote_checkpoints
+    from meshwright.checkpoint.remote_checkpoints import answering, remote_checkpoints
 
-    return spec.checkpoint.remote is not None and bool(remote_checkpoints(spec.checkpoint.remote).history())
+    url = spec.checkpoint.remote
+    with answering():
+        return url is not None and bool(remote_checkpoints(url).history())
 
 
 def check_other_models(spec: RunSpec) -> None:

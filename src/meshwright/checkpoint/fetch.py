@@ -24,9 +24,8 @@ from meshwright.checkpoint.inspect import verify_part
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import read_part
-from meshwright.checkpoint.remote_checkpoints import SENT, remote_checkpoints, sent_names
+from meshwright.checkpoint.remote_checkpoints import SENT, answering, remote_checkpoints, sent_names
 from meshwright.checkpoint.uploads import in_parallel
-from meshwright.spec.errors import UserError
 from meshwright.units import gigabytes
 
 CheckState = Callable[[dict[str, Any]], None]
@@ -80,7 +79,7 @@ class Fetch:
         Where the store's LATEST is what this directory's run made it, all that came after is here, and if an
         earlier step is LATEST here, the run went back to it.
         """
-        with self._answering():
+        with answering():
             self._latest = self._remote.latest()
             if self._own is not None and self._latest is not None:
                 ours = self._intact and self._latest in sent_names(self._directory)
@@ -92,12 +91,12 @@ class Fetch:
     def _fetch(self, name: str, check: CheckState) -> dict[str, Any]:
         """Make a checkpoint of the store one of the directory, and its LATEST."""
         begun = time.perf_counter()
-        with self._answering():
+        with answering():
             text, manifest = self._remote.manifest(name)
         check(manifest.state)
         frozen, fetched = manifest.frozen, 0
         if frozen is not None and not (self._directory / frozen).is_dir():
-            with self._answering():
+            with answering():
                 frozen_text, its = self._remote.manifest(frozen)
             parse_frozen(self._directory / frozen, frozen_text)
             fetched += self._fetch_folder(frozen, frozen_text, its, lambda: self._directory / frozen)
@@ -174,25 +173,15 @@ class Fetch:
                 lack = f"it needs {gigabytes(needed)} and {gigabytes(free)} are free"
                 raise SaveError(f"no space in {self._directory} for {self._remote}/{name}: {lack}")
         fetch = self._remote.folder.fetch
-        with self._answering():
+        with answering():
             in_parallel(
                 [partial(fetch, f"{name}/{file}", temporary / file, size) for file, size in files.items()]
             )
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        with self._answering():
+        with answering():
             return self._remote.folder.sizes()
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Raise UnreadableError for a store that does not answer, which is no damage."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except UserError as error:
-            raise UnreadableError(str(error)) from error
 
     @contextmanager
     def _saving(self, name: str) -> Iterator[None]:

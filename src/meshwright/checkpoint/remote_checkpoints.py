@@ -12,14 +12,15 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.directory import name_of_line, ordered, step_of
 from meshwright.checkpoint.disk import FROZEN, LATEST, MANIFEST, parse_step_name
-from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, reading
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, UnreadableError, reading
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import MAX_ROOT_BYTES
 from meshwright.checkpoint.retention import is_permanent
@@ -115,6 +116,17 @@ def remote_checkpoints(
 ) -> RemoteCheckpoints:
     """Return the checkpoints at a URL; `wait` and `tries` are those of `RemoteFolder`."""
     return RemoteCheckpoints(RemoteFolder(url, KEY, wait, tries))
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Raise UnreadableError for a store that does not answer, which is no damage of what it holds."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise UnreadableError(str(error)) from error
 
 
 def writer_of(directory: Path) -> dict[str, Any]:

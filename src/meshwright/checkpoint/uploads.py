@@ -19,8 +19,8 @@ from meshwright.checkpoint.remote_checkpoints import KEY, SENT, remote_checkpoin
 from meshwright.checkpoint.retention import is_permanent
 from meshwright.spec.errors import UserError
 
-PARALLEL = 4
-"""Files that are sent, or fetched, at once."""
+PARALLEL = 2
+"""Files that are sent, or fetched, at once; libraries of stores send parts of each at once, from memory."""
 Event = tuple[str, dict[str, Any]]
 
 
