@@ -509,3 +509,21 @@ def test_a_store_has_one_writer_the_last_to_come(tmp_path: Path, url: str) -> No
     one.close()
     other.close()
     assert latest_step(root(url)) == 40 and 20 not in published(root(url))
+
+
+def test_permanent_checkpoints_that_failed_are_sent_later_and_at_the_next_start(
+    tmp_path: Path, url: str
+) -> None:
+    store = opened(tmp_path / "a", url, keep=1, keep_every=20)
+    with pytest.MonkeyPatch.context() as patched:
+        failing(patched, "step-00000020/rank-00000.bin", PermissionError("Forbidden"))
+        save(store, 10, 20)
+    assert kinds(save(store, 30)) == [("uploaded", 30), ("uploaded", 20)]
+    with pytest.MonkeyPatch.context() as patched:
+        failing(patched, "step-00000040/rank-00000.bin", PermissionError("Forbidden"))
+        save(store, 40)
+        store.close()
+    again = opened(tmp_path / "a", url, keep=1, keep_every=20)
+    assert kinds(save(again, 50)) == [("uploaded", 50), ("uploaded", 40)]
+    again.close()
+    assert list(published(root(url))) == [20, 40, 50] and latest_step(root(url)) == 50

@@ -264,7 +264,7 @@ def test_checkpoints_that_a_run_has_lost_are_fetched_and_others_refused(corpus: 
     [
         (
             {"checkpoint__remote": "bucket/run"},
-            "is no URL; give one such as s3://bucket/run or file:///folder",
+            "has no scheme, by which a URL says what it is of; give one such as",
         ),
         (
             {"checkpoint__remote": "https://host/run"},

@@ -84,7 +84,7 @@ def history(directory: Path) -> list[Path]:
     """Return the checkpoints to try or to keep, best first (`ordered`)."""
     latest = read_latest(directory)
     names = [step_name(*attempt) for attempt in _attempts(directory)]
-    return [directory / name for name in ordered(names, latest and latest.name)]
+    return [directory / name for name in ordered(names, None if latest is None else latest.name)]
 
 
 def ordered(names: Iterable[str], latest: str | None) -> list[str]:

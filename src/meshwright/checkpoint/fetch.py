@@ -34,7 +34,7 @@ MOST_TOLD = 3
 """Damaged files of a checkpoint that a sentence names."""
 
 
-class Fetch:
+class Fetcher:
     """One fetch from the store at `url` into a checkpoint `directory`, whose lease is held; for rank 0."""
 
     def __init__(self, directory: Path, url: str, lease: Lease, disk: Disk, warnings: list[str]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.checkpoint.disk import Disk
-from meshwright.checkpoint.fetch import CheckState, Fetch
+from meshwright.checkpoint.fetch import CheckState, Fetcher
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.no_second_tier import NoSecondTier
-from meshwright.checkpoint.uploads import Copies, Event, Uploads
+from meshwright.checkpoint.uploads import CopyPolicy, Event, Uploads
 from meshwright.comm.control import Control
 from meshwright.comm.waiting import while_others_wait
 
@@ -23,7 +23,7 @@ class SecondTier(NoSecondTier):
         self,
         directory: Path,
         url: str,
-        copies: Copies,
+        copies: CopyPolicy,
         ranks: Control,
         lease: Lease,
         disk: Disk,
@@ -49,7 +49,7 @@ class SecondTier(NoSecondTier):
 
     def fetch(self, check: CheckState) -> None:
         def newest() -> None:
-            found = Fetch(self._directory, self._url, self._lease, self._disk, self._warnings).newest(check)
+            found = Fetcher(self._directory, self._url, self._lease, self._disk, self._warnings).newest(check)
             if found is not None:
                 self._fetched.append(("fetched", found))
 

@@ -50,7 +50,7 @@ from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import Tensors, describe
 from meshwright.checkpoint.second_tier import SecondTier
 from meshwright.checkpoint.staging import Forms, StreamedImage
-from meshwright.checkpoint.uploads import Copies
+from meshwright.checkpoint.uploads import CopyPolicy
 from meshwright.checkpoint.weights import WeightPart
 from meshwright.checkpoint.writer import Writer
 from meshwright.comm.control import Control
@@ -95,7 +95,7 @@ class CheckpointStore:
         self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
         self.second_tier = NoSecondTier()
         if remote is not None:
-            copies = Copies(remote_every, keep, keep_every)
+            copies = CopyPolicy(remote_every, keep, keep_every)
             self.second_tier = SecondTier(
                 self.directory, remote, copies, self._ranks, self._lease, self._disk, self.warnings
             )

@@ -24,7 +24,7 @@ PARALLEL = 2
 Event = tuple[str, dict[str, Any]]
 
 
-class Copies(NamedTuple):
+class CopyPolicy(NamedTuple):
     """Which checkpoints a store gets: each `every`-th, of which `keep` stay, and those of `keep_every`."""
 
     every: int
@@ -37,7 +37,7 @@ class ClosingError(Exception):
 
 
 class Uploads:
-    """Copies checkpoints of `directory` to the store at `url`, one after another; for rank 0.
+    """CopyPolicy checkpoints of `directory` to the store at `url`, one after another; for rank 0.
 
     The newest goes first, and one that waits when a newer one is published is left out, unless it is of
     `keep_every`. What fails is an event and a sentence in `warnings`, and is made up for by the next upload;
@@ -45,7 +45,7 @@ class Uploads:
     """
 
     def __init__(
-        self, directory: Path, url: str, copies: Copies, lease: Lease, disk: Disk, warnings: list[str]
+        self, directory: Path, url: str, copies: CopyPolicy, lease: Lease, disk: Disk, warnings: list[str]
     ) -> None:
         self._directory, self._copies = directory, copies
         self._lease, self._disk, self._warnings = lease, disk, warnings

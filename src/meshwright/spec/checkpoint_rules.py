@@ -30,8 +30,8 @@ def second_tier_is_a_store(spec: Sections) -> None:
     parts = urlsplit(url)
     if not parts.scheme or "://" not in url:
         raise UserError(
-            f"checkpoint.remote: {url!r} is no URL; give one such as s3://bucket/run or file:///folder, or a "
-            f"folder as checkpoint.dir"
+            f"checkpoint.remote: {url!r} has no scheme, by which a URL says what it is of; give one such as "
+            f"s3://bucket/run or file:///folder, or a folder as checkpoint.dir"
         )
     if parts.scheme in ("http", "https"):
         raise UserError(
