@@ -1,12 +1,12 @@
 """Cost of sending checkpoints to a store, for the training beside it, with a server of S3 on this host.
 
-    python bench/second_tier.py [--pairs 3] [--steps 24] [--every 4] [--size 512]
+    python bench/second_tier.py [--steps 60] [--every 6] [--size 256]
 
 First a checkpoint of `--size` MB is sent alone: seconds, and seconds of processors that this process used,
-for 1 GB; those of the server, a process of its own, are not in it. Then pairs of runs of one rank and thread,
-with and without `checkpoint.remote`, which take turns: the median seconds of a step beside which something
-may be sent, and the ratio in each pair. On hosts whose cores the server takes, too, the ratio has its share.
-One JSON object. Needs moto and s3fs (the extra dev).
+for 1 GB; those of the server, a process of its own that yields to all others, are not in it. Then a run of
+one rank and thread sends every second checkpoint, and the steps beside which something was sent are compared
+with the others, of the same minutes: medians of seconds, and their ratio. On hosts whose cores the server
+takes, too, the ratio has its share. One JSON object. Needs moto and s3fs (the extra dev).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -31,7 +33,8 @@ import torch
 
 from meshwright import api
 from meshwright.checkpoint import CheckpointStore
-from meshwright.spec import RunSpec, load
+from meshwright.runs.record import RunRecord
+from meshwright.spec import load
 
 PORT = 5997
 
@@ -79,52 +82,52 @@ def sent_alone(folder: Path, megabytes: int) -> dict[str, float]:
     }
 
 
-def spec_of(steps: int, every: int, **flags: object) -> RunSpec:
+def trained(folder: Path, steps: int, every: int) -> dict[str, Any]:
+    """Seconds of steps beside an upload and of the others, of a run that sends every second checkpoint."""
     given = {
         "model.layers": 6, "model.hidden": 256, "model.ffn": 688, "model.heads": 4, "model.kv_heads": 4,
         "model.vocab_size": 8192, "data.corpus": "synthetic", "data.seq_len": 256,
-        "train.batch_tokens": 2048, "train.steps": steps, "train.eval_tokens": 2048, "train.log_every": 1,
-        "checkpoint.every": every, **flags,
+        "train.batch_tokens": 1024, "train.steps": steps, "train.eval_tokens": 1024, "train.log_every": 1,
+        "checkpoint.every": every, "checkpoint.remote": "s3://bucket/run", "checkpoint.remote_every": 2,
     }  # fmt: skip
-    return load(None, [(key, str(value)) for key, value in given.items()])
+    spec = load(None, [(key, str(value)) for key, value in given.items()])
+    steps_done: list[tuple[float, float]] = []  # (when, seconds)
+    on_step = RunRecord.on_step
 
+    def noted(record: RunRecord, row: dict[str, Any]) -> None:
+        steps_done.append((time.time(), row["seconds"]))
+        on_step(record, row)
 
-def trained(folder: Path, spec: RunSpec) -> dict[str, Any]:
-    """The median seconds of the steps of a run but the first, and what it sent."""
-    api.train(spec, out=folder, quiet=True, supervise=False)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with patch.object(RunRecord, "on_step", noted):
+        api.train(spec, out=folder, quiet=True, supervise=False)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    seconds = [row["seconds"] for row in rows if "seconds" in row and "loss" in row][1:]
-    sent = sum(event["bytes"] for event in events if event["kind"] == "uploaded")
-    return {"seconds": statistics.median(seconds), "sent": sent}
+    uploads = [each for each in events if each["kind"] == "uploaded"]
+    sent = [(datetime.fromisoformat(each["time"]).timestamp(), each["seconds"]) for each in uploads]
+    beside: list[float] = []
+    others: list[float] = []
+    for end, taken in steps_done[2:]:
+        overlaps = any(end - taken < until and until - long < end for until, long in sent)
+        (beside if overlaps else others).append(taken)
+    return {
+        "sent_bytes": sum(each["bytes"] for each in uploads),
+        "upload_seconds": round(statistics.median(long for _, long in sent), 2),
+        "steps": [len(others), len(beside)],
+        "seconds": [round(statistics.median(others), 4), round(statistics.median(beside), 4)],
+        "ratio": round(statistics.median(beside) / statistics.median(others), 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("--pairs", 3), ("--steps", 24), ("--every", 4), ("--size", 512)):
+    for name, default in (("--steps", 60), ("--every", 6), ("--size", 256)):
         parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with served(), TemporaryDirectory() as temporary:
-        folder, rows = Path(temporary), []
-        alone = sent_alone(folder / "alone", given.size)
-        for pair in range(given.pairs):
-            plain = trained(folder / f"plain-{pair}", spec_of(given.steps, given.every))
-            url = f"s3://bucket/{pair}"
-            both = spec_of(given.steps, given.every, **{"checkpoint.remote": url})
-            rows.append((plain, trained(folder / f"both-{pair}", both)))
-    print(
-        json.dumps(
-            {
-                "alone": alone,
-                "sent_bytes_a_run": rows[0][1]["sent"],
-                "step_seconds": statistics.median(plain["seconds"] for plain, _ in rows),
-                "step_seconds_with": statistics.median(both["seconds"] for _, both in rows),
-                "ratios": [round(both["seconds"] / plain["seconds"], 3) for plain, both in rows],
-            }
-        )
-    )
+        alone = sent_alone(Path(temporary, "alone"), given.size)
+        beside = trained(Path(temporary, "run"), given.steps, given.every)
+    print(json.dumps({"alone": alone, "beside": beside}))
 
 
 if __name__ == "__main__":

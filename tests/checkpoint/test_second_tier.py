@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -231,15 +232,16 @@ def test_each_nth_the_permanent_ones_and_the_last_are_copied(tmp_path: Path, url
 
 
 class Held:
-    """Files that are sent wait until `go` is set."""
+    """Files that are sent, of names with an end, wait until `go` is set."""
 
-    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+    def __init__(self, patched: pytest.MonkeyPatch, end: str = "") -> None:
         self.go, self.waits = threading.Event(), threading.Event()
         send = RemoteFolder.send
 
         def held(folder: RemoteFolder, file: Path, name: str) -> None:
-            self.waits.set()
-            assert self.go.wait(60)
+            if name.endswith(end):
+                self.waits.set()
+                assert self.go.wait(60)
             send(folder, file, name)
 
         patched.setattr(RemoteFolder, "send", held)
@@ -278,11 +280,14 @@ def test_no_save_waits_for_the_store_and_what_is_sent_is_not_removed(
     assert steps(store) == list(published(root(url))) == [30, 60, 70]
 
 
+@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
 def test_the_end_waits_as_long_as_it_is_told_and_no_file_is_sent_after_it(
-    tmp_path: Path, url: str, held: Held
+    tmp_path: Path, url: str, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    held = Held(monkeypatch, file)
     store = opened(tmp_path / "a", url)
     store.save(10, tensors(10), {"step": 10})
+    assert held.waits.wait(30)
     begun = time.monotonic()
     store.second_tier.wait(0.3)
     assert 0.3 <= time.monotonic() - begun < 10
@@ -292,7 +297,8 @@ def test_the_end_waits_as_long_as_it_is_told_and_no_file_is_sent_after_it(
     for thread in threading.enumerate():
         if thread.name == "uploads":
             thread.join(30)
-    assert not any(name.endswith(("manifest.json", "LATEST")) for name in files(root(url)))
+    sent = {name.rpartition("/")[2] for name in files(root(url))}
+    assert file in sent and "LATEST" not in sent and (file == "manifest.json" or "manifest.json" not in sent)
 
 
 def spoil(path: Path) -> None:
@@ -410,15 +416,43 @@ def test_a_run_that_went_back_is_not_overtaken_by_what_it_gave_up(
 def test_a_step_that_is_reached_again_replaces_the_one_of_the_same_name(
     tmp_path: Path, url: str, three: Path
 ) -> None:
+    """While its files are replaced, nobody takes it for whole."""
     shutil.rmtree(tmp_path / "three" / "step-00000030")
     store = opened(tmp_path / "three", url)
     store.claim()
     store.go_back(20)
-    store.save(30, tensors(31), {"step": 30})
-    store.second_tier.wait(30)
-    store.close()
+    whole: list[bool] = []
+    send = RemoteFolder.send
+
+    def seen(folder: RemoteFolder, file: Path, name: str) -> None:
+        whole.append((three / "step-00000030" / "manifest.json").exists())
+        send(folder, file, name)
+
+    with patch.object(RemoteFolder, "send", seen):
+        store.save(30, tensors(31), {"step": 30})
+        store.second_tier.wait(30)
+        store.close()
+    assert whole == [False] * 3
     target = zeros_like(tensors(31))
     assert fetched(tmp_path / "b", url).load(None, target) == {"step": 30} and same(target, tensors(31))
+
+
+def test_a_run_that_lost_its_lease_names_nothing_in_the_store(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A zombie whose upload goes on after another process took the directory over."""
+    store = opened(tmp_path / "a", url)
+    save(store, 10)
+    held = Held(monkeypatch)
+    store.save(20, tensors(20), {"step": 20})
+    assert held.waits.wait(30)
+    lease = tmp_path / "a" / "lease.json"
+    lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "another"}))
+    held.go.set()
+    while not (events := store.second_tier.events()):
+        time.sleep(0.01)
+    assert kinds(events) == [("upload_failed", 20)] and "lost the lease" in events[0][1]["reason"]
+    assert latest_step(root(url)) == 10
 
 
 def unreachable(patched: pytest.MonkeyPatch) -> None:
