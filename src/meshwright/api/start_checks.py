@@ -83,6 +83,7 @@ def check_here(spec: RunSpec, out: Path, resume: str | None) -> None:
     check_packages(spec)
     check_folder(spec, out, resume)
     if resume is None:
+        check_second_tier(spec, out)
         check_weights(spec)
     else:
         check_resumed_weights(spec, out)
@@ -104,7 +105,8 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
                 f"--out: {out} already holds a run; continue it with --resume auto, or give another --out"
             )
         return
-    from meshwright.checkpoint.directory import candidates, latest_step
+    from meshwright.checkpoint.directory import candidates, latest_step, published
+    from meshwright.checkpoint.disk import LATEST
     from meshwright.runs.record import last_checkpoint
 
     teacher = None if spec.distil is None else spec.distil.teacher
@@ -118,11 +120,40 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         if not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         candidates(checkpoints, int(resume))
-    elif latest_step(checkpoints) is None and (before := last_checkpoint(out)) is not None:
+        return
+    before = last_checkpoint(out)
+    was_some = before is not None or os.path.lexists(checkpoints / LATEST)
+    if not published(checkpoints) and was_some and _is_fetched(spec):
+        return
+    if latest_step(checkpoints) is None and before is not None:
         raise UserError(
             f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
             f"the checkpoint.dir that it had, put them back, or give another --out"
         )
+
+
+def check_second_tier(spec: RunSpec, out: Path) -> None:
+    """Refuse a start from no checkpoint whose `checkpoint.remote` has some, or cannot be read and written."""
+    if spec.checkpoint.remote is None:
+        return
+    from meshwright.checkpoint.remote_checkpoints import remote_checkpoints, writer_of
+
+    remote = remote_checkpoints(spec.checkpoint.remote, tries=2)
+    if remote.history():
+        raise UserError(
+            f"checkpoint.remote: {remote} already holds checkpoints; go on with --resume auto, or give "
+            f"another URL"
+        )
+    remote.claim(writer_of(spec.checkpoint.folder(out)))
+
+
+def _is_fetched(spec: RunSpec) -> bool:
+    """True if `checkpoint.remote` has a checkpoint to go on from."""
+    from meshwright.checkpoint.remote_checkpoints import answering, remote_checkpoints
+
+    url = spec.checkpoint.remote
+    with answering():
+        return url is not None and bool(remote_checkpoints(url).history())
 
 
 def check_other_models(spec: RunSpec) -> None:

@@ -41,7 +41,7 @@ def _take(directory: Path, lease: Lease, disk: Disk, undo: ExitStack, prove: boo
         directory.mkdir(parents=True, exist_ok=True)
         lease.acquire()
         undo.callback(lease.release)
-        for kind in ("step", "old", "common", LATEST):
+        for kind in ("step", "old", "common", "fetch", LATEST):
             for path in sorted(directory.glob(f"{TEMPORARY}{kind}-*")):
                 disk.remove_tree(path)
         if prove:

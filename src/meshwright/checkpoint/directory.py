@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from meshwright.checkpoint.disk import LATEST, Disk, parse_step_name, step_name
@@ -20,6 +21,20 @@ def published(directory: Path) -> dict[int, Path]:
     A directory that does not exist holds none. Raises CheckpointError when it cannot be read.
     """
     return {step: directory / step_name(step, attempt) for step, attempt in _attempts(directory)}
+
+
+def step_of(name: str) -> int:
+    """Return the step of a published directory's name."""
+    parsed = parse_step_name(name)
+    assert parsed is not None
+    return parsed[0]
+
+
+def next_name(directory: Path, step: int) -> Path:
+    """Return where a checkpoint of a step is published: beside an earlier one of it, if there is any."""
+    existing = published(directory).get(step)
+    parsed = parse_step_name(existing.name) if existing is not None else None
+    return directory / step_name(step, parsed[1] + 1 if parsed else 0)
 
 
 def superseded(directory: Path) -> list[Path]:
@@ -36,11 +51,16 @@ def latest_line(name: str) -> str:
 
 def read_latest(directory: Path) -> Path | None:
     """Return the checkpoint that LATEST names, which may be missing; None without the file, or if damaged."""
-    line = _read_line(directory / LATEST)
+    name = name_of_line(_read_line(directory / LATEST))
+    return None if name is None else directory / name
+
+
+def name_of_line(line: str | None) -> str | None:
+    """Return the name of the checkpoint in a content of LATEST; None without one, or where it is damaged."""
     name = (line or "").partition(" ")[0].strip()
     if line is None or parse_step_name(name) is None or line not in (name, f"{name}\n", latest_line(name)):
         return None
-    return directory / name
+    return name
 
 
 def latest_is_damaged(directory: Path) -> bool:
@@ -61,16 +81,25 @@ def _read_line(path: Path) -> str | None:
 
 
 def history(directory: Path) -> list[Path]:
-    """Return the checkpoints to try or to keep, best first: LATEST's, the steps before it, then later ones.
+    """Return the checkpoints to try or to keep, best first (`ordered`)."""
+    latest = read_latest(directory)
+    names = [step_name(*attempt) for attempt in _attempts(directory)]
+    return [directory / name for name in ordered(names, None if latest is None else latest.name)]
 
-    Steps after LATEST were abandoned: the run went back and continued from an earlier step.
+
+def ordered(names: Iterable[str], latest: str | None) -> list[str]:
+    """Return names of checkpoints, best first: LATEST's, the steps before it, then later ones.
+
+    Steps after LATEST were abandoned: the run went back and continued from an earlier step. Of a step that
+    was saved twice the later one counts, and names of other things are left out.
     """
-    steps, latest = published(directory), read_latest(directory)
-    parsed = parse_step_name(latest.name) if latest is not None else None
+    attempts = sorted(parsed for name in names if (parsed := parse_step_name(name)) is not None)
+    steps = {step: step_name(step, attempt) for step, attempt in attempts}
+    parsed = None if latest is None else parse_step_name(latest)
     if latest is None or parsed is None:
         return list(reversed(steps.values()))
-    before = [path for step, path in reversed(steps.items()) if step <= parsed[0] and path != latest]
-    after = [path for step, path in reversed(steps.items()) if step > parsed[0]]
+    before = [name for step, name in reversed(steps.items()) if step <= parsed[0] and name != latest]
+    after = [name for step, name in reversed(steps.items()) if step > parsed[0]]
     return [latest, *before, *after]
 
 

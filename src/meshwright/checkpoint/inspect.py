@@ -129,11 +129,8 @@ def verify_checkpoint(
             parse_frozen(directory / manifest.frozen, read_manifest_text(directory / manifest.frozen, disk))
     places: dict[str, list[Rectangle]] = {name: [] for name in manifest.tensors}
     for number in range(manifest.part_count):
-        with _collected(problems):
-            part = read_part(path, manifest, number, disk)
-            for name, pieces in part.tensors.items():
-                places[name] += [piece.rectangle for piece in pieces]
-            _verify_part(path / manifest.folder_of(number), manifest, part, disk, problems)
+        for name, pieces in verify_part(path, manifest, number, disk, problems).items():
+            places[name] += [piece.rectangle for piece in pieces]
     if not problems:
         for name, rectangles in places.items():
             with _collected(problems), reading(path / MANIFEST):
@@ -142,8 +139,21 @@ def verify_checkpoint(
     return VerifyReport(manifest.step, path, len(manifest.tensors), count, manifest.bytes, tuple(problems))
 
 
-def _verify_part(path: Path, manifest: Manifest, part: ManifestPart, disk: Disk, problems: list[str]) -> None:
-    """Append to `problems` a sentence about each damaged piece or file of a part."""
+def verify_part(
+    path: Path, manifest: Manifest, number: int, disk: Disk, problems: list[str]
+) -> dict[str, list[StoredPiece]]:
+    """Return the pieces of a part by tensor, and append a sentence about each damaged one, or file, to
+    `problems`; a part that is itself damaged has none."""
+    with _collected(problems):
+        part = read_part(path, manifest, number, disk)
+        _verify_files(path / manifest.folder_of(number), manifest, part, disk, problems)
+        return part.tensors
+    return {}
+
+
+def _verify_files(
+    path: Path, manifest: Manifest, part: ManifestPart, disk: Disk, problems: list[str]
+) -> None:
     by_file: dict[str, list[tuple[str, StoredPiece]]] = defaultdict(list)
     for name, pieces in part.tensors.items():
         for piece in pieces:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.checkpoint.directory import history, superseded
-from meshwright.checkpoint.disk import TEMPORARY, Disk, parse_step_name
+from meshwright.checkpoint.directory import history, step_of, superseded
+from meshwright.checkpoint.disk import TEMPORARY, Disk
 
 
 class Retention:
     """Keeps the newest `keep` checkpoints, and for ever those of steps that `keep_every` (or 0) divides.
 
-    Checkpoints in `damaged` (names) stay too, and do not count for `keep`. A failure to remove one is a
-    sentence in `warnings`: the new checkpoint stands.
+    Checkpoints in `damaged` (names) stay too, and do not count for `keep`; those that `in_use` returns stay
+    until they are not. A failure to remove one is a sentence in `warnings`: the new checkpoint stands.
     """
 
-    def __init__(self, directory: Path, keep: int, keep_every: int, disk: Disk, warnings: list[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        keep_every: int,
+        disk: Disk,
+        warnings: list[str],
+        in_use: Callable[[], set[str]] = set,
+    ) -> None:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.damaged: set[str] = set()
+        self._in_use = in_use
         self._disk, self._warnings = disk, warnings
 
     def retire(self, token: str) -> None:
         """Give what does not stay a temporary name with `token`, so that no half of one is ever seen."""
         good = [path for path in history(self.directory) if path.name not in self.damaged]
+        used = self._in_use()
         with self._told():
             for path in superseded(self.directory) + [p for p in good[self.keep :] if not self._permanent(p)]:
+                if path.name in used:
+                    continue
                 self._disk.rename(path, self.directory / f"{TEMPORARY}old-{path.name}-{token}")
 
     def sweep(self) -> None:
@@ -36,8 +48,7 @@ class Retention:
                 self._disk.remove_tree(renamed)
 
     def _permanent(self, path: Path) -> bool:
-        parsed = parse_step_name(path.name)
-        return parsed is not None and is_permanent(parsed[0], self.keep_every)
+        return is_permanent(step_of(path.name), self.keep_every)
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -31,19 +31,15 @@ from meshwright.checkpoint.directory import (
     latest_is_damaged,
     latest_line,
     latest_step,
+    next_name,
     published,
 )
-from meshwright.checkpoint.disk import (
-    LATEST,
-    MANIFEST,
-    Disk,
-    parse_step_name,
-    step_name,
-)
+from meshwright.checkpoint.disk import LATEST, MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.frozen import FrozenTensors
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import DTYPE_NAMES
+from meshwright.checkpoint.no_second_tier import NoSecondTier
 from meshwright.checkpoint.reader import (
     Reading,
     match_tensors,
@@ -52,7 +48,9 @@ from meshwright.checkpoint.reader import (
 )
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import Tensors, describe
+from meshwright.checkpoint.second_tier import SecondTier
 from meshwright.checkpoint.staging import Forms, StreamedImage
+from meshwright.checkpoint.uploads import CopyPolicy
 from meshwright.checkpoint.weights import WeightPart
 from meshwright.checkpoint.writer import Writer
 from meshwright.comm.control import Control
@@ -67,6 +65,7 @@ class CheckpointStore:
     the same order, except `poll` and `close`. The store holds the directory's lease from the first save
     (or `claim`) until `close`; a reader needs none. `lease` is that of this directory (`Lease.beside`), by
     default an own one. The newest `keep` checkpoints are kept, and those of steps that `keep_every` divides.
+    With `remote` each `remote_every`-th is copied to that URL, too, as `second_tier` says.
 
     `warnings` collects sentences about problems that did not stop the work: a fallback to an older
     checkpoint, an old one that could not be removed. `wire` records the bytes that replicas send each other
@@ -83,16 +82,26 @@ class CheckpointStore:
         lease: Lease | None = None,
         disk: Disk | None = None,
         wire: TrafficCounter | None = None,
+        remote: str | None = None,
+        remote_every: int = 1,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep is {keep}, it must be at least 1")
         self.directory = Path(directory).absolute()
         self.warnings: list[str] = []
         self._disk = disk or Disk()
-        self._retention = Retention(self.directory, keep, keep_every, self._disk, self.warnings)
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
         self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
+        self.second_tier = NoSecondTier()
+        if remote is not None:
+            copies = CopyPolicy(remote_every, keep, keep_every)
+            self.second_tier = SecondTier(
+                self.directory, remote, copies, self._ranks, self._lease, self._disk, self.warnings
+            )
+        self._retention = Retention(
+            self.directory, keep, keep_every, self._disk, self.warnings, self.second_tier.in_use
+        )
         self._writer = Writer(self.directory, self._ranks, self._lease, self._disk, self.warnings)
         aside = Writer(self.directory, self._ranks, self._lease, self._disk, self.warnings)
         self.frozen = FrozenTensors(aside, self._wire)
@@ -202,12 +211,34 @@ class CheckpointStore:
         self._ranks.together(self._behind.raise_error)
 
     def close(self) -> None:
-        """Finish the save in flight, give back the lease, and raise a failure that was not raised yet."""
+        """Finish the save in flight, give back the lease, and raise a failure that was not raised yet.
+
+        What is not in the second tier yet is told, and not waited for: `second_tier.wait` does that.
+        """
         self._behind.join()
+        self.second_tier.close()
         if self._writer.claimed and self._ranks.rank == 0:
             self._lease.release()
         self._writer.claimed = False
         self._behind.raise_error()
+
+    # -- the second tier -------------------------------------------------------
+
+    def fetch(self, check: Callable[[dict[str, Any]], None]) -> None:
+        """Fetch the newest checkpoint of the second tier where the directory has none, or an older one.
+
+        `check` is given its state first, and may raise UserError. What is wrong there is in `warnings`, but
+        where the directory has no checkpoint: then UserError is raised.
+        """
+        self._behind.join()
+        self.claim()
+        self.second_tier.fetch(check)
+
+    def copy(self, step: int) -> None:
+        """Copy a published checkpoint to the second tier, behind training, unless it is there; local."""
+        path = published(self.directory).get(step) if self._ranks.rank == 0 else None
+        if path is not None:
+            self.second_tier.send(path)
 
     # -- reading ---------------------------------------------------------------
 
@@ -312,14 +343,10 @@ class CheckpointStore:
             self._disk.write_file(temporary / MANIFEST, [memoryview(manifest.render().encode())])
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():
-                target = self._next_name(step)
+                target = next_name(self.directory, step)
                 self._disk.rename(temporary, target)
                 self._disk.sync_directory(self.directory)
                 self._disk.replace_file(self.directory / LATEST, latest_line(target.name), token)
                 self._retention.retire(token)
         self._retention.sweep()
-
-    def _next_name(self, step: int) -> Path:
-        existing = published(self.directory).get(step)
-        parsed = parse_step_name(existing.name) if existing is not None else None
-        return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
+        self.second_tier.published(target)

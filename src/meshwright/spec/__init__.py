@@ -10,8 +10,8 @@ are read by `axolotl_keys` and `llama_factory_keys`, made of `foreign_keys`; `co
 compiled where that is left open; `records` are checked dataclasses, `differences` compares two specs, and
 `errors` are mistakes in one sentence.
 Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rules`, `distil_rules`,
-`lora_rules`, `preference_rules` and `cuda_graph_rules`, with their `arithmetic`; `verification` is what a
-comparison is asked for.
+`lora_rules`, `preference_rules`, `checkpoint_rules` and `cuda_graph_rules`, with their `arithmetic`;
+`verification` is what a comparison is asked for.
 What follows from a spec: `parameters` by name with `parameter_groups` and `mup`, each a `sharded_tensor`;
 `stages` of a pipeline; `batch_warmup`; `tiling` of large results; blocks of `eight_bit` numbers;
 `quantisation` formats; the `weights` that a run starts from, and adapters of a `lora_source`, whose targets

@@ -7,6 +7,7 @@ from math import gcd, lcm
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
+from meshwright.spec.checkpoint_rules import CHECKPOINT_RULES
 from meshwright.spec.cuda_graph_rules import microbatches_are_the_same_work
 from meshwright.spec.distil_rules import DISTIL_RULES, other_model_is_drawn
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
@@ -297,15 +298,6 @@ def world_has_an_end(spec: Sections) -> None:
         raise UserError(f"layout: {spec.layout.describe()} is {ranks} ranks; give at most {MAX_RANKS}")
 
 
-def rollbacks_have_checkpoints(spec: Sections) -> None:
-    """A run goes back from a loss spike to a checkpoint that it saved on its way."""
-    if spec.recovery.on_spike == "rollback" and not spec.checkpoint.every:
-        raise UserError(
-            "recovery.on_spike: 'rollback' needs checkpoints to go back to, and checkpoint.every is 0; try "
-            "checkpoint.every = 100"
-        )
-
-
 RULES: tuple[Callable[[Sections], None], ...] = (
     world_has_an_end,
     islands_are_several,
@@ -327,7 +319,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     keys_of_training_have_an_effect,
     one_corpus_or_a_mixture,
     columns_name_keys_of_chats,
-    rollbacks_have_checkpoints,
+    *CHECKPOINT_RULES,
     *EIGHT_BIT_RULES,
     *LOW_PRECISION_RULES,
     *LORA_RULES,

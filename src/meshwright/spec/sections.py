@@ -125,6 +125,17 @@ class CheckpointSpec(FrozenModel):
         0, ge=0, description="each n-th step is saved, too, and kept for ever; 0 keeps the newest only"
     )
     asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")
+    remote: str | None = Field(
+        None,
+        min_length=1,
+        description="URL of a second tier, such as s3://bucket/run: checkpoints are copied there behind "
+        "training, and fetched where dir has none, or older ones",
+    )
+    remote_every: PositiveInt = Field(
+        1,
+        description="each n-th checkpoint of a start is copied to remote, and the last one; those of "
+        "keep_every always",
+    )
 
     def folder(self, out: Path) -> Path:
         """Return the folder of the checkpoints of the run in folder `out`."""

@@ -6,20 +6,23 @@ is asked for again, from the byte that was reached.
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.stored_file import StoredFile
 
+T = TypeVar("T")
 TRIES, FIRST_WAIT = 8, 1.0
 """Tries of a request that a connection's fault ends, and seconds before the second one, which double: about
 two minutes."""
@@ -32,6 +35,8 @@ _PACKAGES = {
     "s3a": "s3fs; pip install 'meshwright[s3]'",
     "gs": "gcsfs; pip install 'meshwright[gcs]'",
     "gcs": "gcsfs; pip install 'meshwright[gcs]'",
+    "az": "adlfs; pip install adlfs",
+    "abfs": "adlfs; pip install adlfs",
     "hf": "huggingface_hub; pip install 'meshwright[hf]'",
     "http": "aiohttp; pip install aiohttp",
     "https": "aiohttp; pip install aiohttp",
@@ -39,10 +44,18 @@ _PACKAGES = {
 """Packages of the usual protocols, and how each is installed."""
 _AS_STORED = {"client_kwargs": {"headers": {"Accept-Encoding": "identity"}}}
 """Options of http: a server must not compress what it sends, as sizes and ranges are those of the file."""
+_WITH_FOLDERS = {"auto_mkdir": True}
+"""Options of file: folders are made for what is written, as stores have none."""
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "generation", "content_md5", "Last-Modified", "mtime")
 """Facts by which a store tells one content of a file from another, the surest first."""
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another try does not mend."""
+_OF_STORES = (OSError, EOFError, ValueError, NotImplementedError)
+"""Errors of the language that libraries of stores raise; others are mistakes of the program."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Numbers of errors of disks that another try does not mend."""
+_UNKNOWN = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError")
+"""Classes of errors, of botocore and google.auth, that say that there are no credentials."""
 
 
 def is_url(name: str | Path) -> bool:
@@ -73,7 +86,9 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
             f"{key}: {url} begins with {protocol}://, which fsspec does not know; give a path, or one of "
             f"{known}"
         )
-    options = _AS_STORED if protocol in ("http", "https") else {}
+    options: dict[str, Any] = _AS_STORED if protocol in ("http", "https") else {}
+    if protocol in ("file", "local"):
+        options = _WITH_FOLDERS
     with told(url, key):
         try:
             found: tuple[Any, str] = fsspec.url_to_fs(
@@ -93,15 +108,20 @@ def told(url: str, key: str, verb: str = "read") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not may_pass(error) and not isinstance(error, OSError | ValueError | NotImplementedError):
+        if type(error).__module__ == "builtins" and not isinstance(error, _OF_STORES):
             raise
-        if _is_missing(error):
+        if is_missing(error):
+            if verb != "read":
+                reason = f"its bucket or folder is not there ({reason_of(error)})"
+                raise UserError(
+                    f"{key}: {url} cannot be {verb}, as {reason}; make it, or give another"
+                ) from error
             raise UserError(f"{key}: there is no file or folder {url} (any more); give another") from error
         remedy = "see whether the address, the connection and the credentials are right, and start again"
         raise UserError(f"{key}: {url} cannot be {verb} ({reason_of(error)}); {remedy}") from error
 
 
-def _is_missing(error: Exception) -> bool:
+def is_missing(error: Exception) -> bool:
     """Return True if a store has no such file; fsspec says so, too, where it does not reach a server."""
     unreached = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
     return isinstance(error, FileNotFoundError) and not unreached
@@ -117,9 +137,33 @@ def reason_of(error: Exception) -> str:
 
 def may_pass(error: Exception) -> bool:
     """Return True for an error that another try may get over: a connection's, or of a library's own class."""
-    if isinstance(error, (*_LASTING, UserError)):
+    if isinstance(error, (*_LASTING, UserError)) or type(error).__name__ in _UNKNOWN:
+        return False
+    if isinstance(error, OSError) and error.errno in _FULL:
         return False
     return isinstance(error, OSError | EOFError) or type(error).__module__ != "builtins"
+
+
+def tried(
+    work: Callable[[], T],
+    cut: Callable[[Exception], object],
+    wait: Callable[[float], object] = time.sleep,
+    tries: int | None = None,
+) -> T:
+    """Return what `work` returns, which is called `tries` times (`TRIES`) where a connection's fault ends it.
+
+    `cut` is told each fault but the last, and `wait` is called with the seconds before the next try.
+    """
+    tries = TRIES if tries is None else tries
+    for number in range(tries):
+        try:
+            return work()
+        except Exception as error:
+            if number + 1 == tries or not may_pass(error):
+                raise
+            cut(error)
+        wait(FIRST_WAIT * 2**number)
+    raise AssertionError("the last try returns or raises")
 
 
 def remote_files(url: str) -> list[RemoteFile] | None:
@@ -132,7 +176,7 @@ def remote_files(url: str) -> list[RemoteFile] | None:
         try:
             info = store.info(path)
         except FileNotFoundError as error:
-            if _is_missing(error):
+            if is_missing(error):
                 return None
             raise
         if info["type"] == "file":

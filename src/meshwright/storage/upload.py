@@ -7,7 +7,6 @@ takes it for whole.
 from __future__ import annotations
 
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ from typing import Any
 
 from meshwright import atomic
 from meshwright.spec.errors import UserError
-from meshwright.storage import remote
-from meshwright.storage.remote import filesystem, is_url, may_pass, reason_of, told, without_scheme
+from meshwright.storage.remote import filesystem, is_url, reason_of, told, tried, without_scheme
 
 LAST = "config.json"
 """File without which a folder is not taken for a model."""
@@ -124,23 +122,19 @@ def check_new(target: Path | str, key: str) -> None:
 
 def upload(file: Path, url: str, key: str) -> None:
     """Send a file to a URL, from its beginning again where a connection was cut, and compare the sizes."""
+
+    def cut(error: Exception) -> None:
+        warnings.warn(f"{key}: {url} was cut ({reason_of(error)}); it is sent again", stacklevel=4)
+
     store, path = filesystem(url, key)
-    size, tries = file.stat().st_size, 1
     with told(url, key, "written"):
-        while True:
-            try:
-                store.put_file(str(file), path)
-                _check_size(store, path, url, size, key)
-                return
-            except Exception as error:
-                if tries == remote.TRIES or not may_pass(error):
-                    raise
-                warnings.warn(f"{key}: {url} was cut ({reason_of(error)}); it is sent again", stacklevel=2)
-                time.sleep(remote.FIRST_WAIT * 2 ** (tries - 1))
-                tries += 1
+        tried(lambda: put(store, file, path, url, key), cut)
 
 
-def _check_size(store: Any, path: str, url: str, size: int, key: str) -> None:
+def put(store: Any, file: Path, path: str, url: str, key: str) -> None:
+    """Send a file to `path` of a store, and compare the sizes; `url` and `key` are for the sentence."""
+    size = file.stat().st_size
+    store.put_file(str(file), path)
     there = store.info(path).get("size")
     if there != size:
         raise UserError(f"{key}: {url} has {there} bytes after {size} were sent; send it again")

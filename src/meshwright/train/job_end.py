@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 from collections.abc import Callable
@@ -48,6 +49,10 @@ class JobEnd:
             self._asked = now
             self.end = self._known()  # somebody may have given the job more time
         return self.end is not None and now >= self.end - self.margin
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the job ends, which may be infinite."""
+        return math.inf if self.end is None else self.end - time.time()
 
     def _known(self) -> float | None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,13 +34,17 @@ from meshwright.train.job_end import JobEnd
 from meshwright.train.metrics import Metrics
 from meshwright.train.reference_run import ReferenceRun
 from meshwright.train.saves import Saves
-from meshwright.train.signals import stop_signals
+from meshwright.train.signals import Noted, stop_signals
 from meshwright.train.starting_point import StartingPoint, StartingPoints
 from meshwright.train.step import Trainer
 from meshwright.train.step_result import StepResult
 from meshwright.train.validation import Validation
 
 Row = dict[str, Any]
+END_S = 5.0
+"""Seconds that ranks need to end, of those that a signal leaves them."""
+MOST_COPY_S = 1200.0
+"""Seconds that a run that has done its steps waits for copies of its checkpoints in a second tier."""
 MOST_NOTES = 100
 """Steps whose samples may be noted only; a restart from memory reads them again."""
 
@@ -315,9 +319,12 @@ class TrainingRun:
         self.saves.tell()
         self._tell_warnings()
 
-    def _stop(self, noted: Sequence[int]) -> None:
+    def _stop(self, noted: Noted) -> None:
         """Save and end, for a signal that this or another rank has `noted`, or as the job ends."""
+        asked = noted.at or time.monotonic()
         self._save_last()
+        left = self.spec.recovery.grace_seconds - (time.monotonic() - asked)
+        self.saves.wait_for_copies(min(left, self.job_end.seconds_left()) - END_S)
         self.world.leave("stopped")
         ends = self.control.any(not noted and self.job_end.is_near())
         self._interrupt(noted[0] if noted else signal.SIGTERM, None if noted or not ends else JOB_ENDS)
@@ -343,6 +350,8 @@ class TrainingRun:
         self.metrics.measure_peak()
         with self.trainer.model():
             digest = parameters_sha256(self.trainer)
+        self.heartbeat.phase("end", self.done)
+        self.saves.wait_for_copies(MOST_COPY_S)
         return {
             "final_loss": self.loss,
             **self.validation.result(),

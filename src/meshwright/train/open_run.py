@@ -77,6 +77,8 @@ def _claimed_store(
         lease=lease and lease.beside(folder),
         disk=disk,
         wire=mesh.wire,
+        remote=spec.checkpoint.remote,
+        remote_every=spec.checkpoint.remote_every,
     )
     store.claim()
     return store

@@ -55,6 +55,8 @@ class Saves:
         """Go on from `step`; `saved` tells that its state is on disk."""
         self._last = step
         self.saved = step if saved else None
+        if saved:
+            self.store.copy(step)
 
     def note_step(self, seconds: float) -> None:
         """Note the duration of a step, from which the interval between saves may follow."""
@@ -111,12 +113,24 @@ class Saves:
             self.store.close()
         except SaveError as error:
             self._note_failed(error)
+        self._tell_copies()
 
     def tell(self) -> None:
-        """Report a checkpoint when it is published, which with an asynchronous save is some steps later."""
+        """Report a checkpoint when it is published, which with an asynchronous save is some steps later, and
+        what has become of its copy in the second tier."""
         if self._writing is not None and self.store.published == self._writing:
             self.observers.on_event("checkpoint", {"step": self._writing})
             self._writing, self._failed = None, 0
+        self._tell_copies()
+
+    def _tell_copies(self) -> None:
+        for kind, fields in self.store.second_tier.events():
+            self.observers.on_event(kind, fields)
+
+    def wait_for_copies(self, seconds: float) -> None:
+        """Return when all is in the second tier, after so many seconds of rank 0 at most; collective."""
+        self.store.second_tier.wait(seconds)
+        self.tell()
 
     def _note_failed(self, error: SaveError) -> None:
         """End the run for a save that failed, or report it, as `recovery.on_save_error` says.

@@ -20,8 +20,14 @@ two. Whoever presses Ctrl-C again means it.
 """
 
 
+class Noted(list[int]):
+    """Numbers of signals; the first came at `at`, by `time.monotonic`, if there is one."""
+
+    at: float | None = None
+
+
 @contextmanager
-def stop_signals(react: Callable[[int], None] | None = None) -> Iterator[list[int]]:
+def stop_signals(react: Callable[[int], None] | None = None) -> Iterator[Noted]:
     """Context in which the first of the `STOP_SIGNALS` is noted, in the list that it yields, and `react` is
     called with its number, which may raise; without `react` nothing else happens.
 
@@ -29,22 +35,20 @@ def stop_signals(react: Callable[[int], None] | None = None) -> Iterator[list[in
     run under nohup outlives its terminal. Python delivers signals to the main thread alone, so in any other
     thread the context changes nothing.
     """
-    noted: list[int] = []
+    noted = Noted()
     before: dict[int, Any] = {}
-    first = 0.0
 
     def restore() -> None:
         while before:
             signal.signal(*before.popitem())
 
     def note(number: int, _frame: FrameType | None) -> None:
-        nonlocal first
-        if not noted:
+        if noted.at is None:
             noted.append(number)
-            first = time.monotonic()
+            noted.at = time.monotonic()
             if react is not None:
                 react(number)
-        elif time.monotonic() - first >= ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS):
+        elif time.monotonic() - noted.at >= ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS):
             restore()
             signal.raise_signal(number)
 

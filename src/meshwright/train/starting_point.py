@@ -76,6 +76,8 @@ class StartingPoints:
         """The newest snapshot or checkpoint for "auto", else the checkpoint of that step."""
         if resume != "auto" and not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
+        if resume == "auto" and self.snapshots.newest() is None:
+            self.store.fetch(partial(self._check_same_run, where=self.spec.checkpoint.remote))
         step, latest = None if resume == "auto" else int(resume), self.store.latest()
         if (found := self._from_memory(resume, latest)) is not None:
             return found
@@ -165,16 +167,16 @@ class StartingPoints:
 
         return load(tensors, check)
 
-    def _check_same_run(self, kept: Row) -> None:
-        state.check_fields(kept, self.store.directory)
-        state.check_same_run(
-            self.spec, kept, self.corpus.digest, self._name(kept), self.corpus.first_token_remark
-        )
+    def _check_same_run(self, kept: Row, where: str | None = None) -> None:
+        """Refuse the state of another run's checkpoint, in `where`, by default the store's folder."""
+        state.check_fields(kept, where or self.store.directory)
+        name = self._name(kept, where)
+        state.check_same_run(self.spec, kept, self.corpus.digest, name, self.corpus.first_token_remark)
         for part in self.trainer.parts:
-            part.check(kept, self._name(kept))
+            part.check(kept, name)
 
-    def _name(self, kept: Row) -> str:
-        return f"the checkpoint of step {kept['step']} in {self.store.directory}"
+    def _name(self, kept: Row, where: str | None = None) -> str:
+        return f"the checkpoint of step {kept['step']} in {where or self.store.directory}"
 
     def _restored(self, kept: Row, samples: SampleRecord) -> StartingPoint:
         state.restore(self.trainer, kept)

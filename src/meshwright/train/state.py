@@ -123,8 +123,8 @@ def flaw(state: dict[str, Any]) -> str | None:
     return None
 
 
-def check_fields(state: dict[str, Any], where: Path) -> None:
-    """Raise BadCheckpointError unless the state of a checkpoint in the folder `where` has its fields.
+def check_fields(state: dict[str, Any], where: Path | str) -> None:
+    """Raise BadCheckpointError unless the state of a checkpoint in the folder or URL `where` has its fields.
 
     A hash says that a state is as it was written, not who wrote it.
     """
