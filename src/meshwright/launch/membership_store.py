@@ -31,10 +31,8 @@ class StoreMembership(Membership):
     def __init__(self, folder: Path, name: str, address: str, rendezvous: str, secret: bytes) -> None:
         super().__init__(name)
         self.place = f"the store at {rendezvous}"
-        host, port = parse_rendezvous(rendezvous)
         self._address, self._secret = address, secret
-        self._first_at = None if (here := address_here(host, address)) is None else (here, port)
-        """Where this host holds the first store, if it is the one that shall."""
+        self._rendezvous = parse_rendezvous(rendezvous)
         self._terms = StoreTerms(folder)
         self._term = -1
         """The newest term whose store this host has reached."""
@@ -154,9 +152,9 @@ class StoreMembership(Membership):
                 return
             except StoreLostError as error:
                 self._lost = error
-        if not gone or not self._may_hold():
+        if not gone or (at := self._may_listen_at()) is None:
             raise self._lost
-        self._hold(newest + 1)
+        self._hold(newest + 1, at)
 
     def _ended_with(self, last: HostWorld | None) -> bool:
         """Follow the last generation of a store that was closed; True if it is an end that is news here."""
@@ -165,9 +163,17 @@ class StoreMembership(Membership):
         self._follow(last)
         return last.end is not None
 
-    def _may_hold(self) -> bool:
-        """True for the host that holds the first store, and for those that were in one of this run."""
-        return self._first_at is not None or self._term >= 0
+    def _may_listen_at(self) -> tuple[str, int] | None:
+        """The address and port at which this host may hold the next store; None where that is for others.
+
+        Hosts that were in a store of this run may hold one at any port. The first is held where it is
+        expected; a host may learn late that this is its own name.
+        """
+        if self._term >= 0:
+            return self._address, 0
+        host, port = self._rendezvous
+        here = address_here(host, self._address)
+        return None if here is None else (here, port)
 
     def _holder_lives(self, number: int, now: float) -> tuple[bool, bool]:
         """Whether the host that holds the store has just given a sign of life, and whether none for `LOST_S`."""
@@ -177,12 +183,10 @@ class StoreMembership(Membership):
             self._beat = number, beat, now
         return moves, now - self._beat[2] >= LOST_S
 
-    def _hold(self, number: int) -> None:
+    def _hold(self, number: int, at: tuple[str, int]) -> None:
         if self._holder is not None:  # another host has had a newer term
             self._holder.close(self.world)
             self._holder = None
-        first = self._first_at if self._term < 0 else None
-        at = (self._address, 0) if first is None else first
         world = self.world
         if world is None and number and self._terms.is_closed(number - 1):  # of an earlier run
             world = self._terms.last_world(number - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from contextlib import suppress
 
 from meshwright.spec import UserError
@@ -22,6 +23,19 @@ def parse_rendezvous(given: str) -> tuple[str, int]:
             f"and a port that is free there, as node1:{STORE_PORT}"
         )
     return host, int(port)
+
+
+def check_rendezvous(given: str | None, most: int) -> None:
+    """Raise `UserError` for what is not HOST:PORT; warn of `most` hosts that are too many for a folder."""
+    if given is not None:
+        parse_rendezvous(given)
+    elif most > FOLDER_HOSTS:
+        warnings.warn(
+            f"--nodes: {most} hosts each read the words of all others in the folder of --out four times a "
+            f"second, which may be too much for its server above {FOLDER_HOSTS}; add --rendezvous HOST:PORT, "
+            f"where HOST is one of them",
+            stacklevel=2,
+        )
 
 
 def address_here(host: str, own: str) -> str | None:
