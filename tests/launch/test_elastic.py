@@ -1,4 +1,4 @@
-"""Supervision of one of several hosts, whose ranks train nothing; the other host is a word in a folder or store."""
+"""Supervision of one of several hosts, whose ranks train nothing; the other is but its words."""
 
 from __future__ import annotations
 

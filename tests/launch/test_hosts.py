@@ -154,7 +154,9 @@ def assert_as_alone(result: dict[str, Any], out: Path, *words: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("store", "lost"), [(False, 1), (True, 1), (True, 0)], ids=["folder", "store", "holder"])
+@pytest.mark.parametrize(
+    ("store", "lost"), [(False, 1), (True, 1), (True, 0)], ids=["folder", "store", "holder"]
+)
 def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
     tmp_path: Path, launchers: list[Launcher], store: bool, lost: int
 ) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.comm.authentication import new_secret
-from meshwright.comm.store_client import StoreLostError
+from meshwright.comm.store_client import StoreClient, StoreLostError
 from meshwright.comm.store_server import Table
 from meshwright.launch.membership import LOST_S, Host, HostWorld, encode
 from meshwright.launch.membership_store import StoreMembership
-from meshwright.launch.store_holder import GENERATION, HOST, VIEW, HostCensus
+from meshwright.launch.store_holder import GENERATION, HOST, VERSION, VIEW, HostCensus
 from meshwright.launch.store_terms import StoreTerms
 from meshwright.rank.failure import Outcome
 from meshwright.rank.host_rendezvous import address_here, parse_rendezvous
@@ -178,11 +178,33 @@ def test_all_see_the_end_of_the_run_also_who_comes_too_late(meeting: Meeting) ->
     assert again.world == end and again.leads
 
 
+def test_a_host_whose_ranks_run_asks_no_more_than_its_signs_of_life_do(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting.everybody()
+    a, b = meeting.members["a"], meeting.members["b"]
+    b.write(replace(HOSTS["b"], state="running", generation=0))
+    b.look(0.0)
+    asked: list[bytes] = []
+    monkeypatch.setattr(StoreClient, "exchange", lambda _, parts, __=0.0: asked.append(parts[0]))
+    for second in range(4):
+        b.look(float(second))
+    assert asked == [] and b.here == tuple(HOSTS)
+    monkeypatch.undo()
+    assert a._client is not None
+    client, version = a._client, a._client.peek([VERSION])
+    a.propose(HostWorld(1, ("a", "c"), 1))
+    until(lambda: client.peek([VERSION]) != version)
+    b.write(replace(HOSTS["b"], state="running", generation=0, beat=1))
+    b.look(4.0)
+    assert b.world is not None and b.world.number == 1 and b.missed == 1
+
+
 def test_a_port_of_another_program_is_told(meeting: Meeting) -> None:
     first = meeting.come("a")
-    with socket.create_server(("127.0.0.1", meeting.port)):
-        with pytest.raises(StoreLostError, match=rf"127.0.0.1:{meeting.port} cannot be listened at: Addr"):
-            first.look(0.0)
+    told = pytest.raises(StoreLostError, match=rf"127.0.0.1:{meeting.port} cannot be listened at: Addr")
+    with socket.create_server(("127.0.0.1", meeting.port)), told:
+        first.look(0.0)
     first.look(1.0)
     assert first._holder is not None
 

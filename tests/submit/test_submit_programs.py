@@ -302,7 +302,7 @@ def test_a_state_that_nobody_knows_is_a_failure(program: Program, run: Path) -> 
     assert Slurm().commands(job, Path("/o/f"))[0][-3:] == ["/o/f", "/r", "/o"]
 
 
-LARGE = 'train = { batch_tokens = 4_194_304 }\nlayout = { dp = 1024 }\n'
+LARGE = "train = { batch_tokens = 4_194_304 }\nlayout = { dp = 1024 }\n"
 """A run for 128 nodes of eight GPUs, which are more than meet in a folder."""
 MEETINGS: dict[str, tuple[dict[str, Any], str]] = {
     "kubernetes": (IMAGE, "--nodes 128:128 --rendezvous run-node-0-0.run:29400 --address $(POD_IP)"),

@@ -57,7 +57,8 @@ def train(
     address: Annotated[str | None, Option(
         "address of this host that the others reach it at", "IP", str)] = None,
     rendezvous: Annotated[str | None, Option(
-        "where the hosts of --nodes meet, on one of them; default the folder of --out", "HOST:PORT", str)] = None,
+        "store on one of the hosts of --nodes, where they meet; default the folder of --out",
+        "HOST:PORT", str)] = None,
 ) -> Result:  # fmt: skip
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
@@ -68,7 +69,8 @@ def train(
     ranks each (default: one for each GPU, or core): hosts may be lost and join while the run goes on, and the
     data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`;
     so do other step groups, where `spec.own_step_group` is the one that this host trains. The hosts meet in
-    `out`, or, as more than 64 should, in a store at `rendezvous` (HOST:PORT), which the launcher on HOST holds.
+    `out`, or, as more than 64 should, in a store at `rendezvous` (HOST:PORT), which this command on HOST
+    holds.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,

@@ -65,9 +65,9 @@ class StoreClient:
         """The values of keys now; empty for those that are not there."""
         return self.exchange([b"peek", *(key.encode() for key in keys)])[1:]
 
-    def set(self, key: str, value: bytes) -> None:
-        """Set a value."""
-        self.exchange([b"set", key.encode(), value])
+    def set_and_peek(self, key: str, value: bytes, keys: Sequence[str]) -> list[bytes]:
+        """Set a value, and return those of keys then, in one exchange; empty for those that are not there."""
+        return self.exchange([b"set_and_peek", key.encode(), value, *(each.encode() for each in keys)])[1:]
 
     def create(self, key: str, value: bytes) -> bytes:
         """Set a value that is not there yet; returns what is there."""

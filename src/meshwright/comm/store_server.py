@@ -251,6 +251,10 @@ class StoreServer:
             answer = [b"1" if all(key in values for key in given) else b"0"]
         elif operation == b"peek":
             answer = [values.get(key, b"") for key in given]
+        elif operation == b"set_and_peek":
+            values[given[0]] = given[1]
+            self._wake_up(given[0])
+            answer = [values.get(key, b"") for key in given[2:]]
         elif operation == b"delete":
             answer = [b"1" if values.pop(given[0], None) is not None else b"0"]
         elif operation == b"compare_set":

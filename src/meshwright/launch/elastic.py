@@ -62,7 +62,7 @@ class ElasticJob:
     rendezvous: str | None = None
 
     def membership(self, host: Host, secret: bytes) -> Membership:
-        """What hosts agree on, as `host` sees it; they share `secret`."""
+        """The membership of `host`; all hosts share `secret`."""
         if self.rendezvous is None:
             return FolderMembership(self.folder, host.name)
         return StoreMembership(self.folder, host.name, host.address, self.rendezvous, secret)
@@ -106,8 +106,8 @@ class HostSupervisor:
             stack.callback(self.members.close)
             stack.callback(self.members.remove, self.host.name)
             stack.callback(lambda: self._store.close())
-            if (end := self._arrive(asked)) is not None:
-                return end
+            if (outcome := self._arrive(asked)) is not None:
+                return outcome
             while True:
                 world = self._next_world(asked)
                 if isinstance(world, Outcome):

@@ -82,7 +82,7 @@ def decode(kind: type[R], text: str | bytes, where: str) -> R:
 
 
 class Membership(ABC):
-    """What the hosts of one run agree on, as one host of them, called `name`, sees it.
+    """The hosts of one run and what they agree on, as one of them, called `name`, sees it.
 
     Methods raise `OSError` where the place in which the hosts meet cannot be used, which may pass.
     """
@@ -95,7 +95,7 @@ class Membership(ABC):
         self.here: tuple[str, ...] = ()
         """Names of the hosts that live, in order."""
         self.hosts: dict[str, Host] = {}
-        """What those say of themselves; only a host that leads is sure to have it."""
+        """Their words on themselves; only a host that leads is sure to have them."""
         self.world: HostWorld | None = None
         self.missed = -1
         """The newest generation that this host was not part of."""
@@ -124,8 +124,7 @@ class Membership(ABC):
     def leads(self) -> bool:
         """True if this host proposes the next generation."""
         members = self.world.hosts if self.world is not None else ()
-        order = [*(name for name in members if name in self.here), *self.here]
-        return order[:1] == [self.name]
+        return next((name for name in (*members, *self.here) if name in self.here), None) == self.name
 
     def _follow(self, world: HostWorld) -> None:
         """Take a newer generation for the newest one."""

@@ -39,8 +39,11 @@ class StoreMembership(Membership):
         self._holder: StoreHolder | None = None
         self._client: StoreClient | None = None
         self._word: bytes | None = None
-        """What is said of this host."""
-        self._version = b""
+        """The last word on this host."""
+        self._runs = False
+        self._seen = self._version = b""
+        """The version that the store has told, and the one whose view was read."""
+        self._read: dict[str, tuple[bytes, Host]] = {}
         self._retry_at = float("-inf")
         self._lost = StoreLostError(f"{self.place}: nobody has begun it")
         self._beat = -1, "", 0.0
@@ -48,10 +51,10 @@ class StoreMembership(Membership):
 
     def write(self, host: Host) -> None:
         """Replace what is said of this host, at once or when the store is there again."""
-        self._word = encode(host).encode()
+        self._word, self._runs = encode(host).encode(), host.state == "running"
         if self._client is not None:
             try:
-                self._client.set(HOST + self.name, self._word)
+                self._say(self._client, self._word)
             except StoreLostError as error:
                 self._hang_up(error)
 
@@ -76,16 +79,20 @@ class StoreMembership(Membership):
             raise
 
     def look(self, now: float) -> None:
-        """Read what has changed since the last look; `now` is this process's clock."""
+        """Read what has changed since the last look; `now` is this process's clock.
+
+        While its ranks run, a host that does not lead is content with what its last sign of life has told.
+        """
         if self._client is None:
             self._join(now)
         if self._client is None:  # the store was closed at the end of the run
             return
         try:
-            (version,) = self._client.peek([VERSION])
-            if version != self._version:
+            if self.leads or not self._runs:
+                (self._seen,) = self._client.peek([VERSION])
+            if self._seen != self._version:
                 self._see(self._client)
-                self._version = version
+                self._version = self._seen
             self.hosts = self._words(self._client) if self.leads else {}
         except StoreLostError as error:
             self._hang_up(error)
@@ -117,9 +124,20 @@ class StoreMembership(Membership):
         self.here = tuple(view["here"])
 
     def _words(self, client: StoreClient) -> dict[str, Host]:
-        """What the living hosts say of themselves."""
-        found = zip(self.here, client.peek([HOST + name for name in self.here]), strict=True)
-        return {name: decode(Host, word, HOST + name) for name, word in found if word}
+        """The words of the living hosts on themselves."""
+        words = zip(self.here, client.peek([HOST + name for name in self.here]), strict=True)
+        before, self._read = self._read, {}
+        for name, word in words:
+            if word:  # it has not just left
+                known = before.get(name)
+                if known is None or known[0] != word:
+                    known = word, decode(Host, word, HOST + name)
+                self._read[name] = known
+        return {name: host for name, (_, host) in self._read.items()}
+
+    def _say(self, client: StoreClient, word: bytes) -> None:
+        """Say something of this host, and hear whether anything has changed."""
+        (self._seen,) = client.set_and_peek(HOST + self.name, word, [VERSION])
 
     def _make(self, client: StoreClient, world: HostWorld) -> None:
         """Make a generation, and follow the one that is there."""
@@ -137,7 +155,7 @@ class StoreMembership(Membership):
             self._client = None
 
     def _join(self, now: float) -> None:
-        """Connect to the store of the newest term, or hold the next one; raises `OSError` if neither can be."""
+        """Connect to the store of the newest term, or hold the next one. Raises `OSError` if that fails."""
         if now < self._retry_at:
             raise self._lost
         self._retry_at = now + RETRY_S
@@ -176,7 +194,7 @@ class StoreMembership(Membership):
         return None if here is None else (here, port)
 
     def _holder_lives(self, number: int, now: float) -> tuple[bool, bool]:
-        """Whether the host that holds the store has just given a sign of life, and whether none for `LOST_S`."""
+        """Two flags: the store's holder has just given a sign of life, and it has given none for `LOST_S`."""
         beat = self._terms.last_beat(number)
         moves = self._beat[:2] != (number, beat)
         if moves:
@@ -207,7 +225,7 @@ class StoreMembership(Membership):
             if self.world is not None:
                 self._make(client, self.world)
             if self._word is not None:
-                client.set(HOST + self.name, self._word)
+                self._say(client, self._word)
         except StoreLostError:
             client.close()
             raise

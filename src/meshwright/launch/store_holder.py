@@ -4,8 +4,9 @@
     generation/<n>       start n of the ranks
     view, version        the hosts that live and the newest generation, and how often that has changed
 
-Each host tells this store once a second that it lives, and asks it four times a second for the version, so
-the work of the store grows with the number of hosts, and that of the others not at all.
+Each host tells this store once a second that it lives, and hears the version; while its ranks do not run, it
+asks for that four times a second. So the work of the store grows with the number of hosts, and that of the
+others not at all.
 """
 
 from __future__ import annotations
@@ -69,13 +70,11 @@ class HostCensus:
 def _below(table: Table, prefix: str) -> dict[str, bytes]:
     """The values of the keys with a prefix, by the rest of their keys."""
     start = prefix.encode()
-    return {
-        key[len(start) :].decode(): value for key, value in table.values.items() if key.startswith(start)
-    }
+    return {key[len(start) :].decode(): value for key, value in table.values.items() if key.startswith(start)}
 
 
 class StoreHolder:
-    """The store of term `number`, held by host `name` at an address of its own, until another has a newer term.
+    """The store of term `number`, held by host `name` at an address of its own until another has a newer one.
 
     `world` is the newest generation that the host knows. Raises `FileExistsError` where another host has
     begun this term, and `OSError` for a port that is taken.

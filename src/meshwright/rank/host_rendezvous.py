@@ -19,8 +19,8 @@ def parse_rendezvous(given: str) -> tuple[str, int]:
     host, _, port = given.rpartition(":")
     if not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(
-            f"--rendezvous: {given!r} is not HOST:PORT; give the name or the IPv4 address of one of the hosts, "
-            f"and a port that is free there, as node1:{STORE_PORT}"
+            f"--rendezvous: {given!r} is not HOST:PORT; give the name or the IPv4 address of one of the "
+            f"hosts, and a port that is free there, as node1:{STORE_PORT}"
         )
     return host, int(port)
 
