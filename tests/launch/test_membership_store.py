@@ -200,6 +200,15 @@ def test_a_host_whose_ranks_run_asks_no_more_than_its_signs_of_life_do(
     assert b.world is not None and b.world.number == 1 and b.missed == 1
 
 
+def test_a_generation_that_no_store_remembers_may_have_been_without_this_host(meeting: Meeting) -> None:
+    meeting.everybody()
+    a, b = meeting.members["a"], meeting.members["b"]
+    newest = replace(WORLD, number=2)
+    a.propose(newest)
+    until(lambda: not lost(b, 0.0) and b.world == newest)
+    assert b.missed == 1
+
+
 def test_a_port_of_another_program_is_told(meeting: Meeting) -> None:
     first = meeting.come("a")
     told = pytest.raises(StoreLostError, match=rf"127.0.0.1:{meeting.port} cannot be listened at: Addr")
