@@ -132,14 +132,23 @@ def test_a_host_whose_store_another_has_replaced_closes_it(meeting: Meeting) -> 
     a, b = meeting.members["a"], meeting.members["b"]
     first = a._holder
     assert first is not None
+    first._over.set()  # it sleeps
+    first._thread.join()
     StoreTerms(meeting.folder).begin(1, replace(StoreTerms(meeting.folder).term(0), endpoint="127.0.0.1:1"))
-    until(lambda: not first._thread.is_alive())
+    with pytest.raises(StoreLostError):  # as it wakes
+        a.propose(HostWorld(1, ("a",), 1))
+    assert a.world == WORLD
+    assert not first._tick(time.monotonic())
+    first._server.close()
     for now in (1.0, 1.0, 2.0):
         assert lost(a, now) and lost(b, now)
     b.look(2.0 + LOST_S)
-    a.look(2.0 + LOST_S)
     assert b._holder is not None and b._holder.number == 2
+    b.propose(HostWorld(1, ("b", "c"), 1))
+    a._follow(HostWorld(1, ("a",), 1))  # had it been faster
+    a.look(5.0 + LOST_S)
     assert a._term == 2
+    assert a.world == b.world == HostWorld(1, ("b", "c"), 1)
 
 
 def test_a_host_that_leaves_in_order_hands_the_store_over_at_once(meeting: Meeting) -> None:

@@ -16,10 +16,10 @@ from meshwright.launch.store_holder import GENERATION, HOST, VERSION, VIEW, Stor
 from meshwright.launch.store_terms import StoreTerms
 from meshwright.rank.host_rendezvous import address_here, parse_rendezvous
 
-CONNECT_S, ANSWER_S = 1.0, 2.0
+CONNECT_S, ANSWER_S = 1.0, 3.0
 """Longest waits for a connection and for an answer: ranks are not looked at meanwhile."""
-RETRY_S = 0.5
-"""Time between looks for the store in the folder."""
+RETRY_S, UNREACHED_S = 0.5, 3.0
+"""Time between looks for the store in the folder, and after a connection that did not come about."""
 
 
 class StoreMembership(Membership):
@@ -70,7 +70,7 @@ class StoreMembership(Membership):
 
     def propose(self, world: HostWorld) -> None:
         """Make `world` the newest generation, unless another host has proposed that number before."""
-        if self._client is None:
+        if self._client is None or (self._holder is not None and self._holder.is_replaced()):
             raise self._lost
         try:
             self._make(self._client, world)
@@ -140,10 +140,10 @@ class StoreMembership(Membership):
         (self._seen,) = client.set_and_peek(HOST + self.name, word, [VERSION])
 
     def _make(self, client: StoreClient, world: HostWorld) -> None:
-        """Make a generation, and follow the one that is there."""
+        """Make a generation, and follow the one of its number that is there."""
         key = f"{GENERATION}{world.number}"
         made = decode(HostWorld, client.create(key, encode(world).encode()), key)
-        if self.world is None or made.number > self.world.number:
+        if self.world is None or (made != self.world and made.number >= self.world.number):
             self._follow(made)
 
     # Finding the store ------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class StoreMembership(Membership):
                 self._connect(self._terms.term(newest).endpoint, newest)
                 return
             except StoreLostError as error:
-                self._lost = error
+                self._lost, self._retry_at = error, now + UNREACHED_S
         if not gone or (at := self._may_listen_at()) is None:
             raise self._lost
         self._hold(newest + 1, at)

@@ -112,6 +112,10 @@ class StoreHolder:
         """Where hosts reach the store."""
         return self._server.endpoint
 
+    def is_replaced(self) -> bool:
+        """True once another host has a newer term."""
+        return self.terms.has_begun(self.number + 1)
+
     def close(self, world: HostWorld | None) -> None:
         """Close the store, where `world` ends the run once the others have seen it, or after `LINGER_S`."""
         until = time.monotonic() + LINGER_S
@@ -134,7 +138,7 @@ class StoreHolder:
     def _tick(self, now: float) -> bool:
         """Look at the hosts, and give a sign of life; False once another host has the store."""
         with suppress(OSError):  # who reaches the store does not need the folder
-            if self.terms.has_begun(self.number + 1):
+            if self.is_replaced():
                 return False
             if now >= self._beat_at + BEAT_S:
                 self._beats += 1
