@@ -186,11 +186,14 @@ def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lost", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("lost", "store"), [(0, False), (1, False), (0, True)], ids=["first", "second", "holder"]
+)
 def test_a_host_that_is_lost_costs_seconds_and_may_join_again(
-    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher], lost: int
+    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher], lost: int, store: bool
 ) -> None:
     out, last = tmp_path / "run", ("--train.steps", "400", "--train.batch_tokens", "4096")
+    last += ("--rendezvous", f"{namespaces[0][1]}:29400") if store else ()
     launchers += [Launcher(out, address, name, *last) for name, address in namespaces]
     wait(lambda: len(steps(out)) >= 20, PATIENCE_S, launchers)
     launchers[lost].kill()

@@ -44,6 +44,8 @@ PATIENT_S = LOST_S + 1.0
 """The leader waits so long for the cause of a failure that may be an echo, such as the loss of a host."""
 SILENT_S = LOST_S + 2.0
 """A host that waits for others longer than this, in which a lost one is noticed, says so."""
+MOST_NAMED = 16
+"""Hosts that such a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class HostSupervisor:
         """Return a sentence on the hosts that are here, and those that a start of the ranks waits for."""
         here, least, most = self.members.here, self.job.sizes[0], self.job.sizes[-1]
         sizes = str(most) if least == most else f"{least} to {most}"
-        so_far = f"{len(here)} of {sizes} hosts {'is' if len(here) == 1 else 'are'} here ({', '.join(here)})"
+        names = ", ".join([*here[:MOST_NAMED], *(["..."] if len(here) > MOST_NAMED else [])])
+        so_far = f"{len(here)} of {sizes} hosts {'is' if len(here) == 1 else 'are'} here ({names})"
         if len(here) >= least:
             return f"{so_far}; this one waits up to {PATIENCE_S:g} s for a start with its ranks"
         more = least - len(here)
