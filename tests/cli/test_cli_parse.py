@@ -28,7 +28,7 @@ def test_words_flags_and_keys_in_any_order() -> None:
     assert call.words == ("run.toml",)
     assert call.overrides == [("train.lr", "1e-3"), ("layout.dp", "2")]
     assert call.json
-    unset = dict.fromkeys(("cluster", "out", "resume", "nodes", "address"))
+    unset = dict.fromkeys(("cluster", "out", "resume", "nodes", "address", "rendezvous"))
     assert call.flags == {"nproc": "2", "quiet": False, "verify": False} | unset
 
 

@@ -1,18 +1,21 @@
-"""Supervision of one of several hosts, whose ranks train nothing; the other host is a file."""
+"""Supervision of one of several hosts, whose ranks train nothing; the other is but its words."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.comm.authentication import shared_secret
 from meshwright.launch import elastic
 from meshwright.launch import start as generation
 from meshwright.launch.elastic import ElasticJob, HostSupervisor
@@ -29,15 +32,19 @@ HERE = Path(__file__).parent
 class OtherHost(threading.Thread):
     """A host that says "ready" until it is stopped, and that has no ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, job: ElasticJob) -> None:
         super().__init__()
-        self.members, self.host = Membership(folder, "z"), Host("z", "127.0.0.1", LOOPBACK, 1)
+        self.host = Host("z", "127.0.0.1", LOOPBACK, 1)
+        self.members: Membership = job.membership(self.host, shared_secret(job.folder / elastic.SECRET_FILE))
         self.over = threading.Event()
 
     def run(self) -> None:
         while not self.over.wait(0.2):
+            self.members.look(time.monotonic())
             self.host = replace(self.host, beat=self.host.beat + 1)
             self.members.write(self.host)
+        self.members.remove("z")
+        self.members.close()
 
 
 @pytest.fixture
@@ -45,17 +52,32 @@ def events() -> list[tuple[str, dict[str, Any]]]:
     return []
 
 
+@pytest.fixture(params=["folder", "store"])
+def rendezvous(request: pytest.FixtureRequest) -> str | None:
+    """Where hosts meet, as `--rendezvous` says it."""
+    if request.param == "folder":
+        return None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @pytest.fixture
-def alone(tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> HostSupervisor:
+def alone(
+    tmp_path: Path, events: list[tuple[str, dict[str, Any]]], rendezvous: str | None
+) -> Iterator[HostSupervisor]:
     """Supervisor of host "a" of a run on two to three hosts, which has told nothing yet."""
     job = Job([], 1)
     folder = tmp_path / "hosts"
     folder.mkdir()
     own = Host("a", "127.0.0.1", LOOPBACK, 1)
     told = ElasticJob(
-        folder, [1, 2, 3], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields))
-    )
-    return HostSupervisor(told, own)
+        folder, [1, 2, 3], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields)),
+        rendezvous,
+    )  # fmt: skip
+    made = HostSupervisor(told, own)
+    made.members.look(0.0)
+    yield made
+    made.members.close()
 
 
 def test_of_a_lost_host_and_the_connections_that_broke_with_it_the_host_is_told(
@@ -96,7 +118,7 @@ def test_a_host_that_waits_says_for_whom(alone: HostSupervisor, monkeypatch: pyt
 
 
 def test_the_users_signal_does_not_end_ranks_that_save_for_a_host_that_joins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rendezvous: str | None
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(elastic, "GATHER_S", 0.0)
@@ -107,13 +129,12 @@ def test_the_users_signal_does_not_end_ranks_that_save_for_a_host_that_joins(
     events: list[tuple[str, dict[str, Any]]] = []
     folder = tmp_path / "hosts"
     own = Host("a", "127.0.0.1", LOOPBACK, 1)
-    supervisor = HostSupervisor(
-        ElasticJob(
-            folder, [1, 2], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields))
-        ),
-        own,
-    )
-    other = OtherHost(folder)
+    told = ElasticJob(
+        folder, [1, 2], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields)),
+        rendezvous,
+    )  # fmt: skip
+    supervisor = HostSupervisor(told, own)
+    other = OtherHost(told)
 
     def join_and_ask_for_the_end() -> None:
         while not (tmp_path / "starts").exists():

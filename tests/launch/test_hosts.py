@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -153,32 +154,46 @@ def assert_as_alone(result: dict[str, Any], out: Path, *words: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("store", "lost"), [(False, 1), (True, 1), (True, 0)], ids=["folder", "store", "holder"]
+)
 def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
-    tmp_path: Path, launchers: list[Launcher]
+    tmp_path: Path, launchers: list[Launcher], store: bool, lost: int
 ) -> None:
     out, last = tmp_path / "run", ("--train.steps", "200", "--train.batch_tokens", "512")
-    launchers += [Launcher(out, "127.0.0.1", None, *last) for _ in range(2)]
+    if store:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            last += ("--rendezvous", f"127.0.0.1:{free.getsockname()[1]}")
+    launchers.append(Launcher(out, "127.0.0.1", None, *last))
+    wait(lambda: not store or (out / "hosts" / "store-0.json").exists(), PATIENCE_S, launchers)
+    launchers.append(Launcher(out, "127.0.0.1", None, *last))
     wait(lambda: len(steps(out)) >= 5, PATIENCE_S, launchers)
     wait(lambda: read_run(out).info["world_size"] == 2, PATIENCE_S, launchers)
-    launchers[1].kill()
-    next_step(out, PATIENCE_S, launchers)
+    launchers[lost].kill()
+    gone_on = next_step(out, PATIENCE_S, launchers)
     wait(lambda: "host_lost" in kinds(out), PATIENCE_S, launchers)
     assert "failure" not in kinds(out)  # connections that broke with the host are no failure of their own
+    assert gone_on < SOON_S
     launchers.append(Launcher(out, "127.0.0.1", None, *last))
     wait(lambda: "host_joined" in kinds(out), PATIENCE_S, launchers)
-    result = result_of(launchers[0])
+    result = result_of(launchers[1 - lost])
     assert result_of(launchers[2]) == result
     assert steps(out) == list(range(1, 201))
-    assert_as_alone(result, tmp_path / "alone", *last)
+    assert_as_alone(result, tmp_path / "alone", *last[:4])
     assert list((out / "hosts").glob("host-*")) == []
+    assert [*(out / "hosts").glob("generation-*")] == [] or not store
+    assert (out / "hosts" / "store-1.json").exists() == (store and lost == 0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lost", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("lost", "store"), [(0, False), (1, False), (0, True)], ids=["first", "second", "holder"]
+)
 def test_a_host_that_is_lost_costs_seconds_and_may_join_again(
-    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher], lost: int
+    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher], lost: int, store: bool
 ) -> None:
     out, last = tmp_path / "run", ("--train.steps", "400", "--train.batch_tokens", "4096")
+    last += ("--rendezvous", f"{namespaces[0][1]}:29400") if store else ()
     launchers += [Launcher(out, address, name, *last) for name, address in namespaces]
     wait(lambda: len(steps(out)) >= 20, PATIENCE_S, launchers)
     launchers[lost].kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest
 
 from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.slots import Slot, SlotHeader
+from meshwright.comm.authentication import new_secret
+from meshwright.comm.store_server import StoreServer
 from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, HostWorld, Membership, decide
+from meshwright.launch.membership_folder import FolderMembership
+from meshwright.launch.membership_store import StoreMembership
+from meshwright.launch.store_holder import HostCensus
+from meshwright.launch.store_terms import StoreTerm, StoreTerms
 from meshwright.rank.failure import Outcome
 from meshwright.rank.shared_memory import SharedMemory
 
@@ -87,52 +94,115 @@ def test_the_loss_of_a_host_explains_the_echo_of_it() -> None:
     assert decide(WORLD, spare, (2,), judge) == Decision(("a", "c"))
 
 
-def test_of_two_proposals_one_is_taken_by_all(tmp_path: Path) -> None:
-    one, two = Membership(tmp_path, "a"), Membership(tmp_path, "b")
+class Meeting:
+    """Hosts that meet in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def member(self, name: str) -> Membership:
+        return FolderMembership(self.folder, name)
+
+    def look(self, members: Membership, now: float) -> None:
+        members.look(now)
+
+    def made(self) -> list[str]:
+        """The generations that were made."""
+        return sorted(file.stem.replace("-", "/") for file in self.folder.glob("generation-*"))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class StoreMeeting(Meeting):
+    """Hosts that meet in a store, whose clock is the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.secret = new_secret()
+        self.server = StoreServer("127.0.0.1", self.secret)
+        self.census = HostCensus(-2 * LOST_S)
+        StoreTerms(folder).begin(0, StoreTerm(self.server.endpoint, "nobody"))
+        self.members: list[Membership] = []
+
+    def member(self, name: str) -> Membership:
+        made = StoreMembership(self.folder, name, "127.0.0.1", self.server.endpoint, self.secret)
+        made.look(0.0)
+        self.members.append(made)
+        return made
+
+    def look(self, members: Membership, now: float) -> None:
+        self.server.use(lambda table: self.census.look(table, now))
+        members.look(now)
+
+    def made(self) -> list[str]:
+        keys = self.server.use(lambda table: sorted(key.decode() for key in table.values))
+        return [key for key in keys if key.startswith("generation/")]
+
+    def close(self) -> None:
+        for members in self.members:
+            members.close()
+        self.server.close()
+
+
+@pytest.fixture(params=[Meeting, StoreMeeting], ids=["folder", "store"])
+def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]:
+    made = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+def test_of_two_proposals_one_is_taken_by_all(meeting: Meeting) -> None:
+    one, two = meeting.member("a"), meeting.member("b")
     one.propose(HostWorld(0, ("a",), 2))
     two.propose(HostWorld(0, ("b",), 2))
     for members in (one, two):
-        members.look(0.0)
+        meeting.look(members, 0.0)
         assert members.world == HostWorld(0, ("a",), 2)
     two.propose(HostWorld(1, ("b",), 2))
-    one.look(0.0)
+    meeting.look(one, 0.0)
     assert one.world == HostWorld(1, ("b",), 2)
     assert one.missed == 1
     assert two.missed == 0
-    late = Membership(tmp_path, "c")
-    late.look(0.0)
+    late = meeting.member("c")
+    meeting.look(late, 0.0)
     assert late.world == one.world
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["generation-0.json", "generation-1.json"]
+    assert meeting.made() == ["generation/0", "generation/1"]
 
 
-def test_a_host_that_gives_no_sign_of_life_is_lost_and_another_leads(tmp_path: Path) -> None:
-    one, two = Membership(tmp_path, "a"), Membership(tmp_path, "b")
+def test_a_host_that_gives_no_sign_of_life_is_lost_and_another_leads(meeting: Meeting) -> None:
+    one, two = meeting.member("a"), meeting.member("b")
     one.write(A)
     two.write(B)
-    two.look(0.0)
-    assert sorted(two.hosts) == ["a", "b"]
+    meeting.look(two, 0.0)
+    assert list(two.here) == ["a", "b"]
     assert not two.leads
     for second in range(1, int(LOST_S) + 1):
+        assert list(two.here) == ["a", "b"]
         two.write(replace(B, beat=second))
-        two.look(float(second))
-    assert list(two.hosts) == ["b"]
+        meeting.look(two, float(second))
+    assert list(two.here) == ["b"]
     assert two.leads
+    assert two.hosts == {"b": replace(B, beat=int(LOST_S))}
     one.write(replace(A, beat=1))  # it was only stopped
-    two.look(LOST_S + 1)
-    assert sorted(two.hosts) == ["a", "b"]
+    meeting.look(two, LOST_S + 1)
+    assert list(two.here) == ["a", "b"]
+    meeting.look(one, LOST_S + 1)
+    assert one.leads
+    assert one.hosts == {"a": replace(A, beat=1), "b": replace(B, beat=int(LOST_S))}
     one.remove("a")
-    two.look(LOST_S + 1)
-    assert list(two.hosts) == ["b"]
+    meeting.look(two, LOST_S + 1)
+    assert list(two.here) == ["b"]
 
 
-def test_the_members_of_the_newest_generation_lead_before_those_that_wait(tmp_path: Path) -> None:
-    members = {host.name: Membership(tmp_path, host.name) for host in (A, B, C)}
+def test_the_members_of_the_newest_generation_lead_before_those_that_wait(meeting: Meeting) -> None:
+    members = {host.name: meeting.member(host.name) for host in (A, B, C)}
     for host in (A, B, C):
         members[host.name].write(host)
     members["c"].propose(HostWorld(0, ("c", "b"), 2))
     leads = {}
     for name, member in members.items():
-        member.look(0.0)
+        meeting.look(member, 0.0)
         leads[name] = member.leads
     assert leads == {"a": False, "b": False, "c": True}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,47 @@ def test_a_state_that_nobody_knows_is_a_failure(program: Program, run: Path) -> 
     assert api.status(folder)["runs"][0]["state"] == "unknown"
     job = ClusterJob(name="a", run="/r", out="/o", nodes=2, ranks=8)
     assert Slurm().commands(job, Path("/o/f"))[0][-3:] == ["/o/f", "/r", "/o"]
+
+
+LARGE = "train = { batch_tokens = 4_194_304 }\nlayout = { dp = 1024 }\n"
+"""A run for 128 nodes of eight GPUs, which are more than meet in a folder."""
+MEETINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "kubernetes": (IMAGE, "--nodes 128:128 --rendezvous run-node-0-0.run:29400 --address $(POD_IP)"),
+    "skypilot": (
+        {"accelerator": "H100", "volume": [("shared", "/shared")]},
+        '--nodes 128:128 --rendezvous $first:29400 --address "$address"',
+    ),
+    "ssh": (
+        {"hosts": tuple(f"me@node{n}" for n in range(128))}, "--nodes 128:128 --rendezvous node0:29400",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on", MEETINGS)
+def test_more_nodes_than_a_folder_serves_meet_in_a_store_on_the_first(run: Path, on: str) -> None:
+    options, expected = MEETINGS[on]
+    run.write_text(LARGE, encoding="utf-8")
+    text = api.launch(run, on=on, out=Path("/shared/run"), dry_run=True, **options)["file"]
+    assert expected in " ".join(line.strip().removeprefix("- ").strip("'") for line in text.splitlines())
+    run.write_text(LARGE.replace("1024", "512"), encoding="utf-8")
+    fewer = {**options, "hosts": options["hosts"][:64]} if on == "ssh" else options
+    text = api.launch(run, on=on, out=Path("/shared/run"), dry_run=True, **fewer)["file"]
+    assert "64:64" in text and "--rendezvous" not in text
+
+
+def test_the_script_of_slurm_names_the_first_of_many_nodes(
+    run: Path, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_text(LARGE, encoding="utf-8")
+    program("scontrol", "node7\nnode8\n")
+    calls = program("srun")
+    for name, value in {"JOB_ID": "1234567", "NNODES": "128", "JOB_NODELIST": "node[7-134]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for nodes, words in (("64:128", ["--rendezvous", "node7:29967"]), ("32:64", [])):
+        run.write_text(LARGE.replace("1024", str(8 * int(nodes[3:]))), encoding="utf-8")
+        text = api.launch(run, on="slurm", nodes=nodes, dry_run=True)["file"]
+        (tmp_path / "job.sbatch").write_text(text, encoding="utf-8")
+        subprocess.run(["bash", "job.sbatch", "run.toml", "out", "--a.b", "c"], check=True)
+        told = calls()[-1]
+        least = nodes.partition(":")[0]
+        assert told[-5 - len(words) :] == [f"{least}:128", "--nproc", "8", *words, "--a.b", "c"]

@@ -56,6 +56,9 @@ def train(
     nodes: tuple[int, int] | None = None,
     address: Annotated[str | None, Option(
         "address of this host that the others reach it at", "IP", str)] = None,
+    rendezvous: Annotated[str | None, Option(
+        "store on one of the hosts of --nodes, where they meet; default the folder of --out",
+        "HOST:PORT", str)] = None,
 ) -> Result:  # fmt: skip
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
@@ -65,7 +68,9 @@ def train(
     With `nodes` (least, most) this host is one of so many that run the same on a common `out`, with `nproc`
     ranks each (default: one for each GPU, or core): hosts may be lost and join while the run goes on, and the
     data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`;
-    so do other step groups, where `spec.own_step_group` is the one that this host trains.
+    so do other step groups, where `spec.own_step_group` is the one that this host trains. The hosts meet in
+    `out`, or, as more than 64 should, in a store at `rendezvous` (HOST:PORT), which this command on HOST
+    holds.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -80,7 +85,7 @@ def train(
         check_writable_folder(Path(out))
         check_inputs(spec)
         with status_at_end(Path(out), spec.checkpoint.folder(Path(out)), resume is not None):
-            return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
+            return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address, rendezvous)
     with folder_of(out, spec) as folder:
         place = worker()
         first, checkpoints = place is None or place.rank == 0, spec.checkpoint.folder(folder)
@@ -152,12 +157,14 @@ def _train_with_others(
     resume: str | None,
     quiet: bool,
     address: str | None,
+    rendezvous: str | None,
 ) -> Result:
     """Train as one of several hosts; see `train`."""
     from meshwright.launch.elastic import ElasticJob, HostSupervisor
     from meshwright.launch.membership import Host
     from meshwright.launch.start import Job
     from meshwright.rank.env import count_devices, resized
+    from meshwright.rank.host_rendezvous import check_rendezvous
     from meshwright.rank.network import own_address
 
     ranks = count_devices() if nproc is None else nproc
@@ -169,6 +176,7 @@ def _train_with_others(
             f"tp x cp x pp must divide the ranks, and the data ranks the {spec.shared_sequences} sequences "
             f"of a batch"
         )
+    check_rendezvous(rendezvous, most)
     own, interface = own_address(address)
     with scratch_folder() as folder:
 
@@ -181,7 +189,8 @@ def _train_with_others(
                 preload=preload(MODULES, spec), recovery=spec.recovery, stages=spec.layout.pp,
             )  # fmt: skip
 
-        job = ElasticJob(out / "hosts", sorted(specs), job_of, partial(record_event, out, None))
+        tell = partial(record_event, out, None)
+        job = ElasticJob(out / "hosts", sorted(specs), job_of, tell, rendezvous)
         HostSupervisor(job, Host(f"{own}-{os.getpid()}", own, interface, ranks)).run().raise_for_failure()
     return dict(json.loads((out / "result.json").read_text(encoding="utf-8")))
 

@@ -81,6 +81,8 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
             "--address: only says where other hosts reach this one; add --nodes, or --outer.island, or "
             "remove it"
         )
+    if call.flags["rendezvous"] is not None:
+        raise UserError("--rendezvous: only says where the hosts of --nodes meet; add --nodes, or remove it")
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
     with folder_of(out, spec) as folder:
@@ -171,6 +173,7 @@ def _train_with_others(call: Call, ending: Ending) -> None:
         quiet=call.flags["quiet"],
         nodes=(least, most),
         address=call.flags["address"],
+        rendezvous=call.flags["rendezvous"],
     )
     _show_finished(call, result, ending, spec)
 

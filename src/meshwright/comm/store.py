@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from meshwright.comm.authentication import AuthenticationError, Codec, greet, pack, unpack
-from meshwright.comm.store_server import DONE, READ_BYTES
+from meshwright.comm.store_client import StoreClient, StoreLostError
+from meshwright.comm.store_server import DONE
 
 CONNECT_S = 60.0
 """Longest wait for a connection."""
@@ -41,14 +38,10 @@ class AuthenticatedStore(Store):
         super().__init__()
         self.endpoint, self._secret, self._timeout = endpoint, secret, timeout
         self._limits = connect_s, answer_s
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._closed = False
-        self._codec: Codec
         self._clones: list[AuthenticatedStore] = []
         """torch holds the C++ part of a clone alone, which needs this one."""
-        with self._lock:
-            self._connect()
+        with _as_torch():
+            self._client = StoreClient(endpoint, secret, connect_s, answer_s)
 
     # The operations of a store: torch calls them by these names -----------------------------------------
 
@@ -120,16 +113,9 @@ class AuthenticatedStore(Store):
 
     def close(self) -> None:
         """Hang up for good, and let clones do so."""
-        self._closed = True
         for each in self._clones:
             each.close()
-        if (opened := self._socket) is not None:
-            with suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)  # who waits on it gives up
-        with self._lock:
-            if self._socket is not None:
-                self._socket.close()
-            self._socket = None
+        self._client.close()
 
     # The connection ------------------------------------------------------------------------------------
 
@@ -147,54 +133,17 @@ class AuthenticatedStore(Store):
         return self._exchange(parts, 0.0)[1:]
 
     def _exchange(self, parts: Sequence[bytes], seconds: float) -> list[bytes]:
-        """Send a request, and return the answer; a connection that anything interrupted is not used again."""
-        with self._lock:
-            if self._socket is None:
-                self._connect()
-            opened, whole = self._socket, False
-            assert opened is not None
-            try:
-                opened.settimeout(seconds + self._limits[1])
-                opened.sendall(self._codec.seal(pack(parts)))
-                got = bytearray()
-                while (content := self._codec.open(got)) is None:
-                    part = opened.recv(READ_BYTES)
-                    if not part:
-                        raise ConnectionResetError("Connection closed by peer")
-                    got += part
-                whole = True
-                return unpack(content)
-            except (OSError, AuthenticationError) as error:
-                raise dist.DistNetworkError(f"the store at {self.endpoint}: {error}") from error
-            finally:
-                if not whole:
-                    self._socket = None
-                    opened.close()
-
-    def _connect(self) -> None:
-        opened: Any = None
-        try:
-            if self._closed:
-                raise ConnectionAbortedError("it was closed here")
-            opened = _dial(self.endpoint, self._limits[0])
-            self._codec = greet(opened, self._secret)
-        except (OSError, AuthenticationError) as error:
-            if opened is not None:
-                opened.close()
-            raise dist.DistNetworkError(f"the store at {self.endpoint}: {error}") from error
-        self._socket = opened
+        with _as_torch():
+            return self._client.exchange(parts, seconds)
 
 
-def _dial(endpoint: str, seconds: float) -> socket.socket:
-    if endpoint.startswith("/"):
-        opened = socket.socket(socket.AF_UNIX)
-        opened.settimeout(seconds)
-        opened.connect(endpoint)
-        return opened
-    host, _, port = endpoint.rpartition(":")
-    opened = socket.create_connection((host.strip("[]"), int(port)), seconds)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return opened
+@contextmanager
+def _as_torch() -> Iterator[None]:
+    """Raise what torch's own stores do where the server is lost."""
+    try:
+        yield
+    except StoreLostError as error:
+        raise dist.DistNetworkError(str(error)) from error
 
 
 def _bytes(value: str | bytes) -> bytes:

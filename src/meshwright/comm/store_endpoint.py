@@ -21,8 +21,10 @@ def endpoint_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(at: str | Path) -> tuple[str, socket.socket]:
-    """The endpoint and the listening socket at an address, or at a Unix socket in a folder.
+def listen(at: str | Path, port: int = 0) -> tuple[str, socket.socket]:
+    """The endpoint and the listening socket at an address and a port, or at a Unix socket in a folder.
+
+    Port 0 stands for one that is free.
 
     A folder that can have no socket, such as one with too long a path, gives a port of the loopback
     interface.
@@ -40,7 +42,7 @@ def listen(at: str | Path) -> tuple[str, socket.socket]:
                 listener.close()
         at = "127.0.0.1"
     family = socket.AF_INET6 if ":" in at else socket.AF_INET
-    listener = socket.create_server((at, 0), family=family, backlog=4096)
+    listener = socket.create_server((at, port), family=family, backlog=4096)
     return endpoint_of(at, listener.getsockname()[1]), listener
 
 

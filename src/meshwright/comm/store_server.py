@@ -2,7 +2,8 @@
 
 It takes the place of the server of `torch.distributed.TCPStore`, which does what anybody says who reaches its
 port. Whoever connects has to prove that it knows the run's secret (`authentication.py`). A thread answers all
-connections; the process that starts it needs no torch. `store.py` has the other side.
+connections; the process that starts it needs no torch. `store_client.py` has the other side, and `store.py`
+that of torch.
 """
 
 from __future__ import annotations
@@ -91,12 +92,13 @@ class _Connection:
 class StoreServer:
     """A server that listens at `at`: an IPv4 or IPv6 address of this host, or a folder for a Unix socket.
 
-    Clients reach it at `endpoint` and need `secret`.
+    Clients reach it at `endpoint` and need `secret`. Raises `OSError`, such as for a `port` that is taken; 0
+    stands for one that is free.
     """
 
-    def __init__(self, at: str | Path, secret: bytes | None = None) -> None:
+    def __init__(self, at: str | Path, secret: bytes | None = None, port: int = 0) -> None:
         self.secret = new_secret() if secret is None else secret
-        self.endpoint, self._listener = listen(at)
+        self.endpoint, self._listener = listen(at, port)
         self.table = Table()
         self.refused = 0
         """Connections without the proof that were closed."""
@@ -247,6 +249,12 @@ class StoreServer:
             self._wake_up(given[0])
         elif operation == b"check":
             answer = [b"1" if all(key in values for key in given) else b"0"]
+        elif operation == b"peek":
+            answer = [values.get(key, b"") for key in given]
+        elif operation == b"set_and_peek":
+            values[given[0]] = given[1]
+            self._wake_up(given[0])
+            answer = [values.get(key, b"") for key in given[2:]]
         elif operation == b"delete":
             answer = [b"1" if values.pop(given[0], None) is not None else b"0"]
         elif operation == b"compare_set":

@@ -1,7 +1,8 @@
 """Supervision of one of several hosts, which may leave and join while the run goes on.
 
-Every host runs the same command on a folder that all of them have (`membership.py`). A host that is lost
-costs the others a start of their ranks from memory or disk; for one that joins they save, and start with it.
+Every host runs the same command on a folder that all of them have, and meets the others there or in a store
+(`membership.py`). A host that is lost costs the others a start of their ranks from memory or disk; for one
+that joins they save, and start with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from meshwright.comm.authentication import shared_secret
 from meshwright.comm.store_endpoint import endpoint_of
 from meshwright.comm.store_server import StoreServer
 from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, HostWorld, Membership, State, decide
+from meshwright.launch.membership_folder import FolderMembership
+from meshwright.launch.membership_store import StoreMembership
 from meshwright.launch.restarts import RestartPolicy
 from meshwright.launch.start import End, HostPlace, Job, Start, Tell, stopped_by
 from meshwright.launch.supervisor import stop_requests
@@ -41,6 +44,8 @@ PATIENT_S = LOST_S + 1.0
 """The leader waits so long for the cause of a failure that may be an echo, such as the loss of a host."""
 SILENT_S = LOST_S + 2.0
 """A host that waits for others longer than this, in which a lost one is noticed, says so."""
+MOST_NAMED = 16
+"""Hosts that such a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,21 @@ class ElasticJob:
     """A job of any number of hosts.
 
     `of` returns the job of a generation, given whether it is the first and its number of hosts, of which
-    `sizes` lists those that can run it. `tell` gets the events of the run; `folder` is common to all hosts.
+    `sizes` lists those that can run it. `tell` gets the events of the run; `folder` is common to all hosts,
+    which meet there, or with `rendezvous` in a store at that HOST:PORT.
     """
 
     folder: Path
     sizes: Sequence[int]
     of: Callable[[bool, int], Job]
     tell: Tell
+    rendezvous: str | None = None
+
+    def membership(self, host: Host, secret: bytes) -> Membership:
+        """The membership of `host`; all hosts share `secret`."""
+        if self.rendezvous is None:
+            return FolderMembership(self.folder, host.name)
+        return StoreMembership(self.folder, host.name, host.address, self.rendezvous, secret)
 
 
 class HostSupervisor:
@@ -62,10 +75,10 @@ class HostSupervisor:
 
     def __init__(self, job: ElasticJob, host: Host) -> None:
         self.job, self.host = job, host
-        self.members = Membership(job.folder, host.name)
         self._policy = RestartPolicy(job.of(True, job.sizes[-1]).recovery.max_restarts)
-        self.members.folder.mkdir(parents=True, exist_ok=True)
-        self._secret = shared_secret(self.members.folder / SECRET_FILE)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        self._secret = shared_secret(job.folder / SECRET_FILE)
+        self.members = job.membership(host, self._secret)
         self._store = StoreServer(host.address, self._secret)
         """The store of the next generation, if this host is the first of it."""
         self._first = 0
@@ -80,7 +93,7 @@ class HostSupervisor:
         self._step_times: Sequence[float] = ()
         """Hosts of the last start that this one was part of, and the times of its steps."""
         self._unseen = False
-        """True while the common folder cannot be used."""
+        """True while the place where hosts meet cannot be used."""
 
     def run(self) -> Outcome:
         """Take part until the run has ended, or a signal takes this host out of it; returns the outcome."""
@@ -92,10 +105,11 @@ class HostSupervisor:
             ExitStack() as stack,
         ):
             stack.callback(self._close_zygote)
+            stack.callback(self.members.close)
             stack.callback(self.members.remove, self.host.name)
             stack.callback(lambda: self._store.close())
-            self.members.look(began)
-            self._first = self.members.world.number + 1 if self.members.world is not None else 0
+            if (outcome := self._arrive(asked)) is not None:
+                return outcome
             while True:
                 world = self._next_world(asked)
                 if isinstance(world, Outcome):
@@ -108,6 +122,23 @@ class HostSupervisor:
                     return end.outcome if end.outcome.stopped else stopped_by(asked[-1])
 
     # Generations ------------------------------------------------------------------------------------
+
+    def _arrive(self, asked: Sequence[int]) -> Outcome | None:
+        """See for the first time what the hosts have agreed on; the outcome where that cannot be."""
+        since = time.monotonic()
+        while not asked:
+            try:
+                self.members.look(time.monotonic())
+            except ConnectionError as error:  # the host that holds the store may come later
+                self._cannot_look(error)
+                if time.monotonic() > since + PATIENCE_S:
+                    return Outcome(1, f"{self.members.place} was not there for {PATIENCE_S:g} s: {error}")
+                time.sleep(LOOK_S)
+                continue
+            self._unseen = False
+            self._first = self.members.world.number + 1 if self.members.world is not None else 0
+            return None
+        return stopped_by(asked[-1])
 
     def _next_world(self, asked: Sequence[int]) -> HostWorld | Outcome:
         """Wait for a generation that this host is part of, or for the run's outcome."""
@@ -132,9 +163,10 @@ class HostSupervisor:
 
     def _waits_for(self) -> str:
         """Return a sentence on the hosts that are here, and those that a start of the ranks waits for."""
-        here, least, most = sorted(self.members.hosts), self.job.sizes[0], self.job.sizes[-1]
+        here, least, most = self.members.here, self.job.sizes[0], self.job.sizes[-1]
         sizes = str(most) if least == most else f"{least} to {most}"
-        so_far = f"{len(here)} of {sizes} hosts {'is' if len(here) == 1 else 'are'} here ({', '.join(here)})"
+        names = ", ".join([*here[:MOST_NAMED], *(["..."] if len(here) > MOST_NAMED else [])])
+        so_far = f"{len(here)} of {sizes} hosts {'is' if len(here) == 1 else 'are'} here ({names})"
         if len(here) >= least:
             return f"{so_far}; this one waits up to {PATIENCE_S:g} s for a start with its ranks"
         more = least - len(here)
@@ -223,18 +255,21 @@ class HostSupervisor:
                 told = {} if steps is None else {"steps": steps}
                 self._say(self.host.state, port=self._store.port, **told)
             self.members.look(now)
+            self._unseen = False
+            newest = self.members.world
+            number = newest.number + 1 if newest is not None else 0
+            older = newest is None or newest.number < self._first  # it is another run's
+            world = NOBODY if newest is None or older else newest
+            self._pending = None
+            if world.end is None and self.members.leads:
+                self._lead(world, number, now)
         except OSError as error:  # it may pass; if it does not, the others take this host for lost
-            if not self._unseen:
-                warnings.warn(f"{self.members.folder} cannot be used for now: {error}", stacklevel=2)
-            self._unseen = True
-            return
-        self._unseen = False
-        newest = self.members.world
-        number = newest.number + 1 if newest is not None else 0
-        world = NOBODY if newest is None or newest.number < self._first else newest  # older is another run's
-        self._pending = None
-        if world.end is None and self.members.leads:
-            self._lead(world, number, now)
+            self._cannot_look(error)
+
+    def _cannot_look(self, error: OSError) -> None:
+        if not self._unseen:
+            warnings.warn(f"{self.members.place} cannot be used for now: {error}", stacklevel=3)
+        self._unseen = True
 
     def _lead(self, world: HostWorld, number: int, now: float) -> None:
         """Propose the next generation, if one is due."""

@@ -1,29 +1,27 @@
-"""Which hosts a run has, agreed on in the run's folder: no server that can be lost.
+"""Which hosts a run has: what they agree on, and what the one that leads makes of it.
 
-    hosts/host-<name>.json       what a supervisor says of its host; its counter is the heartbeat
-    hosts/generation-<n>.json    start n of the ranks: the hosts in order of ranks, or how the run ended
-
-Whoever may write in the folder may take part. A host lives as long as its counter moves, by the clock of the
-one that looks. The first living host of the newest generation leads: it proposes the next one when a host is
-lost, wants to join, or has ranks that failed (`decide`). A generation's file is a hard link to a whole one,
-which only one of several proposals can make, and never changes; all hosts follow the newest.
+Hosts meet in the run's folder (`membership_folder.py`), or, where they are many, in a store on one of them
+(`membership_store.py`). Either way a host lives as long as its counter moves, by the clock of the one that
+looks. The first living host of the newest generation, which is a start of the ranks, leads: it proposes the
+next one when a host is lost, wants to join, or has ranks that failed (`decide`). Only one of several
+proposals of a number is made, and it never changes; all hosts follow the newest.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic.dataclasses import dataclass
 
-from meshwright import atomic
 from meshwright.rank.failure import KINDS, Outcome
 from meshwright.spec.errors import ECHOES
 from meshwright.spec.records import Integer, Record, read
+
+R = TypeVar("R", bound=Record)
 
 LOST_S = 5.0
 """A host whose counter has not moved for so long is lost."""
@@ -73,58 +71,66 @@ NOBODY = HostWorld(0)
 """Stands for the world before the first generation."""
 
 
-class Membership:
-    """The files of one run's hosts in `folder`, as one host of them, called `name`, sees them."""
+def encode(record: Host | HostWorld) -> str:
+    """A record as hosts tell it to each other."""
+    return json.dumps(asdict(record))
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+
+def decode(kind: type[R], text: str | bytes, where: str) -> R:
+    """The record in a text of `encode`. Raises `UserError`, starting with `where`."""
+    return read(kind, json.loads(text), where)
+
+
+class Membership(ABC):
+    """The hosts of one run and what they agree on, as one of them, called `name`, sees it.
+
+    Methods raise `OSError` where the place in which the hosts meet cannot be used, which may pass.
+    """
+
+    place: str
+    """Where the hosts meet, for messages."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.here: tuple[str, ...] = ()
+        """Names of the hosts that live, in order."""
         self.hosts: dict[str, Host] = {}
+        """Their words on themselves; only a host that leads is sure to have them."""
         self.world: HostWorld | None = None
         self.missed = -1
         """The newest generation that this host was not part of."""
-        self._moved: dict[str, tuple[int, float]] = {}
 
+    @abstractmethod
     def write(self, host: Host) -> None:
         """Replace what is said of this host."""
-        atomic.write(self.folder / f"host-{self.name}.json", json.dumps(asdict(host)))
 
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove what is said of a host that leaves, or is lost."""
-        (self.folder / f"host-{name}.json").unlink(missing_ok=True)
 
+    @abstractmethod
     def propose(self, world: HostWorld) -> None:
         """Make `world` the newest generation, unless another host has proposed that number before."""
-        with suppress(FileExistsError):
-            atomic.create(self.folder / f"generation-{world.number}.json", json.dumps(asdict(world)))
 
+    @abstractmethod
     def look(self, now: float) -> None:
         """Read the newest generation and what the hosts say; `now` is this process's clock."""
-        number = self.world.number + 1 if self.world is not None else self._oldest()
-        while (file := self.folder / f"generation-{number}.json").exists():
-            self.world = read(HostWorld, json.loads(file.read_text(encoding="utf-8")), str(file))
-            if self.name not in self.world.hosts:
-                self.missed = number
-            number += 1
-        hosts = {}
-        for file in sorted(self.folder.glob("host-*.json")):
-            with suppress(FileNotFoundError):  # a host that has just left
-                host = read(Host, json.loads(file.read_text(encoding="utf-8")), str(file))
-                hosts[host.name] = host
-                if self._moved.get(host.name, (-1, 0.0))[0] != host.beat:
-                    self._moved[host.name] = host.beat, now
-        self.hosts = {name: host for name, host in hosts.items() if now - self._moved[name][1] < LOST_S}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take part no longer."""
 
     @property
     def leads(self) -> bool:
         """True if this host proposes the next generation."""
         members = self.world.hosts if self.world is not None else ()
-        order = [*(name for name in members if name in self.hosts), *sorted(self.hosts)]
-        return order[:1] == [self.name]
+        return next((name for name in (*members, *self.here) if name in self.here), None) == self.name
 
-    def _oldest(self) -> int:
-        """Return the number of the oldest generation that has a file, or 0."""
-        numbers = [file.stem.removeprefix("generation-") for file in self.folder.glob("generation-*.json")]
-        return min((int(number) for number in numbers if number.isdecimal()), default=0)
+    def _follow(self, world: HostWorld) -> None:
+        """Take a newer generation for the newest one."""
+        self.world = world
+        if self.name not in world.hosts:
+            self.missed = world.number
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from meshwright.rank.host_rendezvous import FOLDER_HOSTS, STORE_PORT
 from meshwright.spec.base import FrozenModel
 
 RanksBy = Literal["srun", "torchrun"]
@@ -102,6 +103,18 @@ class ClusterJob(FrozenModel):
         """`meshwright train` of a run, on a node that starts its ranks itself, without its other nodes."""
         words = ["meshwright", "train", self.run, "--out", self.folders()[member], "--resume", "auto"]
         return [*words, "--nproc", str(self.ranks), *self.all_flags()[member]]
+
+    @property
+    def meets_in_a_store(self) -> bool:
+        """True if the run's nodes are too many to meet in its folder."""
+        return self.nodes > FOLDER_HOSTS
+
+    def meeting_words(self, first: str) -> list[str]:
+        """The words of `meshwright train` by which nodes meet, of which `first` is the first one's name."""
+        if self.nodes == 1:
+            return []
+        store = ["--rendezvous", f"{first}:{STORE_PORT}"] if self.meets_in_a_store else []
+        return ["--nodes", self.nodes_range, *store]
 
     @property
     def nodes_range(self) -> str:

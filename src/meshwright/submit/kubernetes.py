@@ -219,7 +219,9 @@ def _pod(job: ClusterJob, member: int) -> Object:
 
 def _command(job: ClusterJob, member: int) -> list[str]:
     words = [word.replace("$(", "$$(") for word in job.train_words(member)]  # else Kubernetes fills them in
-    return words if job.nodes == 1 else [*words, "--nodes", job.nodes_range, "--address", "$(POD_IP)"]
+    name = names(job)[member]
+    first = f"{name}-{NODE}-0-0.{name}"  # the first pod of the first job, in the subdomain of its set
+    return words if job.nodes == 1 else [*words, *job.meeting_words(first), "--address", "$(POD_IP)"]
 
 
 def _options(job: ClusterJob) -> Object:

@@ -112,8 +112,10 @@ def _script(job: ClusterJob) -> str:
         lines += [*job.run_text.rstrip("\n").splitlines(), marker]
     if job.nodes > 1:
         lines.append('address=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")')
-    meeting = f' --nodes {job.nodes_range} --address "$address"' if job.nodes > 1 else ""
-    lines.append(f"exec {shlex.join(words)}{meeting}")
+        if job.meets_in_a_store:
+            lines.append('first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)')
+    meeting = [*job.meeting_words("$first"), "--address", '"$address"'] if job.nodes > 1 else []
+    lines.append(" ".join(["exec", shlex.join(words), *meeting]))
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,7 @@ import re
 import shlex
 from pathlib import Path
 
+from meshwright.rank.host_rendezvous import STORE_PORT
 from meshwright.spec import UserError
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
@@ -77,6 +78,9 @@ class Slurm:
             elastic=elastic,
             torchrun=torchrun,
             least=job.least_nodes,
+            store=f' --rendezvous "$head:$(({STORE_PORT} + SLURM_JOB_ID % 1000))"'
+            if job.meets_in_a_store
+            else "",
             tasks=1 if one else job.ranks,
             cpus=job.cpus * job.ranks if one else job.cpus,
             time=_time(job.seconds or DAY_S),

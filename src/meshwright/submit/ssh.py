@@ -45,8 +45,7 @@ class Ssh:
 
     def render(self, job: ClusterJob) -> str:
         """The script that each host runs in the background."""
-        words = job.train_words()
-        words += ["--nodes", job.nodes_range] if job.nodes > 1 else []
+        words = [*job.train_words(), *job.meeting_words(job.hosts[0].rpartition("@")[2])]
         environment = [(name, shlex.quote(value)) for name, value in job.environment]
         return filled(
             "ssh.sh", folder=shlex.quote(job.folder), environment=environment, train=shlex.join(words)
