@@ -1,6 +1,7 @@
 """Which hosts a run has, agreed on in the run's folder: no server that can be lost.
 
     hosts/host-<name>.json       what a supervisor says of its host; its counter is the heartbeat
+    hosts/failures-<address>     how often a host has failed
     hosts/generation-<n>.json    start n of the ranks: the hosts in order of ranks, or how the run ended
 
 Whoever may write in the folder may take part. A host lives as long as its counter moves, by the clock of the
@@ -12,7 +13,7 @@ which only one of several proposals can make, and never changes; all hosts follo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,10 @@ from meshwright.spec.records import Integer, Record, read
 LOST_S = 5.0
 """A host whose counter has not moved for so long is lost."""
 
-State = Literal["ready", "running", "done", "failed", "stopped", "leaving"]
+FAILS_OFTEN = 3
+"""A host that has failed so often is chosen last."""
+
+State = Literal["ready", "running", "done", "failed", "unhealthy", "stopped", "leaving"]
 ENDED = ("done", "stopped", "leaving")
 """States of a host whose ranks have ended in order: at the last step, for hosts that join, by a signal."""
 
@@ -37,7 +41,9 @@ ENDED = ("done", "stopped", "leaving")
 class Host(Record):
     """A supervisor's word on its host: `ranks` processes, reached at `address`, where `port` is free.
 
-    `state` is that of the ranks of `generation`, which have completed `steps`; `outcome` is how they ended.
+    `name` is the host's address and the supervisor's process. `state` is that of the ranks of `generation`,
+    which have completed `steps`; `outcome` is how they ended. `probed` are the seconds of the newest health
+    probe, if the host has passed it.
     """
 
     name: str
@@ -50,6 +56,7 @@ class Host(Record):
     state: State = "ready"
     steps: Integer = 0
     outcome: Outcome = Outcome()
+    probed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class HostWorld(Record):
     """Generation `number`: `hosts` in order of ranks, with `ranks` each and a store on the first.
 
     An `end` is that of the run, and there are no hosts. `origin` is the number of the run's first generation,
-    as the folder may have those of earlier runs.
+    as the folder may have those of earlier runs. Hosts `probe` their health before a start after a failure.
     """
 
     number: Integer
@@ -67,6 +74,7 @@ class HostWorld(Record):
     port: Integer = 0
     origin: Integer = 0
     end: Outcome | None = None
+    probe: bool = False
 
 
 NOBODY = HostWorld(0)
@@ -96,6 +104,20 @@ class Membership:
         """Make `world` the newest generation, unless another host has proposed that number before."""
         with suppress(FileExistsError):
             atomic.create(self.folder / f"generation-{world.number}.json", json.dumps(asdict(world)))
+
+    def failures(self, name: str) -> int:
+        """Return how often a host has failed in this folder, whichever launcher was on it."""
+        with suppress(FileNotFoundError):
+            return int(self._failures_file(name).read_text(encoding="utf-8"))
+        return 0
+
+    def count_failure(self, name: str) -> None:
+        """Add a failure to those of a host; the leader calls this."""
+        atomic.write(self._failures_file(name), str(self.failures(name) + 1))
+
+    def _failures_file(self, name: str) -> Path:
+        address, _, process = name.rpartition("-")
+        return self.folder / f"failures-{address if process.isdecimal() else name}"
 
     def look(self, now: float) -> None:
         """Read the newest generation and what the hosts say; `now` is this process's clock."""
@@ -142,20 +164,23 @@ def decide(
     sizes: Collection[int],
     final: Callable[[Host], Outcome | None],
     patient: bool = False,
+    failures: Callable[[str], int] = lambda _: 0,
 ) -> Decision | None:
     """Return the leader's next act; None to wait.
 
     `hosts` are those that live, `sizes` the numbers of hosts that can run, and `final` returns the outcome of
     the run where a host's failure shall be its end. A `patient` leader waits for the cause of a failure that
-    may be an echo.
+    may be an echo. `failures` are those of a host, by which one of more than can run is left out.
     """
     members = [hosts[name] for name in world.hosts if name in hosts]
     reports = [host for host in members if host.generation == world.number]
-    staying = [host.name for host in members if host.state != "leaving"]
+    staying = [host.name for host in members if host.state not in ("leaving", "unhealthy")]
     others = hosts.keys() - set(world.hosts)
     joining = sorted(name for name in others if hosts[name].state == "ready")
     enough = max((size for size in sizes if size <= len(staying) + len(joining)), default=0)
-    following = Decision(tuple([*staying, *joining][:enough])) if enough else None
+    following = Decision(_chosen([*staying, *joining], enough, failures)) if enough else None
+    if unhealthy := [host for host in reports if host.state == "unhealthy"]:
+        return following or Decision(end=unhealthy[0].outcome)
     if failed := [host for host in reports if host.state == "failed"]:
         cause = min(failed, key=_likely_echo)
         if _likely_echo(cause) == ECHO:
@@ -174,6 +199,14 @@ def decide(
         return following or (Decision(end=leaving[0].outcome) if leaving else None)
     running = all(host.state == "running" and host.steps > 0 for host in members)
     return Decision(stop=True) if running and enough > len(members) else None
+
+
+def _chosen(names: Sequence[str], count: int, failures: Callable[[str], int]) -> tuple[str, ...]:
+    """Return the first `count` hosts in their order, where there are spares without those that fail often."""
+    if count == len(names):
+        return tuple(names)
+    chosen = sorted(names, key=lambda name: failures(name) >= FAILS_OFTEN)[:count]
+    return tuple(name for name in names if name in chosen)
 
 
 ECHO = 3
