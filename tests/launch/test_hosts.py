@@ -249,7 +249,7 @@ def test_a_host_that_fails_its_probe_is_done_without(
     (found,) = (event for event in events if event["kind"] == "unhealthy")
     assert found["host"].startswith(namespaces[ill][1])
     assert f"host {found['host']} has failed its health probe: 1 of 1,048,576 numbers" in found["message"]
-    assert found["message"] in launchers[1 - ill].log.read_text().replace("\n", " ") or ill == 0
+    assert found["message"] in launchers[ill].log.read_text()
     assert "host_lost" not in [event["kind"] for event in events]
     assert (out / "status").read_text().split() == ["done"]
     assert_as_alone(result, tmp_path / "alone", *last)
