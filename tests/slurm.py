@@ -109,6 +109,14 @@ class Slurm:
             time.sleep(0.2)
         return found
 
+    def wait_for_node(self, node: str, state: str) -> None:
+        """Wait until Slurm says of a node that it is down or idle, which may have a mark at its end."""
+        limit = time.monotonic() + PATIENCE_S
+        while (found := self.run("sinfo", "-h", "-n", node, "-o", "%T")).rstrip("*~#!%$@^-") != state:
+            if time.monotonic() > limit:
+                raise AssertionError(f"node {node} is {found}, and not {state}")
+            time.sleep(0.2)
+
     def start_node(self, node: str) -> None:
         """Start a node's daemon."""
         named = 'hostname "$0" && exec slurmd -N "$0" -f "$1"'

@@ -22,8 +22,10 @@ from typing import Any
 
 import pytest
 
+import unhealthy
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.runs.record import read_run
+from meshwright.spec.errors import UnhealthyHostError
 
 WORDS = [
     *("--model.preset", "tiny", "--model.layers", "1", "--model.hidden", "64", "--model.ffn", "64"),
@@ -46,14 +48,28 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+UNHEALTHY = f"""
+import runpy, sys
+sys.path.append({str(Path(unhealthy.__file__).parent)!r})
+from meshwright.launch import health_probe
+health_probe.CHECKS = "unhealthy"
+runpy.run_module("meshwright", run_name="__main__")
+"""
+"""The program of a host whose health probe finds a fault."""
+
+
 class Launcher:
-    """A host's `meshwright train --nodes 1:2`, in a network namespace if one is named."""
+    """A host's `meshwright train --nodes 1:2`, in a network namespace if one is named.
+
+    A `fault` is one that its health probe finds (`tests/unhealthy.py`).
+    """
 
     started = 0
 
-    def __init__(self, out: Path, address: str, namespace: str | None, *words: str) -> None:
+    def __init__(self, out: Path, address: str, namespace: str | None, *words: str, fault: str = "") -> None:
         enter = ["ip", "netns", "exec", namespace] if namespace else []
-        command = [*enter, sys.executable, "-m", "meshwright", "train", "--out", str(out), *WORDS, *words]
+        program = ["-c", UNHEALTHY] if fault else ["-m", "meshwright"]
+        command = [*enter, sys.executable, *program, "train", "--out", str(out), *WORDS, *words]
         self.log = out.with_name(f"{address}-{time.monotonic_ns()}.log")
         cores = sorted(os.sched_getaffinity(0))
         core = cores[Launcher.started % len(cores)]  # as if the host had no other: ranks take all that it has
@@ -63,6 +79,7 @@ class Launcher:
                 [*command, "--nodes", "1:2", "--nproc", "1", "--address", address, "--json"],
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                env=os.environ | ({unhealthy.ENVIRONMENT: fault} if fault else {}),
                 preexec_fn=partial(os.sched_setaffinity, 0, {core}),
             )
 
@@ -225,6 +242,31 @@ def test_a_host_that_alone_held_a_part_of_the_state_takes_no_step_along(
     (resumed,) = (event for event in read_run(out).events if event["kind"] == "resumed")
     assert resumed["step"] >= done - 1  # the last one may have been in its copy
     assert steps(out) == list(range(1, 61))
+    assert_as_alone(result, tmp_path / "alone", *last)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ill", [0, 1], ids=["first", "second"])
+def test_a_host_that_fails_its_probe_is_done_without(
+    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher], ill: int
+) -> None:
+    """The rank of the other host is killed: each host is probed."""
+    out, last = tmp_path / "run", ("--train.steps", "200", "--train.batch_tokens", "512")
+    for number, (name, address) in enumerate(namespaces):
+        fault = "product/0" if number == ill else ""
+        launchers.append(Launcher(out, address, name, *last, fault=fault))
+    wait(lambda: len(steps(out)) >= 20, PATIENCE_S, launchers)
+    os.kill(tree(launchers[1 - ill].process.pid)[-1], signal.SIGKILL)
+    result = result_of(launchers[1 - ill])
+    assert launchers[ill].process.wait(PATIENCE_S) == UnhealthyHostError.code
+    assert result["layout"].startswith("dp=1") and steps(out) == list(range(1, 201))
+    events = read_run(out).events
+    (found,) = (event for event in events if event["kind"] == "unhealthy")
+    assert found["host"].startswith(namespaces[ill][1])
+    assert f"host {found['host']} has failed its health probe: 1 of 1,048,576 numbers" in found["message"]
+    assert found["message"] in launchers[ill].log.read_text()
+    assert "host_lost" not in [event["kind"] for event in events]
+    assert (out / "status").read_text().split() == ["done"]
     assert_as_alone(result, tmp_path / "alone", *last)
 
 

@@ -12,7 +12,16 @@ from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.slots import Slot, SlotHeader
 from meshwright.comm.authentication import new_secret
 from meshwright.comm.store_server import StoreServer
-from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, HostWorld, Membership, decide
+from meshwright.launch.membership import (
+    FAILS_OFTEN,
+    LOST_S,
+    NOBODY,
+    Decision,
+    Host,
+    HostWorld,
+    Membership,
+    decide,
+)
 from meshwright.launch.membership_folder import FolderMembership
 from meshwright.launch.membership_store import StoreMembership
 from meshwright.launch.store_holder import HostCensus
@@ -26,6 +35,7 @@ CRASH, ECHO = (
     Outcome(137, "rank 2 of 4 was ended by SIGKILL"),
     Outcome(1, "RuntimeError: Connection reset by peer"),
 )
+UNHEALTHY = Outcome(80, "host b has failed its health probe", restart=True)
 STOPPED = Outcome(75, "stopped by SIGUSR1 after step 7", stopped=True)
 
 
@@ -59,6 +69,17 @@ CASES = {
     "all leave": ([at(A, "leaving", STOPPED), at(B, "leaving", STOPPED)], (1, 2), Decision(end=STOPPED)),
     "all are done": ([at(A, "done"), at(B, "done")], (1, 2), Decision(end=Outcome())),
     "one is done": ([at(A, "done"), RUN_B], (1, 2), None),
+    "one has failed its probe": ([RUN_A, at(B, "unhealthy", UNHEALTHY)], (1, 2), Decision(("a",))),
+    "the first has failed its probe, and its store goes": (
+        [at(A, "unhealthy", UNHEALTHY), at(B, "failed", ECHO), C],
+        (1, 2),
+        Decision(("b", "c")),
+    ),
+    "one has failed its probe, and the others are too few": (
+        [RUN_A, at(B, "unhealthy", UNHEALTHY)],
+        (2,),
+        Decision(end=UNHEALTHY),
+    ),
     "a failure of the generation before": ([RUN_A, at(B, "failed", CRASH, 3)], (1, 2), None),
 }
 
@@ -67,6 +88,20 @@ CASES = {
 def test_the_leader_s_next_act(hosts: list[Host], sizes: tuple[int, ...], expected: Decision | None) -> None:
     world = NOBODY if hosts == [A, B] else WORLD
     assert decide(world, {host.name: host for host in hosts}, sizes, again) == expected
+
+
+def test_hosts_that_fail_often_are_chosen_last_and_the_others_stay_in_order() -> None:
+    failures = {"a": FAILS_OFTEN, "b": FAILS_OFTEN - 1, "c": 0}.__getitem__
+    failed = {"a": at(A, "failed", CRASH), "b": RUN_B}
+    spare = failed | {"c": C}
+    assert decide(WORLD, failed, (1, 2), again, failures=failures) == Decision(("a", "b"))
+    assert decide(WORLD, spare, (2,), again, failures=failures) == Decision(("b", "c"))
+    assert decide(WORLD, spare, (2,), again) == Decision(("a", "b"))
+    assert decide(WORLD, spare, (1, 2, 3), again, failures=failures) == Decision(("a", "b", "c"))
+    first = {"a": A, "b": B, "c": C}
+    assert decide(NOBODY, first, (1, 2), again, failures=failures) == Decision(("b", "c"))
+    running = {"a": RUN_A, "b": RUN_B, "c": C}
+    assert decide(WORLD, running, (2,), again, failures=failures) is None  # a run that goes well is let be
 
 
 def test_a_failure_that_ends_the_run_ends_it_with_its_cause() -> None:

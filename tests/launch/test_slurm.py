@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ TRAINED_S = 300.0
 WORDS = [
     *("--model.preset", "tiny", "--model.layers", "1", "--model.hidden", "64", "--model.ffn", "64"),
     *("--model.vocab_size", "300", "--data.tokenizer", "byte", "--data.corpus", "synthetic"),
-    *("--data.seq_len", "64", "--train.batch_tokens", "512", "--train.eval_tokens", "512"),
-    *("--train.log_every", "1", "--train.steps", str(STEPS), "--layout.dp", "2"),
+    *("--data.seq_len", "64", "--train.eval_tokens", "512", "--train.log_every", "1"),
 ]
+SHORT = ("--layout.dp", "2", "--train.batch_tokens", "512", "--train.steps", str(STEPS))
 EXAMPLES = Path(__file__).parents[2] / "examples/clusters"
 SCRIPTS = ("slurm.sbatch", "slurm-torchrun.sbatch", "slurm-nodes.sbatch")
 
@@ -47,9 +48,17 @@ def twin(cluster: Slurm) -> dict[str, object]:
     return result(out)
 
 
-def submit(cluster: Slurm, script: str, *options: str, more: Sequence[str] = ()) -> tuple[str, Path]:
+def submit(
+    cluster: Slurm,
+    script: str,
+    *options: str,
+    more: Sequence[str] = (),
+    length: Sequence[str] = SHORT,
+    out: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[str, Path]:
     """Submit a shipped script on two nodes of a core; return the job's number and the run's folder."""
-    out = cluster.folder / f"run-{time.monotonic_ns()}"
+    out = out or cluster.folder / f"run-{time.monotonic_ns()}"
     text = (EXAMPLES / script).read_text(encoding="utf-8")
     run = cluster.folder / "run.toml"
     run.write_text("", encoding="utf-8")
@@ -58,10 +67,11 @@ def submit(cluster: Slurm, script: str, *options: str, more: Sequence[str] = ())
         "OMP_NUM_THREADS": "1",
         "RANKS_PER_NODE": "1",
     }
+    found |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     cores = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0")
     job = cluster.submit(
-        text, *cores, f"--output={out}.log", *options, words=[str(run), str(out), *WORDS, *more],
-        environment=found | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        text, *cores, f"--output={out}.log", *options, words=[str(run), str(out), *WORDS, *length, *more],
+        environment=found | dict(variables or {}),
     )  # fmt: skip
     return job, out
 
@@ -132,6 +142,62 @@ def test_a_job_that_fails_for_good_is_not_requeued(cluster: Slurm) -> None:
     assert status is not None
     assert status[0] == "failed"
     assert "meshwright: status: failed" in log(out)
+
+
+def kinds(out: Path) -> list[str]:
+    return [event["kind"] for event in read_run(out).events]
+
+
+def wait_for_event(out: Path, kind: str, seconds: float = TRAINED_S) -> None:
+    limit = time.monotonic() + seconds
+    while kind not in kinds(out):
+        assert time.monotonic() < limit, log(out)
+        time.sleep(0.1)
+
+
+def test_a_job_of_a_range_of_nodes_goes_on_without_one_and_takes_it_back(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    """Slurm has the lost node down, and takes it out of the job; when it is back, another job has it join.
+
+    Steps are those of one process, but for rounding in float64, and so is the end, to which a third job goes.
+    """
+    nodes = "slurm-nodes.sbatch"
+    length = [*("--precision.compute", "fp64", "--recovery.snapshot_every", "1", "--train.steps", "100000")]
+    length += ["--train.batch_tokens", "2048"]
+    job, out = submit(cluster, nodes, length=length)
+    cluster.wait(job, "RUNNING")
+    wait_for_steps(out, 20)
+    assert read_run(out).info["world_size"] == 2
+    cluster.kill_node("n2")  # the batch script runs on n1
+    wait_for_event(out, "host_lost")
+    cluster.wait_for_node("n2", "down")
+    wait_for_steps(out, steps(out) + 10)
+    assert read_run(out).info["world_size"] == 1
+    cluster.start_node("n2")
+    cluster.wait_for_node("n2", "idle")
+    one = {"NODE_RANGE": "1:2"}
+    second, _ = submit(cluster, nodes, "--nodes=1", "--nodelist=n2", length=length, out=out, variables=one)
+    wait_for_event(out, "host_joined")
+    wait_for_steps(out, steps(out) + 10)
+    assert read_run(out).info["world_size"] == 2
+    assert [cluster.state(each)["JobState"] for each in (job, second)] == ["RUNNING"] * 2, log(out)
+    cluster.run("scancel", job, second)
+    for each in (job, second):
+        cluster.wait(each, "CANCELLED")
+    end = ("--train.stop_at", str(steps(out) + 5))
+    last, _ = submit(cluster, nodes, length=[*length, *end], out=out)
+    ended = cluster.wait(last, "COMPLETED", "FAILED", seconds=TRAINED_S)
+    assert (ended["JobState"], read_status(out)) == ("COMPLETED", ("done", "")), log(out)
+
+    alone = tmp_path / "alone"
+    command = [sys.executable, "-m", "meshwright", "train", "--out", str(alone), *WORDS, *length, *end]
+    subprocess.run([*command, "--quiet"], check=True)
+    rows, expected = ([row for row in read_run(each).metrics if "loss" in row] for each in (out, alone))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-9)
+    assert result(out)["samples_sha256"] == result(alone)["samples_sha256"]
+    assert "failure" not in kinds(out)
 
 
 def test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin(

@@ -14,7 +14,7 @@ from meshwright.spec import RunSpec
 
 if TYPE_CHECKING:
     from meshwright.chaos.faults import FaultPlan
-    from meshwright.launch.start import Tell
+    from meshwright.launch.start import ProbedRun, Tell
 
 T = TypeVar("T")
 Result = dict[str, Any]
@@ -36,6 +36,7 @@ def run_on_ranks(
     again: Callable[[], T] | None = None,
     tell: Tell | None = None,
     faults: FaultPlan | None = None,
+    health: ProbedRun | None = None,
 ) -> T:
     """Make a call, such as a `partial` of a module's function, on all ranks; return the first one's result.
 
@@ -44,7 +45,8 @@ def run_on_ranks(
     their run, whose recovery and stages their supervisor needs.
 
     With `again` one rank is a process, too, and ranks that fail make that call when they are started again
-    (`recovery.max_restarts`); `tell` hears of each failure. `faults` are injected into the ranks.
+    (`recovery.max_restarts`); `tell` hears of each failure. `faults` are injected into the ranks, and this
+    host's `health` is probed before a restart.
     """
     if worker() is not None or (ranks == 1 and again is None):
         return call()
@@ -62,6 +64,7 @@ def run_on_ranks(
             recovery=None if spec is None else spec.recovery,
             stages=1 if spec is None else spec.layout.pp,
             faults=faults,
+            health=health,
         ).raise_for_failure()
         found: T = pickle.loads((folder / RESULT).read_bytes())
         return found

@@ -31,7 +31,7 @@ from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
     from meshwright.chaos.faults import FaultPlan
-    from meshwright.launch.start import Tell
+    from meshwright.launch.start import ProbedRun, Tell
 
 MODULES = (
     "meshwright.train.loop",
@@ -146,7 +146,15 @@ def train_on_ranks(
         again=again,
         tell=partial(record_event, out, tell),
         faults=faults,
+        health=_probed(spec, out),
     )
+
+
+def _probed(spec: RunSpec, out: Path) -> ProbedRun | None:
+    """The run that a host is probed for before its ranks are started again, or None."""
+    from meshwright.launch.start import ProbedRun
+
+    return ProbedRun(spec, out) if spec.recovery.health_probe else None
 
 
 def _train_with_others(
@@ -187,6 +195,7 @@ def _train_with_others(
             return Job(
                 write_call(call, folder / f"call-{size}"), ranks,
                 preload=preload(MODULES, spec), recovery=spec.recovery, stages=spec.layout.pp,
+                health=_probed(specs[size], out),
             )  # fmt: skip
 
         tell = partial(record_event, out, None)
@@ -218,6 +227,6 @@ def record_event(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]
             for dump in dumps:
                 shutil.copyfile(dump, folder / dump.name)
             fields["flight_recorder"] = folder.name
-        append_event(out, kind, fields, alone=kind not in ("slow", "zygote_stopped"))
+        append_event(out, kind, fields, alone=kind not in ("healthy", "slow", "zygote_stopped"))
     except (OSError, UserError) as error:
         warnings.warn(f"{out}: the event '{kind}' was not recorded: {error}", stacklevel=2)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,7 +262,7 @@ class Uploads:
         if there is not None:  # of the same step before the run went back
             self._remote.folder.remove(f"{path.name}/{MANIFEST}")
         names = sorted(set(os.listdir(path)) - {MANIFEST})
-        in_parallel([lambda name=name: self._send(path, name) for name in names])
+        in_parallel([partial(self._send, path, name) for name in names])
         self._send(path, MANIFEST)
         return sum((path / name).stat().st_size for name in (*names, MANIFEST))
 

@@ -19,7 +19,19 @@ from typing import Any
 from meshwright.comm.authentication import shared_secret
 from meshwright.comm.store_endpoint import endpoint_of
 from meshwright.comm.store_server import StoreServer
-from meshwright.launch.membership import LOST_S, NOBODY, Decision, Host, HostWorld, Membership, State, decide
+from meshwright.launch.health_probe import HealthProbe, Verdict
+from meshwright.launch.membership import (
+    ENDED,
+    FAILS_OFTEN,
+    LOST_S,
+    NOBODY,
+    Decision,
+    Host,
+    HostWorld,
+    Membership,
+    State,
+    decide,
+)
 from meshwright.launch.membership_folder import FolderMembership
 from meshwright.launch.membership_store import StoreMembership
 from meshwright.launch.restarts import RestartPolicy
@@ -29,6 +41,7 @@ from meshwright.launch.zygote import Zygote, ZygoteLostError
 from meshwright.rank.failure import Outcome
 from meshwright.rank.scratch import scratch_folder
 from meshwright.rank.shared_memory import SharedMemory
+from meshwright.spec.errors import UnhealthyHostError
 
 SECRET_FILE = "secret"
 """File of the common folder with the secret of the run's stores, for this user alone."""
@@ -88,6 +101,9 @@ class HostSupervisor:
         self._judged = -1
         """The newest generation whose failure was judged."""
         self._pending: Decision | None = None
+        self._told_healthy = -1
+        """The newest generation whose hosts were told to be healthy."""
+        self._probe = HealthProbe(host.name)
         self._zygote: Zygote | None = None
         self._hosts: frozenset[str] = frozenset()
         self._step_times: Sequence[float] = ()
@@ -154,6 +170,8 @@ class HostSupervisor:
                     return world.end
                 if self.host.name in world.hosts and world.number > self.host.generation:
                     return world
+                if self.host.name not in world.hosts and self.host.state == "unhealthy":
+                    return self.host.outcome
                 if self.host.name not in world.hosts and self.host.state != "ready":
                     self._say("ready")  # it was taken for lost, and may join again
             if time.monotonic() > since + PATIENCE_S:
@@ -187,7 +205,11 @@ class HostSupervisor:
         index, kept = world.hosts.index(self.host.name), self._store
         if index == 0:  # the generation's store is this host's, which opens another for the next one
             self._store = StoreServer(self.host.address, self._secret)
-        self._say("running", generation=world.number, steps=0, port=self._store.port, outcome=Outcome())
+        passed = self._probe.recent
+        self._say(
+            "running", generation=world.number, steps=0, port=self._store.port, outcome=Outcome(),
+            probed=None if passed is None else passed.seconds,
+        )  # fmt: skip
         ranks, store = self.host.ranks, endpoint_of(world.address, world.port)
         size = len(world.hosts) * ranks
         place = HostPlace(store, self._secret, index * ranks, size, self.host.interface, LEASE_S)
@@ -211,6 +233,12 @@ class HostSupervisor:
 
         try:
             self._zygote = self._zygote or Zygote(job.preload, memory.descriptors)
+            if world.probe and job.health is not None and self._probe.recent is None:
+                files = folder / f"probe-{number}"
+                verdict = self._probe.run(job, self._zygote, memory, files, handed, interrupted)
+                if verdict is None or verdict.sentence:
+                    return self._not_started(verdict)
+                self._say("running", probed=verdict.seconds)
             return start.run(self._zygote, handed, interrupted)
         except ZygoteLostError as error:
             self._close_zygote()
@@ -219,6 +247,14 @@ class HostSupervisor:
             self._hosts, self._step_times = frozenset(world.hosts), start.step_times
             if kept is not self._store:
                 kept.close()
+
+    def _not_started(self, verdict: Verdict | None) -> End:
+        """The end of a start that this host does not make, as its probe has failed or was given up."""
+        given_up = Outcome(1, "the health probe was given up")
+        end = End(given_up if verdict is None else verdict.outcome, 0, time.monotonic())
+        if verdict is not None:  # before the store goes, by which ranks of others may wait
+            self._report(end, leaves=False)
+        return end
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:
@@ -235,6 +271,8 @@ class HostSupervisor:
             state = "stopped"
         elif found.code == 0:
             state = "done"
+        elif found.code == UnhealthyHostError.code:
+            state = "unhealthy"
         self._say(state, steps=end.step, outcome=replace(found, details=found.details[-4096:]))
 
     def _say(self, state: State, **fields: Any) -> None:
@@ -279,31 +317,68 @@ class HostSupervisor:
             first and len(hosts) < self.job.sizes[-1] and now < self._came_at + GATHER_S
         ):
             return
+        self._tell_of_healthy(world)
         failed = any(host.state == "failed" and host.generation == world.number for host in hosts.values())
         self._failed_at = (self._failed_at or now) if failed else None
         patient = self._failed_at is not None and now < self._failed_at + PATIENT_S
-        decision = self._pending = decide(world, hosts, self.job.sizes, self._judge, patient)
+        decision = self._pending = decide(
+            world, hosts, self.job.sizes, self._judge, patient, self.members.failures
+        )
         if decision is None or decision.stop or now < self._not_before:
             return
+        generation = world.number - world.origin
+        for host in hosts.values():
+            if host.state == "unhealthy" and host.generation == world.number:
+                self._count_failure("unhealthy", generation, host.name, host.outcome.sentence)
         if decision.end is not None:
             self.members.propose(HostWorld(number, end=decision.end))
             return
         store, origin = hosts[decision.hosts[0]], number if first else world.origin
+        ended = all(name in hosts and hosts[name].state in ENDED for name in world.hosts)
         self.members.propose(
-            HostWorld(number, decision.hosts, store.ranks, store.address, store.port, origin)
+            HostWorld(number, decision.hosts, store.ranks, store.address, store.port, origin, probe=not ended)
         )
         for name in sorted(set(world.hosts) - set(decision.hosts)):
-            lost = name not in hosts
-            why = f"gave no sign of life for {LOST_S:g} s" if lost else "is left out of the next start"
-            sentence = f"host {name} {why}"
-            self.job.tell(
-                "host_lost", {"generation": world.number - origin, "host": name, "message": sentence}
-            )
-            if lost:
-                warnings.warn(f"{sentence}; the ranks are started again without it", stacklevel=2)
-            self.members.remove(name)
+            self._leave_out(name, generation)
         for name in sorted(set(decision.hosts) - set(world.hosts)) if not first else ():
             self.job.tell("host_joined", {"generation": number - origin, "host": name})
+
+    def _leave_out(self, name: str, generation: int) -> None:
+        """Tell of a host that is not in the next start, and remove it if it is lost."""
+        host = self.members.hosts.get(name)
+        if host is None:
+            sentence = f"host {name} gave no sign of life for {LOST_S:g} s"
+            self._count_failure("host_lost", generation, name, sentence)
+            warnings.warn(f"{sentence}; the ranks are started again without it", stacklevel=2)
+        elif host.state == "unhealthy":
+            warnings.warn(f"{host.outcome.sentence}; the ranks are started again without it", stacklevel=2)
+            return  # it has been told, and leaves when it sees the next start
+        else:
+            sentence = f"host {name} is left out of the next start"
+            if (times := self.members.failures(name)) >= FAILS_OFTEN and host.state != "leaving":
+                sentence += f", in which another one takes its place: it has failed {times} times"
+            self.job.tell("host_lost", {"generation": generation, "host": name, "message": sentence})
+        self.members.remove(name)
+
+    def _count_failure(self, kind: str, generation: int, name: str, sentence: str) -> None:
+        """Tell of a host's failure, and add it to those that choose hosts."""
+        self.members.count_failure(name)
+        self.job.tell(kind, {"generation": generation, "host": name, "message": sentence})
+
+    def _tell_of_healthy(self, world: HostWorld) -> None:
+        """Tell once that all hosts of a start after a failure have passed their probes."""
+        members = [self.members.hosts.get(name) for name in world.hosts]
+        if not world.probe or self._told_healthy >= world.number:
+            return
+        seconds = [
+            host.probed
+            for host in members
+            if host is not None and host.generation == world.number and host.probed is not None
+        ]
+        if len(seconds) == len(members):
+            self._told_healthy = world.number
+            fields = {"generation": world.number - world.origin, "seconds": max(seconds)}
+            self.job.tell("healthy", {**fields, "hosts": len(members)})
 
     def _judge(self, host: Host) -> Outcome | None:
         """Return the outcome of the run, where the failure of a host is its end; each is judged once."""
@@ -316,6 +391,7 @@ class HostSupervisor:
             generation = host.generation - self.members.world.origin
             fields = {"generation": generation, "step": host.steps, "message": found.sentence}
             self.job.tell("failure", {**fields, "host": host.name})
+            self.members.count_failure(host.name)
         end = self._policy.judge(found, host.steps, by_itself=found.code < 128)
         if end is None:
             warnings.warn(f"{found.sentence}; the ranks are started again", stacklevel=2)

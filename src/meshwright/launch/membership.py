@@ -5,18 +5,23 @@ Hosts meet in the run's folder (`membership_folder.py`), or, where they are many
 looks. The first living host of the newest generation, which is a start of the ranks, leads: it proposes the
 next one when a host is lost, wants to join, or has ranks that failed (`decide`). Only one of several
 proposals of a number is made, and it never changes; all hosts follow the newest.
+
+    hosts/failures-<address>     how often a host has failed, wherever the hosts meet
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic.dataclasses import dataclass
 
+from meshwright import atomic
 from meshwright.rank.failure import KINDS, Outcome
 from meshwright.spec.errors import ECHOES
 from meshwright.spec.records import Integer, Record, read
@@ -26,7 +31,10 @@ R = TypeVar("R", bound=Record)
 LOST_S = 5.0
 """A host whose counter has not moved for so long is lost."""
 
-State = Literal["ready", "running", "done", "failed", "stopped", "leaving"]
+FAILS_OFTEN = 3
+"""A host that has failed so often is chosen last."""
+
+State = Literal["ready", "running", "done", "failed", "unhealthy", "stopped", "leaving"]
 ENDED = ("done", "stopped", "leaving")
 """States of a host whose ranks have ended in order: at the last step, for hosts that join, by a signal."""
 
@@ -35,7 +43,9 @@ ENDED = ("done", "stopped", "leaving")
 class Host(Record):
     """A supervisor's word on its host: `ranks` processes, reached at `address`, where `port` is free.
 
-    `state` is that of the ranks of `generation`, which have completed `steps`; `outcome` is how they ended.
+    `name` is the host's address and the supervisor's process. `state` is that of the ranks of `generation`,
+    which have completed `steps`; `outcome` is how they ended. `probed` are the seconds of the newest health
+    probe, if the host has passed it.
     """
 
     name: str
@@ -48,6 +58,7 @@ class Host(Record):
     state: State = "ready"
     steps: Integer = 0
     outcome: Outcome = Outcome()
+    probed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class HostWorld(Record):
     """Generation `number`: `hosts` in order of ranks, with `ranks` each and a store on the first.
 
     An `end` is that of the run, and there are no hosts. `origin` is the number of the run's first generation,
-    as the folder may have those of earlier runs.
+    as the folder may have those of earlier runs. Hosts `probe` their health before a start after a failure.
     """
 
     number: Integer
@@ -65,6 +76,7 @@ class HostWorld(Record):
     port: Integer = 0
     origin: Integer = 0
     end: Outcome | None = None
+    probe: bool = False
 
 
 NOBODY = HostWorld(0)
@@ -90,8 +102,9 @@ class Membership(ABC):
     place: str
     """Where the hosts meet, for messages."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, folder: Path, name: str) -> None:
+        """`folder` is common to all hosts, also to those that meet elsewhere."""
+        self.folder, self.name = folder, name
         self.here: tuple[str, ...] = ()
         """Names of the hosts that live, in order."""
         self.hosts: dict[str, Host] = {}
@@ -99,6 +112,8 @@ class Membership(ABC):
         self.world: HostWorld | None = None
         self.missed = -1
         """The newest generation that this host was not part of."""
+        self._failures: tuple[int, dict[str, int]] = -1, {}
+        """How often hosts have failed, as read when a generation was the newest."""
 
     @abstractmethod
     def write(self, host: Host) -> None:
@@ -126,11 +141,40 @@ class Membership(ABC):
         members = self.world.hosts if self.world is not None else ()
         return next((name for name in (*members, *self.here) if name in self.here), None) == self.name
 
+    def failures(self, name: str) -> int:
+        """Return how often a host has failed in this run's folder, whichever launcher was on it.
+
+        The folder is read once in each generation, by the host that leads.
+        """
+        number = self.world.number if self.world is not None else 0
+        if self._failures[0] != number:
+            found = {}
+            for file in self.folder.glob(f"{_FAILURES}*"):
+                with suppress(FileNotFoundError):
+                    found[file.name] = int(file.read_text(encoding="utf-8"))
+            self._failures = number, found
+        return self._failures[1].get(_failures_of(name), 0)
+
+    def count_failure(self, name: str) -> None:
+        """Add a failure to those of a host; the leader calls this."""
+        count, file = self.failures(name) + 1, _failures_of(name)
+        atomic.write(self.folder / file, str(count))
+        self._failures[1][file] = count
+
     def _follow(self, world: HostWorld) -> None:
         """Take a newer generation for the newest one."""
         self.world = world
         if self.name not in world.hosts:
             self.missed = world.number
+
+
+_FAILURES = "failures-"
+
+
+def _failures_of(name: str) -> str:
+    """The file with the count of a host's failures, which is of its address."""
+    address, _, process = name.rpartition("-")
+    return _FAILURES + (address if process.isdecimal() else name)
 
 
 @dataclass(frozen=True)
@@ -148,20 +192,23 @@ def decide(
     sizes: Collection[int],
     final: Callable[[Host], Outcome | None],
     patient: bool = False,
+    failures: Callable[[str], int] = lambda _: 0,
 ) -> Decision | None:
     """Return the leader's next act; None to wait.
 
     `hosts` are those that live, `sizes` the numbers of hosts that can run, and `final` returns the outcome of
     the run where a host's failure shall be its end. A `patient` leader waits for the cause of a failure that
-    may be an echo.
+    may be an echo. `failures` are those of a host, by which one of more than can run is left out.
     """
     members = [hosts[name] for name in world.hosts if name in hosts]
     reports = [host for host in members if host.generation == world.number]
-    staying = [host.name for host in members if host.state != "leaving"]
+    staying = [host.name for host in members if host.state not in ("leaving", "unhealthy")]
     others = hosts.keys() - set(world.hosts)
     joining = sorted(name for name in others if hosts[name].state == "ready")
     enough = max((size for size in sizes if size <= len(staying) + len(joining)), default=0)
-    following = Decision(tuple([*staying, *joining][:enough])) if enough else None
+    following = Decision(_chosen([*staying, *joining], enough, failures)) if enough else None
+    if unhealthy := [host for host in reports if host.state == "unhealthy"]:
+        return following or Decision(end=unhealthy[0].outcome)
     if failed := [host for host in reports if host.state == "failed"]:
         cause = min(failed, key=_likely_echo)
         if _likely_echo(cause) == ECHO:
@@ -180,6 +227,14 @@ def decide(
         return following or (Decision(end=leaving[0].outcome) if leaving else None)
     running = all(host.state == "running" and host.steps > 0 for host in members)
     return Decision(stop=True) if running and enough > len(members) else None
+
+
+def _chosen(names: Sequence[str], count: int, failures: Callable[[str], int]) -> tuple[str, ...]:
+    """Return the first `count` hosts in their order, where there are spares without those that fail often."""
+    if count == len(names):
+        return tuple(names)
+    chosen = sorted(names, key=lambda name: failures(name) >= FAILS_OFTEN)[:count]
+    return tuple(name for name in names if name in chosen)
 
 
 ECHO = 3

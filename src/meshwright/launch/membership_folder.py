@@ -20,8 +20,8 @@ class FolderMembership(Membership):
     """The files of one run's hosts in `folder`, as the host `name` sees them."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(name)
-        self.folder, self.place = folder, str(folder)
+        super().__init__(folder, name)
+        self.place = str(folder)
         self._moved: dict[str, tuple[int, float]] = {}
 
     def write(self, host: Host) -> None:

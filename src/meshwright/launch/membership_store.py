@@ -29,7 +29,7 @@ class StoreMembership(Membership):
     """
 
     def __init__(self, folder: Path, name: str, address: str, rendezvous: str, secret: bytes) -> None:
-        super().__init__(name)
+        super().__init__(folder, name)
         self.place = f"the store at {rendezvous}"
         self._address, self._secret = address, secret
         self._rendezvous = parse_rendezvous(rendezvous)

@@ -24,6 +24,7 @@ from meshwright.rank.flight_recorder import DUMP, BadDumpError, ask_for_dump, du
 from meshwright.rank.processes import kill_session, send_signal
 from meshwright.rank.rendezvous import SECRET, STORE
 from meshwright.rank.shared_memory import SharedMemory
+from meshwright.spec import RunSpec
 from meshwright.spec.sections import RecoverySpec
 from meshwright.train.signals import ECHO_SECONDS, OTHER_ECHO_SECONDS
 
@@ -46,6 +47,14 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
+class ProbedRun:
+    """The run, and its folder, that a host's health is probed for."""
+
+    spec: RunSpec
+    folder: Path
+
+
+@dataclass(frozen=True)
 class Job:
     """Work of ranks: `python -m module argv...`, as `nproc` processes of this host."""
 
@@ -59,6 +68,8 @@ class Job:
     """Ranks are so many equal parts, each of which does its own work, as the stages of a pipeline."""
     faults: FaultPlan | None = None
     """Faults that shall hit the ranks."""
+    health: ProbedRun | None = None
+    """The run that the host is probed for before its ranks are started again; None leaves it out."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ for all its restarts, and notices a hang by the time limit of a collective only.
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -23,8 +24,9 @@ from typing import Any
 
 from meshwright.chaos.faults import FaultPlan
 from meshwright.comm.store_server import StoreServer
+from meshwright.launch.health_probe import HealthProbe
 from meshwright.launch.restarts import RestartPolicy
-from meshwright.launch.start import End, HostPlace, Job, Start, Tell, stopped_by
+from meshwright.launch.start import End, HostPlace, Job, ProbedRun, Start, Tell, stopped_by
 from meshwright.launch.zygote import Zygote, ZygoteLostError
 from meshwright.rank.failure import Outcome
 from meshwright.rank.scratch import scratch_folder
@@ -58,16 +60,18 @@ def run_ranks(
     recovery: RecoverySpec | None = None,
     stages: int = 1,
     faults: FaultPlan | None = None,
+    health: ProbedRun | None = None,
 ) -> Outcome:
     """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
     Rank 0 has the terminal; the output of the others goes to files in a temporary folder. The outcome is that
     of the first failure (128 + the signal for a rank that a signal ended), or with `restarts` of the last
-    one. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT are handed to the ranks. `faults` hit the ranks.
+    one. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT are handed to the ranks. `faults` hit the ranks. This
+    host's `health` is probed before they are started again.
     """
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    job = Job(argv, nproc, module, preload, recovery or RecoverySpec(), stages, faults)
+    job = Job(argv, nproc, module, preload, recovery or RecoverySpec(), stages, faults, health)
     return Supervisor(job, restarts).run()
 
 
@@ -80,6 +84,7 @@ class Supervisor:
         self._zygote: Zygote | None = None
         self._step_times: Sequence[float] = ()
         self._policy = RestartPolicy(job.recovery.max_restarts)
+        self._probe = HealthProbe(socket.gethostname())
 
     def run(self) -> Outcome:
         """Start the ranks until they succeed or shall not be started again, and return its outcome."""
@@ -97,17 +102,19 @@ class Supervisor:
                 if final is not None:
                     return final
                 _sleep(self._policy.pause, asked)
+                self.generation += 1
+                unhealthy = self._unhealthy(memory, folder / f"probe-{self.generation}", asked)
                 if asked:
                     return stopped_by(asked[-1])
-                self.generation += 1
+                if unhealthy is not None:
+                    return unhealthy
                 assert self.restarts is not None
                 self.job = replace(self.job, argv=self.restarts.argv)
 
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
         """Start the ranks once, with a new zygote where there is none."""
         tell = self.restarts.tell if self.restarts is not None else None
-        faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
-        self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
+        zygote = self._own_zygote(memory)
         folder.mkdir()
         known, place, store = self._step_times, HostPlace(None), None
         if self.job.nproc > 1:
@@ -115,7 +122,7 @@ class Supervisor:
             place = HostPlace(store.endpoint, store.secret)
         start = Start(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
-            return start.run(self._zygote, asked)
+            return start.run(zygote, asked)
         except ZygoteLostError as error:
             self._close_zygote()
             found = stopped_by(asked[-1]) if asked else Outcome(1, str(error))
@@ -124,6 +131,32 @@ class Supervisor:
             self._step_times = start.step_times
             if store is not None:
                 store.close()
+
+    def _unhealthy(self, memory: SharedMemory, folder: Path, asked: Sequence[int]) -> Outcome | None:
+        """Probe this host before ranks are started again; the run's outcome if it fails."""
+        if self.job.health is None or asked or self._probe.recent is not None:
+            return None
+        for attempt in ("first", "second"):  # what ended a zygote may not have to do with the host
+            try:
+                verdict = self._probe.run(self.job, self._own_zygote(memory), memory, folder / attempt, asked)
+                break
+            except ZygoteLostError as error:
+                self._close_zygote()
+                verdict = self._probe.lost(error)
+        if verdict is None:
+            return None
+        assert self.restarts is not None
+        fields: dict[str, Any] = {"generation": self.generation, "seconds": verdict.seconds}
+        if not verdict.sentence:
+            self.restarts.tell("healthy", {**fields, "hosts": 1})
+            return None
+        self.restarts.tell("unhealthy", {**fields, "host": self._probe.name, "message": verdict.sentence})
+        return verdict.outcome
+
+    def _own_zygote(self, memory: SharedMemory) -> Zygote:
+        faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
+        self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
+        return self._zygote
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:

@@ -31,15 +31,26 @@ from meshwright.spec.errors import (
     NumericalError,
     Stopped,
     StorageError,
+    UnhealthyHostError,
 )
 
 INTERRUPTED = 130
 """Exit code of an interruption (128 + SIGINT)."""
 
-KINDS = {kind.code: kind for kind in (UserError, CollectiveError, StorageError, DataError, NumericalError)}
+KINDS = {
+    kind.code: kind
+    for kind in (
+        UserError,
+        CollectiveError,
+        StorageError,
+        DataError,
+        NumericalError,
+        UnhealthyHostError,
+    )
+}
 """Errors whose sentence says it all, by exit code."""
 
-FATAL = tuple(sorted((*KINDS, CRASH_LOOP)))
+FATAL = tuple(sorted((*(code for code, kind in KINDS.items() if not kind.restart), CRASH_LOOP)))
 """Exit codes of ends that no new start of the same command mends, by which a job is not started again."""
 
 _MEMORY = {

@@ -58,6 +58,13 @@ class CollectiveError(UserError):
     code = 70
 
 
+class UnhealthyHostError(UserError):
+    """A host failed its health probe before its ranks were started again; on others the run can go on."""
+
+    code = 80
+    restart = True
+
+
 ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "remote process exited")
 """Words of gloo's and NCCL's errors on a rank whose peer is gone, or has given up waiting."""
 

@@ -194,6 +194,9 @@ class RecoverySpec(FrozenModel):
         description="seconds before the end of the scheduler's job at which the run saves and ends, to be "
         "started again; 'auto' is 60 and twice the longest step, 0 takes no notice of it",
     )
+    health_probe: bool = Field(
+        True, description="check memory, folder, arithmetic and a collective of a host before a restart"
+    )
     hang_seconds: float = Field(
         0.0,
         ge=0,
