@@ -90,6 +90,7 @@ def test_a_launched_run_is_followed_to_its_last_step(cluster: Slurm) -> None:
     assert read_run(out).info["world_size"] == 2
     assert read_run(out).info["spec"]["train"]["lr"] == 1e-3
     assert "size: 2 nodes of 1 rank" in told and "slurm: done" in told
+    assert "doctor: nothing found: 2 ranks on 2 hosts" in told
     assert f"step {STEPS}/{STEPS}" in told  # of the run's own log
     record = json.loads((out / "job.json").read_text())
     [job] = record["ids"]
@@ -131,6 +132,8 @@ def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> Non
     assert cluster.state(job)["Restarts"] == "1" and cluster.state(job)["ExitCode"] == "75:0"
     jobs = [start["job"]["restarts"] for start in read_run(out).info["starts"]]
     assert jobs == [0, 1]
+    examined = [line for line in api.logs(out) if line.startswith("doctor: ")]
+    assert len(examined) == 1  # before the job's first start alone
 
 
 @pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
@@ -144,6 +147,20 @@ def test_a_run_that_fails_for_good_is_told(cluster: Slurm, nodes: tuple[str, ...
     assert read_status(out) is not None and (read_status(out) or ("",))[0] == "failed"
     [run] = api.status(out)["runs"]
     assert run["reason"] and cluster.state(job)["Restarts"] == "0"
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
+def test_a_run_that_would_fail_on_its_nodes_is_not_begun(cluster: Slurm, nodes: tuple[str, ...]) -> None:
+    """No folder can be made in /proc, which the run itself would notice at its first checkpoint."""
+    bad = ["--checkpoint.dir", "/proc/meshwright"]
+    out, told = launched(cluster, "--follow", *nodes, *bad, code=1)
+    [job] = json.loads((out / "job.json").read_text())["ids"]
+    assert cluster.state(job)["ExitCode"] == "2:0" and cluster.state(job)["Restarts"] == "0"
+    word, reason = read_status(out) or ("", "")
+    sentence = "doctor: the run would fail on these hosts: folder: no rank can make a folder in /proc"
+    assert word == "failed" and reason.startswith(sentence) and "(all 2 ranks)" in reason
+    assert sentence in told and sentence in " ".join(meshwright("status", str(out)).split())
+    assert not (out / "run.json").exists()
 
 
 def test_a_sweep_is_an_array_whose_runs_have_folders_and_values_of_their_own(cluster: Slurm) -> None:

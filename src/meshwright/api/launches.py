@@ -102,7 +102,7 @@ def _job(
         "cpus": given["cpus_per_rank"], "seconds": given["time"] or size.seconds,
         "environment": tuple(given["env"] or ()), "mounts": mounts, "options": tuple(given["option"] or ()),
         "members": _members(spec, given["sweep"] or ()), "folder": str(Path.cwd()),
-        "hosts": given["hosts"] or (),
+        "hosts": given["hosts"] or (), "doctor": not given["no_doctor"],
     }  # fmt: skip
     same = ("restarts", "image", "at_once", "ranks_by", "kind", "namespace", "service_account", "accelerator")
     fields |= {key: given[key] for key in (*same, "address")}  # type: ignore[literal-required]

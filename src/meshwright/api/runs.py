@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from meshwright.api.diagnosis import doctor as examine
+from meshwright.api.diagnosis import refuse_unfit, tell_findings
 from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.api.options import Option, folder_name
@@ -56,6 +58,8 @@ def train(
     nodes: tuple[int, int] | None = None,
     address: Annotated[str | None, Option(
         "address of this host that the others reach it at", "IP", str)] = None,
+    doctor: Annotated[bool, Option(
+        "first examine the hosts, as `doctor` does, and only train if a run would not fail there")] = False,
 ) -> Result:  # fmt: skip
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
@@ -66,6 +70,9 @@ def train(
     ranks each (default: one for each GPU, or core): hosts may be lost and join while the run goes on, and the
     data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`;
     so do other step groups, where `spec.own_step_group` is the one that this host trains.
+
+    With `doctor` the ranks examine their hosts at the first start of a job, and do not train where they find
+    what the run would fail of.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -80,14 +87,16 @@ def train(
         check_writable_folder(Path(out))
         check_inputs(spec)
         with status_at_end(Path(out), spec.checkpoint.folder(Path(out)), resume is not None):
-            return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
+            return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address, doctor)
     with folder_of(out, spec) as folder:
         place = worker()
         first, checkpoints = place is None or place.rank == 0, spec.checkpoint.folder(folder)
         with status_at_end(folder, checkpoints, resume is not None, first):
             if place is not None:
-                return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
-            return _train_here(spec, nproc, folder, resume, quiet, supervise, address)
+                return train_worker(
+                    spec, out=folder, resume=resume, quiet=quiet, address=address, doctor=doctor
+                )
+            return _train_here(spec, nproc, folder, resume, quiet, supervise, address, doctor)
 
 
 def _train_here(
@@ -98,6 +107,7 @@ def _train_here(
     quiet: bool,
     supervise: bool,
     address: str | None,
+    doctor: bool,
 ) -> Result:
     """Train on ranks that this process starts; see `train`."""
     ranks_match(spec, spec.world_size if nproc is None else nproc)
@@ -116,8 +126,11 @@ def _train_here(
     if free_running:
         from meshwright.api.island_runs import train_islands
 
+        if doctor:  # whose ranks are of several worlds
+            refuse_unfit(found := examine(spec, nproc=spec.world_size, out=out))
+            tell_findings(found, quiet)
         return train_islands(spec, out, resume, quiet)
-    return train_on_ranks(spec, out, resume, quiet, supervise, address)
+    return train_on_ranks(spec, out, resume, quiet, supervise, address, doctor=doctor)
 
 
 def train_on_ranks(
@@ -129,12 +142,16 @@ def train_on_ranks(
     address: str | None = None,
     faults: FaultPlan | None = None,
     tell: Tell | None = None,
+    doctor: bool = False,
 ) -> Result:
-    """Train in the folder `out` on the run's ranks, whose failures its record gets, and `tell` first."""
+    """Train in the folder `out` on the run's ranks, whose failures its record gets, and `tell` first.
+
+    With `doctor` they examine their host before their first start.
+    """
     as_rank = partial(train_worker, spec, out=out, quiet=quiet, address=address)
     again = partial(as_rank, resume="auto") if supervise or spec.world_size > 1 else None
     return run_on_ranks(
-        partial(as_rank, resume=resume),
+        partial(as_rank, resume=resume, doctor=doctor),
         spec.world_size,
         spec=spec,
         modules=MODULES,
@@ -152,6 +169,7 @@ def _train_with_others(
     resume: str | None,
     quiet: bool,
     address: str | None,
+    doctor: bool,
 ) -> Result:
     """Train as one of several hosts; see `train`."""
     from meshwright.launch.elastic import ElasticJob, HostSupervisor
@@ -174,8 +192,9 @@ def _train_with_others(
 
         def job_of(first: bool, size: int) -> Job:
             call = partial(
-                train_worker, specs[size], out=out, quiet=quiet, resume=resume if first else "auto"
-            )
+                train_worker, specs[size], out=out, quiet=quiet, resume=resume if first else "auto",
+                doctor=doctor and first,
+            )  # fmt: skip
             return Job(
                 write_call(call, folder / f"call-{size}"), ranks,
                 preload=preload(MODULES, spec), recovery=spec.recovery, stages=spec.layout.pp,

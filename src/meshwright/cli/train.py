@@ -93,7 +93,10 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
             check_start(spec, folder, resume)
             if not _is_equal(call, spec, ending):
                 return 1
-        result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
+        result = api.train(
+            spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address,
+            doctor=call.flags["doctor"],
+        )  # fmt: skip
         if place is None or place.rank == 0:
             _show_finished(call, result, ending, spec)
         if place is not None and place.rank == 0:
@@ -171,6 +174,7 @@ def _train_with_others(call: Call, ending: Ending) -> None:
         quiet=call.flags["quiet"],
         nodes=(least, most),
         address=call.flags["address"],
+        doctor=call.flags["doctor"],
     )
     _show_finished(call, result, ending, spec)
 

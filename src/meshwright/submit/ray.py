@@ -49,6 +49,7 @@ class Ray:
             *(["--gpus"] if job.gpus else []),
             "--failures",
             str(job.restarts),
+            *([] if job.doctor else ["--no-doctor"]),
         ]
         runs = zip(job.folders(), job.all_flags(), strict=True)
         return [
