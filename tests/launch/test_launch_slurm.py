@@ -108,9 +108,9 @@ def test_a_run_that_is_stopped_has_saved_and_is_not_started_again(cluster: Slurm
     with pytest.raises(UserError, match=r"has the job \d+ of slurm already, which is running; end it with"):
         api.launch(cluster.folder / "run.toml", on="slurm", out=out, gpus_per_node=1, cpu=True)
     assert "it was running" in meshwright("stop", str(out))
-    assert wait_for_end(out) in (["failed"], ["stopped"])
-    status = read_status(out)
-    assert status is not None and status[0] == "stopped"
+    assert wait_for_end(out) == ["stopped"]
+    word, reason = read_status(out) or ("", "")
+    assert word == "stopped" and f"meshwright launch {cluster.folder / 'run.toml'} --on slurm --out" in reason
     assert api.status(out)["runs"][0]["starts"] == 1
     assert list((out / "checkpoints").glob("step-*"))
     record = json.loads((out / "job.json").read_text())

@@ -30,6 +30,7 @@ from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.chaos.faults import FaultPlan
@@ -183,9 +184,9 @@ def _train_with_others(
     specs = {size: fitting for size in range(least, most + 1) if (fitting := resized(spec, size * ranks))}
     if not specs:
         raise UserError(
-            f"--nodes: {spec.layout.describe()} cannot be run by {least} to {most} hosts of {ranks} ranks; "
-            f"tp x cp x pp must divide the ranks, and the data ranks the {spec.shared_sequences} sequences "
-            f"of a batch"
+            f"--nodes: {spec.layout.describe()} cannot be run by {least} to {counted(most, 'hosts')} of "
+            f"{counted(ranks, 'ranks')}; tp x cp x pp must divide the ranks, and the data ranks the "
+            f"{spec.shared_sequences} sequences of a batch"
         )
     own, interface = own_address(address)
     with scratch_folder() as folder:

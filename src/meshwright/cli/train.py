@@ -22,6 +22,7 @@ from meshwright.rank.env import Worker, nproc_of, worker
 from meshwright.rank.launchers import RANK_VARIABLES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import from_tree
+from meshwright.units import counted
 
 
 @verb(
@@ -134,8 +135,9 @@ def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
     elif not call.flags["quiet"]:
         narrowed = f"; {found['narrowed']}" if found["narrowed"] else ""
         own = f", and then in {found['own']['precision']}" if "own" in found else ""
+        steps = counted(found["steps"], "steps")
         show.line(
-            f"verified: {found['layout']} equals one device in float64 over {found['steps']} steps{own} "
+            f"verified: {found['layout']} equals one device in float64 over {steps}{own} "
             f"({found['compared']} tensors and numbers, the largest relative difference "
             f"{found['worst_relative']:.1e}){narrowed}"
         )
