@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_rows import hold
 from meshwright import api
 from meshwright.runs.record import read_metrics, read_run
 from meshwright.runs.status import read_status
@@ -114,7 +115,13 @@ def test_a_run_that_is_stopped_has_saved_and_is_not_started_again(cluster: Slurm
     assert api.status(out)["runs"][0]["starts"] == 1
     assert list((out / "checkpoints").glob("step-*"))
     record = json.loads((out / "job.json").read_text())
-    assert cluster.state(record["ids"][0])["Restarts"] == "0"
+    state = cluster.state(record["ids"][0])
+    assert state["Restarts"] == "0"
+    code = state["ExitCode"].partition(":")[0]
+    hold(
+        "`srun`", "`meshwright stop`", "test_a_run_that_is_stopped_has_saved_and_is_not_started_again",
+        rank=code, launcher_code=code, status=f"`{word}`",
+    )  # fmt: skip
 
 
 def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> None:
@@ -161,6 +168,11 @@ def test_a_run_that_would_fail_on_its_nodes_is_not_begun(cluster: Slurm, nodes: 
     assert word == "failed" and reason.startswith(sentence) and "(all 2 ranks)" in reason
     assert sentence in told and sentence in " ".join(meshwright("status", str(out)).split())
     assert not (out / "run.json").exists()
+    hold(
+        "`srun meshwright train --nodes`" if nodes else "`srun`", "a finding of `doctor`",
+        "test_a_run_that_would_fail_on_its_nodes_is_not_begun",
+        launcher_code=cluster.state(job)["ExitCode"].partition(":")[0], status=f"`{word}`",
+    )  # fmt: skip
 
 
 def test_a_sweep_is_an_array_whose_runs_have_folders_and_values_of_their_own(cluster: Slurm) -> None:
