@@ -22,7 +22,7 @@ from meshwright.runs.record import read_metrics
 from meshwright.runs.status import read_status
 from small_run_file import run_file
 
-STEPS, SIGNAL_AT = 240, 20
+STEPS, SIGNAL_AT = 120, 20
 """Steps of a run, and the rows of its record after which it gets a signal."""
 LONGEST_S = 240.0
 RANK = """
@@ -137,11 +137,11 @@ def cases() -> Iterator[ParameterSet]:
                 marks = [pytest.mark.full] if number else []
                 if "mpirun" in row.launcher and shutil.which("mpirun") is None:
                     marks.append(pytest.mark.skip(reason="Open MPI (openmpi-bin) is not installed"))
-                name = f"{row.launcher.strip('`')}-{event}"
+                name = f"{row.launcher}-{event}".replace("`", "")
                 yield pytest.param(row.launcher, row.event, event, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("launcher", "event", "done"), cases())
+@pytest.mark.parametrize(("launcher", "event", "done"), [*cases()])
 def test_a_run_ends_as_the_table_says(
     launcher: str, event: str, done: str, twin: str, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from meshwright.rank.env import count_devices, worker
 from meshwright.rank.failure import errors_recorded
 from meshwright.rank.scheduler import job
 from meshwright.runs.record import RUN, read_object
+from meshwright.runs.status import read_status, write_status
 from meshwright.spec import RunSpec, UserError
 from meshwright.units import counted
 
@@ -83,10 +84,10 @@ def examined(spec: RunSpec, out: Path, quiet: bool) -> Iterator[Store | None]:
             refuse_unfit(examination.alone())
         with met(examination.place, out, TIMEOUT) as (ranks, store):
             if ranks.on_first(lambda: _starts_job(out)):
-                found = ranks.broadcast(examination.together(ranks, store))
+                found = examination.together(ranks, store)
                 if ranks.rank == 0 and found["fails"]:
-                    with suppress(UserError):  # that it cannot be made is among the findings
-                        make_folder(out)  # which gets the status
+                    _begin_status(out)
+                found = ranks.broadcast(found)
                 refuse_unfit(found)
                 if ranks.rank == 0:
                     tell_findings(found, quiet)
@@ -100,7 +101,16 @@ def _starts_job(out: Path) -> bool:
     """
     starts = (read_object(out / RUN) or {}).get("starts") or []
     own = (job() or {}).get("job")
-    return not any(((start.get("job") or {}).get("job")) == own for start in starts)
+    jobs = [(start.get("job") or {}).get("job") for start in starts if isinstance(start, dict)]
+    return own not in jobs
+
+
+def _begin_status(out: Path) -> None:
+    """Let the status of a run that is not done be that of this start, whose end it is to tell."""
+    with suppress(UserError):  # that the folder cannot be made is among the findings
+        make_folder(out)
+    if (read_status(out) or ("",))[0] != "done":
+        write_status(out, "running")
 
 
 def refuse_unfit(found: Mapping[str, Any]) -> None:
