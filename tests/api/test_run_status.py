@@ -74,7 +74,8 @@ def test_what_doctor_finds_is_the_end_of_a_run_that_is_not_done(
     write_status(tmp_path, before, "of an earlier start")
     small_run = {
         "model.preset": "tiny", "model.layers": 1, "model.hidden": 64, "model.ffn": 64,
-        "data.corpus": "synthetic", "model.vocab_size": 300, "data.tokenizer": "byte", "checkpoint.dir": "/proc/meshwright",
+        "data.corpus": "synthetic",
+        "model.vocab_size": 300, "data.tokenizer": "byte", "checkpoint.dir": "/proc/meshwright",
     }  # fmt: skip
     spec = from_tree({}, [(key, str(value)) for key, value in small_run.items()])
     with pytest.raises(UserError, match="the run would fail on these hosts: folder: "):
