@@ -33,7 +33,8 @@ def test_train_passes_the_spec_and_prints_one_json_object(
     (spec,), named = train.only
     assert (spec.train.steps, spec.layout.dp) == (7, 2)
     assert named == {
-        "out": Path("o"), "resume": "auto", "quiet": False, "supervise": True, "address": None, "doctor": False,
+        "out": Path("o"), "resume": "auto", "quiet": False, "supervise": True, "address": None,
+        "doctor": False,
     }  # fmt: skip
     told = last_json(capsys)
     assert (told["final_loss"], told["steps"], told["status"]) == (1.5, 7, "finished")

@@ -122,6 +122,10 @@ def test_a_run_that_is_stopped_has_saved_and_is_not_started_again(cluster: Slurm
         "`srun`", "`meshwright stop`", "test_a_run_that_is_stopped_has_saved_and_is_not_started_again",
         rank=code, launcher_code=code, status=f"`{word}`",
     )  # fmt: skip
+    last = str(api.status(out)["runs"][0]["step"] + 10)
+    again = [str(cluster.folder / "run.toml"), "--on", "slurm", "--out", str(out), *SIZE, "--follow"]
+    assert "slurm: done" in meshwright("launch", *again, "--train.steps", last)
+    assert read_status(out) == ("done", "") and len(read_run(out).info["starts"]) == 2
 
 
 def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> None:
