@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -299,11 +300,19 @@ def test_a_damaged_newest_checkpoint_is_told(folder: Path, tmp_path: Path) -> No
         api.load_run(tmp_path)
 
 
-def test_a_start_without_a_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_later_start_without_a_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+    """The first one with `--resume auto`, as scripts of jobs have it, is as any first start."""
+    first, later = tmp_path / "first", tmp_path / "later"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        api.train(spec_of(folder, train__steps=1), out=first, resume="auto", quiet=True)
+    later.mkdir()
+    shutil.copy(first / "run.json", later)  # as a run leaves it that was killed before its first checkpoint
     with pytest.warns(UserWarning, match="starts from its initial weights"):
-        api.train(spec_of(folder, train__steps=1), out=tmp_path, resume="auto", quiet=True)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert any("starts from its initial weights" in str(event.get("message")) for event in events)
+        api.train(spec_of(folder, train__steps=1), out=later, resume="auto", quiet=True)
+    for out, told in ((first, False), (later, True)):
+        messages = [str(json.loads(line).get("message")) for line in (out / "events.jsonl").open()]
+        assert any("starts from its initial weights" in message for message in messages) == told
 
 
 def test_the_checkpoints_of_a_run_are_found_wherever_they_are(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def train(run: dict[str, Any]) -> None:
     from meshwright import api
     from meshwright.spec import load
 
-    api.train(load(Path(run["file"]), run["flags"]), out=Path(run["out"]), resume="auto")
+    api.train(load(Path(run["file"]), run["flags"]), out=Path(run["out"]), resume="auto", doctor=run["doctor"])
 
 
 if __name__ == "__main__":
@@ -28,8 +28,9 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="each worker has a GPU")
     parser.add_argument("--failures", type=int, default=3, help="lost workers that the run outlives")
+    parser.add_argument("--no-doctor", action="store_true", help="do not examine the hosts before")
     given, flags = parser.parse_known_args()
-    run = {"file": str(given.file.resolve()), "out": str(given.out.resolve())}
+    run = {"file": str(given.file.resolve()), "out": str(given.out.resolve()), "doctor": not given.no_doctor}
     TorchTrainer(
         train,
         train_loop_config=run | {"flags": [flag.removeprefix("--").split("=", 1) for flag in flags]},

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import api
 from meshwright.api.run_status import newest_checkpoint, status_at_end, word_of
 from meshwright.checkpoint.errors import InUseError
 from meshwright.rank.failure import RanksFailed
-from meshwright.runs.status import read_status, write_status
+from meshwright.runs.status import Word, read_status, write_status
 from meshwright.spec import UserError
 from meshwright.spec.errors import CorruptionError, NumericalError, Stopped
+from meshwright.spec.load import from_tree
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,22 @@ def test_a_start_that_must_leave_a_run_alone_has_no_say_on_its_status(tmp_path: 
     with pytest.raises(InUseError), status_at_end(tmp_path, tmp_path, resumes=True):
         raise InUseError(f"{tmp_path} is in use by another")
     assert read_status(tmp_path) == ("running", "")
+
+
+@pytest.mark.parametrize(("before", "word"), [("stopped", "failed"), ("failed", "failed"), ("done", "done")])
+def test_what_doctor_finds_is_the_end_of_a_run_that_is_not_done(
+    before: Word, word: str, tmp_path: Path
+) -> None:
+    """Its sentence takes the place of that of an earlier start."""
+    write_status(tmp_path, before, "of an earlier start")
+    small_run = {
+        "model.preset": "tiny", "model.layers": 1, "model.hidden": 64, "model.ffn": 64,
+        "data.corpus": "synthetic",
+        "model.vocab_size": 300, "data.tokenizer": "byte", "checkpoint.dir": "/proc/meshwright",
+    }  # fmt: skip
+    spec = from_tree({}, [(key, str(value)) for key, value in small_run.items()])
+    with pytest.raises(UserError, match="the run would fail on these hosts: folder: "):
+        api.train(spec, out=tmp_path, resume="auto", quiet=True, doctor=True)
+    found, sentence = read_status(tmp_path) or ("", "")
+    assert found == word
+    assert sentence.startswith("doctor: " if word == "failed" else "of an earlier start")

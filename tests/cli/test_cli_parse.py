@@ -29,7 +29,7 @@ def test_words_flags_and_keys_in_any_order() -> None:
     assert call.overrides == [("train.lr", "1e-3"), ("layout.dp", "2")]
     assert call.json
     unset = dict.fromkeys(("cluster", "out", "resume", "nodes", "address", "rendezvous"))
-    assert call.flags == {"nproc": "2", "quiet": False, "verify": False} | unset
+    assert call.flags == {"nproc": "2", "quiet": False, "verify": False, "doctor": False} | unset
 
 
 def test_a_short_name_is_its_verb(capsys: pytest.CaptureFixture[str]) -> None:

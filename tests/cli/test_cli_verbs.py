@@ -32,7 +32,10 @@ def test_train_passes_the_spec_and_prints_one_json_object(
     )
     (spec,), named = train.only
     assert (spec.train.steps, spec.layout.dp) == (7, 2)
-    assert named == {"out": Path("o"), "resume": "auto", "quiet": False, "supervise": True, "address": None}
+    assert named == {
+        "out": Path("o"), "resume": "auto", "quiet": False, "supervise": True, "address": None,
+        "doctor": False,
+    }  # fmt: skip
     told = last_json(capsys)
     assert (told["final_loss"], told["steps"], told["status"]) == (1.5, 7, "finished")
 
@@ -44,7 +47,14 @@ def test_train_on_a_runs_folder_goes_on_there(monkeypatch: pytest.MonkeyPatch, t
     main(["train", str(tmp_path), "--resume", "auto"])
     assert train.only == (
         (spec,),
-        {"out": tmp_path, "resume": "auto", "quiet": False, "supervise": True, "address": None},
+        {
+            "out": tmp_path,
+            "resume": "auto",
+            "quiet": False,
+            "supervise": True,
+            "address": None,
+            "doctor": False,
+        },
     )
 
 

@@ -291,8 +291,9 @@ def test_a_step_is_timed_by_the_command_line(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--timeline", "step.html"], "give --device cuda"),
-        (["--cluster", "h100"], "give --device cuda"),
+        (["--timeline", "step.html"], "--timeline: the clocks are those of a GPU"),
+        (["--cluster", "h100"], "give --device cuda, or leave out --cluster"),
+        (["--cluster", "h100", "--timeline", "step.html"], "or leave out --timeline and --cluster"),
         (["--device", "cuda", "--cluster", "h1000"], "did you mean 'h100'"),
         (["--device", "cuda", "--cluster", "cpu"], "one of processors"),
         (["--device", "cuda", "--timeline", "none/step.html"], "--timeline"),

@@ -37,7 +37,7 @@ else:
     from meshwright import api
     from meshwright.spec import load
     spec = load(None, [(key[2:], value) for key, value in zip(words[::2], words[1::2])])
-    api.train(spec, out=Path(out), quiet=True)
+    api.train(spec, out=Path(out), quiet=True, doctor=how == "doctor")
 numbers = torch.ones(1)
 dist.all_reduce(numbers)  # the group is still there, and works
 assert numbers.item() == 2
@@ -65,14 +65,15 @@ def free_port() -> int:
 
 
 def run_two(tmp_path: Path, how: str, given: list[dict[str, str]] | None = None) -> None:
-    """Run the script as two ranks, which must end well."""
+    """Run the script as two ranks, which must end well; rank 0's group listens at MASTER_PORT."""
     script, port = tmp_path / "script.py", str(free_port())
     script.write_text(SCRIPT, encoding="utf-8")
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), port, how, str(tmp_path / "run"), *WORDS],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(given[rank] if given else {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                 **(given[rank] if given else {})},
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -80,7 +81,7 @@ def run_two(tmp_path: Path, how: str, given: list[dict[str, str]] | None = None)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
 
 
-@pytest.mark.parametrize("how", ["train", "main"])
+@pytest.mark.parametrize("how", ["train", "main", "doctor"])
 def test_a_run_uses_the_process_group_that_is_there_and_leaves_it(
     tmp_path: Path, twin: dict[str, Any], how: str
 ) -> None:
@@ -97,7 +98,8 @@ def test_a_group_counts_more_than_variables_of_another_world(tmp_path: Path, twi
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (openmpi-bin) is not installed")
 def test_tasks_of_mpirun_are_one_world(tmp_path: Path, twin: dict[str, Any]) -> None:
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    command = [*mpirun, sys.executable, "-m", "meshwright", "train", *WORDS, "--out", str(tmp_path / "run")]
+    words = [*WORDS, "--out", str(tmp_path / "run"), "--doctor"]
+    command = [*mpirun, sys.executable, "-m", "meshwright", "train", *words]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_S, text=True,
         capture_output=True, check=False,
@@ -105,6 +107,7 @@ def test_tasks_of_mpirun_are_one_world(tmp_path: Path, twin: dict[str, Any]) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     assert figures(tmp_path / "run") == twin
     assert done.stdout.count("step 4/4") >= 1
+    assert "doctor: nothing found: 2 ranks on 1 host" in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (openmpi-bin) is not installed")

@@ -37,7 +37,7 @@ def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
         return compress(*arguments, **options)
 
     @contextmanager
-    def mesh_of(_spec: RunSpec, folder: Path | None = None) -> Iterator[Mesh]:
+    def mesh_of(_spec: RunSpec, **_given: object) -> Iterator[Mesh]:
         yield dataclasses.replace(mesh, control=control)
 
     with patch("meshwright.rank.world.mesh_of", mesh_of), patch.object(lzma, "compress", slowly):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_rows import hold
 from meshwright import api
 from meshwright.runs.record import read_metrics, read_run
 from meshwright.runs.status import read_status
@@ -90,6 +91,7 @@ def test_a_launched_run_is_followed_to_its_last_step(cluster: Slurm) -> None:
     assert read_run(out).info["world_size"] == 2
     assert read_run(out).info["spec"]["train"]["lr"] == 1e-3
     assert "size: 2 nodes of 1 rank" in told and "slurm: done" in told
+    assert "doctor: nothing found: 2 ranks on 2 hosts" in told
     assert f"step {STEPS}/{STEPS}" in told  # of the run's own log
     record = json.loads((out / "job.json").read_text())
     [job] = record["ids"]
@@ -107,13 +109,23 @@ def test_a_run_that_is_stopped_has_saved_and_is_not_started_again(cluster: Slurm
     with pytest.raises(UserError, match=r"has the job \d+ of slurm already, which is running; end it with"):
         api.launch(cluster.folder / "run.toml", on="slurm", out=out, gpus_per_node=1, cpu=True)
     assert "it was running" in meshwright("stop", str(out))
-    assert wait_for_end(out) in (["failed"], ["stopped"])
-    status = read_status(out)
-    assert status is not None and status[0] == "stopped"
+    assert wait_for_end(out) == ["stopped"]
+    word, reason = read_status(out) or ("", "")
+    assert word == "stopped" and f"meshwright launch {cluster.folder / 'run.toml'} --on slurm --out" in reason
     assert api.status(out)["runs"][0]["starts"] == 1
     assert list((out / "checkpoints").glob("step-*"))
     record = json.loads((out / "job.json").read_text())
-    assert cluster.state(record["ids"][0])["Restarts"] == "0"
+    state = cluster.state(record["ids"][0])
+    assert state["Restarts"] == "0"
+    code = state["ExitCode"].partition(":")[0]
+    hold(
+        "`srun`", "`meshwright stop`", "test_a_run_that_is_stopped_has_saved_and_is_not_started_again",
+        rank=code, launcher_code=code, status=f"`{word}`",
+    )  # fmt: skip
+    last = str(api.status(out)["runs"][0]["step"] + 10)
+    again = [str(cluster.folder / "run.toml"), "--on", "slurm", "--out", str(out), *SIZE, "--follow"]
+    assert "slurm: done" in meshwright("launch", *again, "--train.steps", last)
+    assert read_status(out) == ("done", "") and len(read_run(out).info["starts"]) == 2
 
 
 def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> None:
@@ -131,6 +143,8 @@ def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> Non
     assert cluster.state(job)["Restarts"] == "1" and cluster.state(job)["ExitCode"] == "75:0"
     jobs = [start["job"]["restarts"] for start in read_run(out).info["starts"]]
     assert jobs == [0, 1]
+    examined = [line for line in api.logs(out) if line.startswith("doctor: ")]
+    assert len(examined) == 1  # before the job's first start alone
 
 
 @pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
@@ -144,6 +158,25 @@ def test_a_run_that_fails_for_good_is_told(cluster: Slurm, nodes: tuple[str, ...
     assert read_status(out) is not None and (read_status(out) or ("",))[0] == "failed"
     [run] = api.status(out)["runs"]
     assert run["reason"] and cluster.state(job)["Restarts"] == "0"
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
+def test_a_run_that_would_fail_on_its_nodes_is_not_begun(cluster: Slurm, nodes: tuple[str, ...]) -> None:
+    """No folder can be made in /proc, which the run itself would notice at its first checkpoint."""
+    bad = ["--checkpoint.dir", "/proc/meshwright"]
+    out, told = launched(cluster, "--follow", *nodes, *bad, code=1)
+    [job] = json.loads((out / "job.json").read_text())["ids"]
+    assert cluster.state(job)["ExitCode"] == "2:0" and cluster.state(job)["Restarts"] == "0"
+    word, reason = read_status(out) or ("", "")
+    sentence = "doctor: the run would fail on these hosts: folder: no rank can make a folder in /proc"
+    assert word == "failed" and reason.startswith(sentence) and "(all 2 ranks)" in reason
+    assert sentence in told and sentence in " ".join(meshwright("status", str(out)).split())
+    assert not (out / "run.json").exists()
+    hold(
+        "`srun meshwright train --nodes`" if nodes else "`srun`", "a finding of `doctor`",
+        "test_a_run_that_would_fail_on_its_nodes_is_not_begun",
+        launcher_code=cluster.state(job)["ExitCode"].partition(":")[0], status=f"`{word}`",
+    )  # fmt: skip
 
 
 def test_a_sweep_is_an_array_whose_runs_have_folders_and_values_of_their_own(cluster: Slurm) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from launcher_rows import hold
 from meshwright import api
 from meshwright.runs.record import read_metrics, read_run
+from meshwright.runs.status import read_status
 from small_run_file import run_file
 
 pytest.importorskip("ray", reason="Ray is not installed here: make ray")
@@ -98,6 +100,12 @@ def test_a_killed_worker_is_started_again_and_the_run_equals_its_twin(
     assert script.returncode == 0, told
     assert figures(out) == twin
     assert len(json.loads((out / "run.json").read_text())["starts"]) == 2
+    word, _ = read_status(out) or ("", "")
+    hold(
+        "Ray Train", "a worker is killed",
+        "test_a_killed_worker_is_started_again_and_the_run_equals_its_twin",
+        launcher_code=str(script.returncode), status=f"`{word}`",
+    )  # fmt: skip
 
 
 def test_the_shipped_script_runs_as_a_submitted_job(cluster: Path, twin: dict[str, Any]) -> None:
@@ -146,6 +154,8 @@ def test_a_launched_run_is_stopped(cluster: Path, here: dict[str, Any]) -> None:
         assert time.monotonic() < limit
         time.sleep(0.2)
     assert state == "stopped"
+    word, _ = read_status(out) or ("", "")
+    hold("Ray Train", "`meshwright stop`", "test_a_launched_run_is_stopped", status=f"`{word}`")
 
 
 def test_runs_of_a_sweep_are_jobs_of_their_own(cluster: Path, here: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_rows import hold
 from meshwright.runs.record import read_run
 from meshwright.runs.status import read_status
 from slurm import Slurm, missing, slurm
@@ -28,7 +30,12 @@ WORDS = [
 ]
 SHORT = ("--layout.dp", "2", "--train.batch_tokens", "512", "--train.steps", str(STEPS))
 EXAMPLES = Path(__file__).parents[2] / "examples/clusters"
-SCRIPTS = ("slurm.sbatch", "slurm-torchrun.sbatch", "slurm-nodes.sbatch")
+SCRIPTS = {
+    "slurm.sbatch": "`srun`",
+    "slurm-torchrun.sbatch": "`srun torchrun --signals-to-handle`",
+    "slurm-nodes.sbatch": "`srun meshwright train --nodes`",
+}
+"""Shipped scripts, and the launchers that they are of in the table."""
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +105,18 @@ def log(out: Path) -> str:
     return Path(f"{out}.log").read_text()
 
 
+def tasks_codes(out: Path) -> str:
+    """The exit codes of tasks other than 0, as srun tells them."""
+    return ", ".join(sorted(set(re.findall(r"srun: error: .*: Exited with exit code (\d+)", log(out)))))
+
+
+def seen(out: Path, script: str) -> dict[str, str]:
+    """Codes and status of a job that was to be requeued, of which its log tells."""
+    codes, [status] = tasks_codes(out), set(re.findall(r"meshwright: status: (?!done)(\w+)", log(out)))
+    ranks = {"rank": codes} if script == "slurm.sbatch" else {}
+    return {"launcher_code": codes, "status": f"`{status}`", **ranks}
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
     cluster: Slurm, twin: dict[str, object], script: str
@@ -115,6 +134,10 @@ def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
     jobs = [start["job"] for start in read_run(out).info["starts"]]
     assert jobs == [{"scheduler": "slurm", "job": job, "restarts": count} for count in range(3)]
     assert log(out).count("meshwright: status: requeue") >= 2
+    hold(
+        SCRIPTS[script], "SIGUSR1 (`scancel -s USR1`, `--signal`)",
+        "test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin", **seen(out, script),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -132,6 +155,10 @@ def test_a_job_saves_before_its_limit_and_goes_on_after_it(
     ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
     assert ended["Restarts"] == "1", log(out)
     assert result(out) == twin
+    hold(
+        SCRIPTS[script], "the end of the job, without a signal",
+        "test_a_job_saves_before_its_limit_and_goes_on_after_it", **seen(out, script),
+    )  # fmt: skip
 
 
 def test_a_job_that_fails_for_good_is_not_requeued(cluster: Slurm) -> None:
@@ -142,6 +169,10 @@ def test_a_job_that_fails_for_good_is_not_requeued(cluster: Slurm) -> None:
     assert status is not None
     assert status[0] == "failed"
     assert "meshwright: status: failed" in log(out)
+    hold(
+        "`srun`", "a run that fails for good", "test_a_job_that_fails_for_good_is_not_requeued",
+        **seen(out, "slurm.sbatch"),
+    )  # fmt: skip
 
 
 def kinds(out: Path) -> list[str]:
@@ -208,6 +239,11 @@ def test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin(
     wait_for_steps(out, 60)
     cluster.kill_node("n2")
     cluster.wait(job, "PENDING", seconds=TRAINED_S)
+    word, _ = read_status(out) or ("", "")
+    hold(
+        "`srun`", "a node is lost", "test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin",
+        status=f"`{word}`",
+    )  # fmt: skip
     cluster.start_node("n2")
     ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
     assert int(ended["Restarts"]) >= 1

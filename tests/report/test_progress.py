@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.report import format as fmt
-from meshwright.report.progress import Progress
+from meshwright.report.progress import Progress, summary
 from meshwright.train.callbacks import Observers
 
 
@@ -63,6 +63,34 @@ def test_plain_lines_are_throttled_but_first_and_last_are_shown() -> None:
     assert steps[0] == 1 and steps[-1] == 101
     # Ten seconds of steps: the first line, the last, and at most one in two seconds between them.
     assert 5 <= len(steps) <= 7
+
+
+OF_MPIRUN = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
+}
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, OF_MPIRUN], ids=["dumb", "mpirun"])
+def test_a_terminal_that_nobody_looks_at_gets_lines(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm"} | environment).items():
+        monkeypatch.setenv(name, value)
+    progress, _, stream = watch(terminal=True)
+    progress.on_start({"step": 0, "last_step": 2})
+    progress.on_step(row(1))
+    progress.on_step(row(2))
+    progress.close()
+    assert step_lines(stream) == [1, 2]
+    assert not {"\r", "\x1b"} & {*stream.getvalue()}
+
+
+def test_one_step_is_one_step() -> None:
+    assert "done  1 step in" in summary({"steps": 1, "seconds": 1.0})
+    assert "done  2 steps in" in summary({"steps": 2, "seconds": 1.0})
 
 
 def test_slow_steps_are_all_shown() -> None:

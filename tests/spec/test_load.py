@@ -31,7 +31,21 @@ def test_unknown_key_in_the_file_names_the_nearest(tree: dict, start: str) -> No
 
 @pytest.mark.parametrize(
     ("flag", "near"),
-    [("train.stpes", "train.steps"), ("trian.steps", "train.steps"), ("layout.zer", "layout.zero")],
+    [
+        ("train.stpes", "train.steps"),
+        ("trian.steps", "train.steps"),
+        ("layout.zer", "layout.zero"),
+        ("model.num_layers", "model.layers"),
+        ("model.num_hidden_layers", "model.layers"),
+        ("model.hidden_size", "model.hidden"),
+        ("model.intermediate_size", "model.ffn"),
+        ("model.num_attention_heads", "model.heads"),
+        ("model.num_key_value_heads", "model.kv_heads"),
+        ("model.tie_word_embeddings", "model.tied"),
+        ("learning_rate", "train.lr"),
+        ("train.max_steps", "train.steps"),
+        ("layout.tensor_model_parallel_size", "layout.tp"),
+    ],
 )
 def test_unknown_key_on_the_command_line_names_the_nearest(flag: str, near: str) -> None:
     assert sentence({}, (flag, "1")) == f"--{flag}: unknown key; did you mean '{near}'?"

@@ -49,5 +49,21 @@ def test_every_file_is_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+def test_the_nodes_of_any_job_are_examined_unless_it_says_otherwise(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN, encoding="utf-8")
+
+    def submitted(**more: Any) -> str:
+        given = {"name": "meshwright", "out": Path("/shared/run"), **EXAMPLES[name], **more, "dry_run": True}
+        found = api.launch(tmp_path / "run.toml", **given)
+        return str(found["file"] + str(found["commands"]))
+
+    default, chosen = submitted(), submitted(no_doctor=True)
+    if name == "ray_train.py":  # a script for any run, whose words say it
+        assert "'--no-doctor'" in chosen and "'--no-doctor'" not in default
+    else:
+        assert "--doctor" in default and "doctor" not in chosen
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_what_a_dry_run_prints(name: str, tmp_path: Path) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == rendered(name, tmp_path)

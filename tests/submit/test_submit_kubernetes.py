@@ -113,7 +113,7 @@ def test_pods_and_gpus_are_those_of_the_layout(
     assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (nodes, nodes, 3 * nodes)
     [container] = job["template"]["spec"]["containers"]
     assert container.get("resources") == (None if gpus is None else {"limits": {"nvidia.com/gpu": gpus}})
-    start = "meshwright train /etc/meshwright/run.toml --out /shared/run --resume auto"
+    start = "meshwright train /etc/meshwright/run.toml --out /shared/run --resume auto --doctor"
     assert " ".join(container["command"]) == f"{start} {words}"
 
 

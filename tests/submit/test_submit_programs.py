@@ -14,6 +14,7 @@ import pytest
 
 from meshwright import api
 from meshwright.cli.main import main
+from meshwright.runs.status import going_on, write_status
 from meshwright.spec import UserError
 from meshwright.submit.job import ClusterJob, name_of
 from meshwright.submit.skypilot import state_in
@@ -101,7 +102,56 @@ def test_a_program_that_refuses_leaves_no_record(run: Path, program: Program) ->
     program("sbatch", code=1, error="sbatch: error: Invalid partition name specified")
     with pytest.raises(UserError, match="ended with 1: sbatch: error: Invalid partition"):
         api.launch(run, on="slurm", out=Path("out"))
-    assert not Path("out/job.json").exists()
+    assert not Path("out").exists()
+    Path("out").mkdir()
+    Path("out/slurm.sbatch").write_text("of an earlier job")
+    with pytest.raises(UserError, match="Invalid partition"):
+        api.launch(None, on="slurm", out=Path("out"), overrides=[("layout.dp", "16")])
+    assert Path("out/slurm.sbatch").read_text() == "of an earlier job"
+    assert [file.name for file in Path("out").iterdir()] == ["slurm.sbatch"]
+
+
+def test_a_dry_run_refuses_the_folder_of_a_job_that_runs(run: Path, program: Program) -> None:
+    program("kubectl", status_of())
+    api.launch(run, on="kubernetes", **IMAGE)
+    sentences = []
+    for dry_run in (False, True):
+        with pytest.raises(
+            UserError, match="has the job run of kubernetes already, which is running"
+        ) as told:
+            api.launch(run, on="kubernetes", dry_run=dry_run, **IMAGE)
+        sentences.append(str(told.value))
+    assert sentences[0] == sentences[1]
+
+
+def test_a_pending_job_says_what_it_waits_for(
+    run: Path, program: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program("sbatch", "7\n")
+    out = Path(api.launch(run, on="slurm", out=Path("out"))["folder"])
+    calls = program("squeue")
+    squeue = Path(os.environ["PATH"].partition(os.pathsep)[0]) / "squeue"
+    answers = 'case "$*" in *%r*) echo "7|Priority";; *) echo "7|PENDING";; esac'
+    squeue.write_text(squeue.read_text().replace("cat ", f"{answers}; cat "))
+    [found] = api.status(out)["runs"]
+    assert (found["state"], found["waits_for"]) == ("pending", "Priority")
+    assert main(["status", str(out)]) == 0 and "waits for Priority" in capsys.readouterr().out
+    assert len(calls()) == 4  # states and reasons, each time
+
+
+def test_a_run_that_was_told_to_stop_has_stopped_and_goes_on_by_launch(run: Path, program: Program) -> None:
+    """Its script ends with the code of an interruption, which Slurm counts as a failure."""
+    program("sbatch", "7\n")
+    out = Path(api.launch(run, on="slurm", out=Path("out"))["folder"])
+    program("squeue", "7|FAILED\n")
+    assert api.status(out)["runs"][0]["state"] == "failed"
+    write_status(out, "stopped", "stopped by SIGINT")
+    assert api.status(out)["runs"][0]["state"] == "stopped"
+    assert going_on(out) == (
+        f"meshwright launch {run.absolute()} --on slurm --out {out} and the options that it had"
+    )
+    assert going_on(out / "0") == going_on(out)  # a run of a sweep
+    assert going_on(Path("other")) == "meshwright train other --resume auto"
 
 
 def test_a_missing_program_is_a_sentence(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +216,7 @@ def test_the_task_of_skypilot_is_one(run: Path, tmp_path: Path) -> None:
         ("slurm", {"option": ["a b"]}, "--option: 'a b' begins with no name that sbatch could know"),
         ("slurm", {"at_once": 2}, "--at-once: 2 is of a sweep's runs; add --sweep"),
         ("ssh", {"hosts": ("a", "a")}, "--hosts: a,a has a host twice"),
-        ("ssh", {"hosts": ("a",)}, "--hosts: 1 hosts are given, and the job has 2 nodes"),
+        ("ssh", {"hosts": ("a",)}, "--hosts: 1 host for 2 nodes; give a host for each"),
         ("ssh", {"hosts": ("a", "-oProxyCommand=x")}, "has a word that ssh takes for a flag"),
         ("ssh", {"hosts": ("a", "b"), "image": "x"}, "--image: ssh starts the run on the hosts as they are"),
         ("ssh", {"hosts": ("a", "b"), "time": 60}, "--time: nothing ends what ssh has started"),

@@ -52,7 +52,9 @@ def dryrun(
     waited for, beside the planner's. Raises `UserError`.
     """
     if timeline is not None or cluster is not None:
-        cluster = _cluster_of_clocks(spec, device, capability, cluster)
+        given = {"--timeline": timeline, "--cluster": cluster}
+        asked = " and ".join(flag for flag, value in given.items() if value is not None)
+        cluster = _cluster_of_clocks(spec, device, capability, cluster, asked)
         check_writable(timeline, "--timeline")
     if device == "cuda" and library.is_needed():
         with FakeCudaProcess() as process:
@@ -91,13 +93,16 @@ _OF_CAPABILITY = {"8.0": "a100", "9.0": "h100", "10.0": "b200"}
 
 
 def _cluster_of_clocks(
-    spec: RunSpec, device: str, capability: str | None, cluster: str | Cluster | None
+    spec: RunSpec, device: str, capability: str | None, cluster: str | Cluster | None, given: str
 ) -> Cluster:
-    """Return the cluster that clocks are of, with a device for each rank. Raises `UserError`."""
+    """Return the cluster that clocks are of, with a device for each rank.
+
+    `given` are the flags that ask for clocks. Raises `UserError`.
+    """
     if device != "cuda":
         raise UserError(
-            "--timeline: the clocks are those of a GPU, but the step runs on a CPU; give --device cuda, or "
-            "leave out --timeline and --cluster"
+            f"{given.partition(' ')[0]}: the clocks are those of a GPU, but the step runs on a CPU; give "
+            f"--device cuda, or leave out {given}"
         )
     ranks, named = spec.layout.world_size, cluster or _OF_CAPABILITY[capability or "9.0"]
     found = hardware_of(named, ranks) if isinstance(named, str) else named.resized(ranks)

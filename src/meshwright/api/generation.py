@@ -19,6 +19,7 @@ from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.load import Overrides, from_tree
 from meshwright.spec.precision import PrecisionSpec
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.data.tokenizer import Tokenizer
@@ -262,8 +263,9 @@ def open_decoder(
     ranks = place.world_size if place is not None else 1
     if spec.layout.world_size != ranks:
         raise UserError(
-            f"--layout: {spec.layout.describe()} takes {spec.layout.world_size} ranks, and {ranks} were "
-            f"started; start that many, or give a layout of {ranks}, such as --layout.dp {ranks}"
+            f"--layout: {spec.layout.describe()} takes {counted(spec.layout.world_size, 'ranks')}, "
+            f"and {ranks} were started; start that many, or give a layout of {ranks}, such as --layout.dp "
+            f"{ranks}"
         )
     if place is None:
         yield pack_linears(load_run(run, weights=how["weights"], step=how["step"])), None

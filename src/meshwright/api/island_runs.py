@@ -28,6 +28,7 @@ from meshwright.runs.record import (
     read_object,
     write_atomically,
 )
+from meshwright.runs.status import going_on
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.spec.hf.special_tokens import copy_side_files, side_files
@@ -116,7 +117,7 @@ def _stopped(number: int, islands: Sequence[Island], out: Path) -> Stopped:
     name, saved = Signals(number).name, 128 + number if number == SIGINT else REQUEUE
     lost = [island for island in islands if not island.saved]
     if not lost:
-        go_on = f"go on with meshwright train {out} --resume auto"
+        go_on = f"go on with {going_on(out)}"
         return Stopped(f"stopped by {name}, and each island is saved; {go_on}", saved)
     words = "; ".join(f"island {island.number}: {island.last_words()}" for island in lost)
     return Stopped(f"stopped by {name}, and not all islands are saved: {words}", 128 + number)

@@ -74,6 +74,7 @@ class LaunchOptions(TypedDict, total=False):
     option: Annotated[Sequence[str] | None, Option(
         "a further option of the scheduler, such as partition=gpu; may be repeated", "NAME=VALUE", str,
         repeated=True)]
+    no_doctor: Annotated[bool, Option("do not examine the nodes before the run starts on them")]
     restarts: Annotated[int, Option("most times that the job is started again", "N", whole(0), 20)]
     sweep: Annotated[Sequence[tuple[str, tuple[str, ...]]] | None, Option(
         "a run for each value; for all combinations where it is repeated", "KEY=A,B", _values,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ from meshwright.submit.follow import Show
 from meshwright.submit.follow import follow as follow_job
 from meshwright.submit.job import ClusterJob, name_of
 from meshwright.submit.program import lines_of
-from meshwright.submit.progress import progress
+from meshwright.submit.progress import progress, told_state
 from meshwright.submit.scheduler import ENDED, as_words
 from meshwright.submit.schedulers import SCHEDULERS
 from meshwright.submit.sizing import size_of, spec_for
@@ -60,21 +61,39 @@ def launch(
         "scheduler": on, "file": content, "commands": scheduler.commands(job, file), "folder": str(folder),
         "runs": job.folders(), "told": [*([] if why is None else [why]), *told],
     }  # fmt: skip
+    _refuse_another(folder)
     if given["dry_run"]:
         return {**result, "ids": []}
-    _refuse_another(folder)
-    make_folder(folder)
-    try:
-        atomic.write(file, content)
-        if scheduler.here and written:
-            atomic.write(Path(job.run), to_toml(spec))
-    except OSError as error:
-        raise UserError(
-            f"--out: {folder} cannot be written ({error.strerror}); give another --out"
-        ) from error
-    ids = scheduler.submit(job, file)
+    files = {file: content} | ({Path(job.run): to_toml(spec)} if scheduler.here and written else {})
+    with _written(folder, files):
+        ids = scheduler.submit(job, file)
     write_submission(folder, on, ids, job)
     return {**result, "ids": ids}
+
+
+@contextmanager
+def _written(folder: Path, files: Mapping[Path, str]) -> Iterator[None]:
+    """Block that submits files of a folder, which are written for it and where it fails are as before."""
+    there, before = folder.exists(), {file: file.read_bytes() for file in files if file.is_file()}
+    make_folder(folder)
+    try:
+        for file, content in files.items():
+            atomic.write(file, content)
+        yield
+    except BaseException as error:
+        with suppress(OSError):  # the error says more than what is left
+            for file in files:
+                if (content_before := before.get(file)) is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    atomic.write(file, content_before)
+            if not there:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(
+                f"--out: {folder} cannot be written ({error.strerror}); give another --out"
+            ) from error
+        raise
 
 
 def _job(
@@ -102,7 +121,7 @@ def _job(
         "cpus": given["cpus_per_rank"], "seconds": given["time"] or size.seconds,
         "environment": tuple(given["env"] or ()), "mounts": mounts, "options": tuple(given["option"] or ()),
         "members": _members(spec, given["sweep"] or ()), "folder": str(Path.cwd()),
-        "hosts": given["hosts"] or (),
+        "hosts": given["hosts"] or (), "doctor": not given["no_doctor"],
     }  # fmt: skip
     same = ("restarts", "image", "at_once", "ranks_by", "kind", "namespace", "service_account", "accelerator")
     fields |= {key: given[key] for key in (*same, "address")}  # type: ignore[literal-required]
@@ -181,18 +200,24 @@ def status(out: Path) -> Result:
     """The state of the runs in a folder, without torch.
 
     Returns `scheduler`, `ids` and `submitted` of the newest submission, None where there is none, and `runs`,
-    each with `state`, the scheduler's, `out`, `status`, `reason`, `step`, `last_step`, `loss` and `starts`.
-    Raises `UserError` for a folder with neither a job nor a run.
+    each with `state`, the scheduler's, `waits_for`, why it is pending, None where that is not known, `out`,
+    `status`, `reason`, `step`, `last_step`, `loss` and `starts`. Raises `UserError` for a folder with neither
+    a job nor a run.
     """
     submission = read_submission(out)
     if submission is None:
         found = progress(out)
         if found["status"] is None:
             submission_of(out)
-        return {"scheduler": None, "ids": [], "submitted": None, "runs": [{"state": None, **found}]}
-    states = SCHEDULERS[submission.scheduler].states(submission)
-    folders = submission.job.folders()
-    runs = [{"state": state, **progress(Path(each))} for state, each in zip(states, folders, strict=True)]
+        runs = [{"state": None, "waits_for": None, **found}]
+        return {"scheduler": None, "ids": [], "submitted": None, "runs": runs}
+    scheduler = SCHEDULERS[submission.scheduler]
+    states, folders = scheduler.states(submission), submission.job.folders()
+    waits = scheduler.waits_for(submission) if "pending" in states else [None] * len(states)
+    runs = [
+        {"state": told_state(state, found["status"]), "waits_for": why, **found}
+        for state, why, found in zip(states, waits, (progress(Path(each)) for each in folders), strict=True)
+    ]
     told = {"scheduler": submission.scheduler, "ids": list(submission.ids), "submitted": submission.submitted}
     return {**told, "runs": runs}
 

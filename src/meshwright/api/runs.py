@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from meshwright.api.diagnosis import doctor as examine
+from meshwright.api.diagnosis import refuse_unfit, tell_findings
 from meshwright.api.folders import folder_of, make_folder
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.api.options import Option, folder_name
@@ -28,6 +30,7 @@ from meshwright.rank.env import worker
 from meshwright.rank.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.chaos.faults import FaultPlan
@@ -59,6 +62,8 @@ def train(
     rendezvous: Annotated[str | None, Option(
         "store on one of the hosts of --nodes, where they meet; default the folder of --out",
         "HOST:PORT", str)] = None,
+    doctor: Annotated[bool, Option(
+        "first examine the hosts, as `doctor` does, and only train if a run would not fail there")] = False,
 ) -> Result:  # fmt: skip
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
@@ -71,6 +76,9 @@ def train(
     so do other step groups, where `spec.own_step_group` is the one that this host trains. The hosts meet in
     `out`, or, as more than 64 should, in a store at `rendezvous` (HOST:PORT), which this command on HOST
     holds.
+
+    With `doctor` the ranks examine their hosts at the first start of a job, and do not train where they find
+    what the run would fail of.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -85,14 +93,18 @@ def train(
         check_writable_folder(Path(out))
         check_inputs(spec)
         with status_at_end(Path(out), spec.checkpoint.folder(Path(out)), resume is not None):
-            return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address, rendezvous)
+            return _train_with_others(
+                spec, nodes, nproc, Path(out), resume, quiet, address, rendezvous, doctor
+            )
     with folder_of(out, spec) as folder:
         place = worker()
         first, checkpoints = place is None or place.rank == 0, spec.checkpoint.folder(folder)
         with status_at_end(folder, checkpoints, resume is not None, first):
             if place is not None:
-                return train_worker(spec, out=folder, resume=resume, quiet=quiet, address=address)
-            return _train_here(spec, nproc, folder, resume, quiet, supervise, address)
+                return train_worker(
+                    spec, out=folder, resume=resume, quiet=quiet, address=address, doctor=doctor
+                )
+            return _train_here(spec, nproc, folder, resume, quiet, supervise, address, doctor)
 
 
 def _train_here(
@@ -103,6 +115,7 @@ def _train_here(
     quiet: bool,
     supervise: bool,
     address: str | None,
+    doctor: bool,
 ) -> Result:
     """Train on ranks that this process starts; see `train`."""
     ranks_match(spec, spec.world_size if nproc is None else nproc)
@@ -121,8 +134,11 @@ def _train_here(
     if free_running:
         from meshwright.api.island_runs import train_islands
 
+        if doctor:  # whose ranks are of several worlds
+            refuse_unfit(found := examine(spec, nproc=spec.world_size, out=out))
+            tell_findings(found, quiet)
         return train_islands(spec, out, resume, quiet)
-    return train_on_ranks(spec, out, resume, quiet, supervise, address)
+    return train_on_ranks(spec, out, resume, quiet, supervise, address, doctor=doctor)
 
 
 def train_on_ranks(
@@ -134,12 +150,16 @@ def train_on_ranks(
     address: str | None = None,
     faults: FaultPlan | None = None,
     tell: Tell | None = None,
+    doctor: bool = False,
 ) -> Result:
-    """Train in the folder `out` on the run's ranks, whose failures its record gets, and `tell` first."""
+    """Train in the folder `out` on the run's ranks, whose failures its record gets, and `tell` first.
+
+    With `doctor` they examine their host before their first start.
+    """
     as_rank = partial(train_worker, spec, out=out, quiet=quiet, address=address)
     again = partial(as_rank, resume="auto") if supervise or spec.world_size > 1 else None
     return run_on_ranks(
-        partial(as_rank, resume=resume),
+        partial(as_rank, resume=resume, doctor=doctor),
         spec.world_size,
         spec=spec,
         modules=MODULES,
@@ -166,6 +186,7 @@ def _train_with_others(
     quiet: bool,
     address: str | None,
     rendezvous: str | None,
+    doctor: bool,
 ) -> Result:
     """Train as one of several hosts; see `train`."""
     from meshwright.launch.elastic import ElasticJob, HostSupervisor
@@ -180,9 +201,9 @@ def _train_with_others(
     specs = {size: fitting for size in range(least, most + 1) if (fitting := resized(spec, size * ranks))}
     if not specs:
         raise UserError(
-            f"--nodes: {spec.layout.describe()} cannot be run by {least} to {most} hosts of {ranks} ranks; "
-            f"tp x cp x pp must divide the ranks, and the data ranks the {spec.shared_sequences} sequences "
-            f"of a batch"
+            f"--nodes: {spec.layout.describe()} cannot be run by {least} to {counted(most, 'hosts')} of "
+            f"{counted(ranks, 'ranks')}; tp x cp x pp must divide the ranks, and the data ranks the "
+            f"{spec.shared_sequences} sequences of a batch"
         )
     check_rendezvous(rendezvous, most)
     own, interface = own_address(address)
@@ -190,8 +211,9 @@ def _train_with_others(
 
         def job_of(first: bool, size: int) -> Job:
             call = partial(
-                train_worker, specs[size], out=out, quiet=quiet, resume=resume if first else "auto"
-            )
+                train_worker, specs[size], out=out, quiet=quiet, resume=resume if first else "auto",
+                doctor=doctor and first,
+            )  # fmt: skip
             return Job(
                 write_call(call, folder / f"call-{size}"), ranks,
                 preload=preload(MODULES, spec), recovery=spec.recovery, stages=spec.layout.pp,

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.api.diagnosis import examined
 from meshwright.api.folders import make_folder
 from meshwright.api.ranks import Result
 from meshwright.api.start_checks import check_here
@@ -28,10 +29,12 @@ def train_worker(
     resume: str | None = None,
     quiet: bool = False,
     address: str | None = None,
+    doctor: bool = False,
 ) -> Result:
     """Train as one rank of the world of torchrun, or alone; every rank returns the result.
 
-    The run's ranks in other worlds reach this one at `address`, by default on this host.
+    The run's ranks in other worlds reach this one at `address`, by default on this host. With `doctor` the
+    ranks' hosts are examined first (`examined`).
     """
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.infer.soft_target_source import soft_targets_of
@@ -43,7 +46,9 @@ def train_worker(
     from meshwright.weights.initial_weights import open_weights
 
     supervision = Supervision.given()
-    with memory_errors_told(spec), mesh_of(spec, folder=out) as mesh, ExitStack() as stack:
+    with memory_errors_told(spec), ExitStack() as stack:
+        met_at = stack.enter_context(examined(spec, out, quiet)) if doctor else None
+        mesh = stack.enter_context(mesh_of(spec, folder=out, met_at=met_at))
         stale_s = STALE_S if supervision is None else supervision.lease_seconds
         # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.
         lease = Lease(out, "meshwright", stale_s, wait=resume == "auto")

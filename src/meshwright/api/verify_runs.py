@@ -20,6 +20,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.other_models import other_models
 from meshwright.spec.rules import check_verification, ranks_match
 from meshwright.spec.verification import VerifyOptions
+from meshwright.units import counted
 
 MODULES = ("meshwright.verify.verify",)
 """Modules that ranks need."""
@@ -108,8 +109,8 @@ def check_way(spec: RunSpec, through: str | None, onto: RunSpec | None, precisio
     other_models(spec)  # refuses one that is not known
     if through == "snapshot" and onto is not None and onto.layout.world_size != spec.layout.world_size:
         raise UserError(
-            f"--onto: has {onto.layout.world_size} ranks, and a snapshot is in the memory of those "
-            f"{spec.layout.world_size} that kept it; give a layout of as many, or --through checkpoint"
+            f"--onto: has {counted(onto.layout.world_size, 'ranks')}, and a snapshot is in the memory of "
+            f"those {spec.layout.world_size} that kept it; give a layout of as many, or --through checkpoint"
         )
     if through == "export":
         write_hf_config(spec.model, "float64")  # refuses a model that no family of HF's computes

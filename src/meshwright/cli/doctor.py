@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright import api
+from meshwright.api.diagnosis import in_words
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, verb
 from meshwright.cli.runs import FROM, NPROC, RUN, spec_of
@@ -31,9 +32,7 @@ def doctor(call: Call) -> int:
 
 def _show(result: Mapping[str, Any]) -> None:
     for each in result["findings"]:
-        kind, where = "FAILS" if each["fails"] else "warning", each["where"]
-        of = f" ({where})" if where else ""
-        show.line(f"{kind}: {each['check']}: {each['sentence']}{of}; {each['remedy']}")
+        show.line(f"{'FAILS' if each['fails'] else 'warning'}: {in_words(each)}")
     _show_measured(result["measured"])
     place = f"{show.count(result['ranks'], 'rank')} on {show.count(result['hosts'], 'host')}"
     failing = sum(each["fails"] for each in result["findings"])

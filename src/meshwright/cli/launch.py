@@ -78,6 +78,8 @@ def _show_status(result: Mapping[str, Any]) -> None:
         ]
     )
     for run in result["runs"]:
+        if run["waits_for"]:
+            show.line(f"{run['out']}: waits for {run['waits_for']}")
         if run["reason"]:
             show.line(f"{run['out']}: {run['reason']}")
 

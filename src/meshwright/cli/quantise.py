@@ -13,6 +13,7 @@ from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.rank.launchers import refuse_several_tasks
 from meshwright.spec import UserError
 from meshwright.spec.quantisation import ALGORITHMS, RECIPES
+from meshwright.units import counted
 
 WRITES = ("algorithm",)
 """Flags without effect on --compare."""
@@ -63,7 +64,8 @@ def quantise(call: Call) -> None:
 def _written(found: Mapping[str, Any]) -> None:
     group = f" in groups of {found['group_size']}" if found["group_size"] else ""
     print(f"wrote {found['folder']}")
-    print(f"{found['layers']} layers in {found['recipe']}{group}, {found['bytes'] / 1e6:.2f} MB of weights")
+    layers = counted(found["layers"], "layers")
+    print(f"{layers} in {found['recipe']}{group}, {found['bytes'] / 1e6:.2f} MB of weights")
 
 
 def _tables(found: Mapping[str, Any]) -> None:

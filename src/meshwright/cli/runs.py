@@ -66,8 +66,7 @@ def _keys_of_adapters(folder: str, call: Call) -> Overrides:
 
 ADAPTER = Flag(
     "adapter",
-    "go on from adapters: a folder of PEFT, a run with [lora] or one of its checkpoints; without --from on "
-    "the base model that they name",
+    "adapters to go on from: of PEFT, a run, a checkpoint; alone on their base",
     "FOLDER",
     str,
     fills=_keys_of_adapters,

@@ -22,6 +22,7 @@ from meshwright.rank.env import Worker, nproc_of, worker
 from meshwright.rank.launchers import RANK_VARIABLES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import from_tree
+from meshwright.units import counted
 
 
 @verb(
@@ -95,7 +96,10 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
             check_start(spec, folder, resume)
             if not _is_equal(call, spec, ending):
                 return 1
-        result = api.train(spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address)
+        result = api.train(
+            spec, out=folder, resume=resume, quiet=quiet, supervise=True, address=address,
+            doctor=call.flags["doctor"],
+        )  # fmt: skip
         if place is None or place.rank == 0:
             _show_finished(call, result, ending, spec)
         if place is not None and place.rank == 0:
@@ -133,8 +137,9 @@ def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
     elif not call.flags["quiet"]:
         narrowed = f"; {found['narrowed']}" if found["narrowed"] else ""
         own = f", and then in {found['own']['precision']}" if "own" in found else ""
+        steps = counted(found["steps"], "steps")
         show.line(
-            f"verified: {found['layout']} equals one device in float64 over {found['steps']} steps{own} "
+            f"verified: {found['layout']} equals one device in float64 over {steps}{own} "
             f"({found['compared']} tensors and numbers, the largest relative difference "
             f"{found['worst_relative']:.1e}){narrowed}"
         )
@@ -174,6 +179,7 @@ def _train_with_others(call: Call, ending: Ending) -> None:
         nodes=(least, most),
         address=call.flags["address"],
         rendezvous=call.flags["rendezvous"],
+        doctor=call.flags["doctor"],
     )
     _show_finished(call, result, ending, spec)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from meshwright.comm.control import MissingRanksError
+from meshwright.comm.control import Control, MissingRanksError
 from meshwright.doctor import limits, ports
 from meshwright.doctor.clocks import clocks
 from meshwright.doctor.collectives import group_rates
@@ -32,6 +33,7 @@ from meshwright.doctor.versions import software, versions
 from meshwright.doctor.world import ExaminedWorld, world_of
 from meshwright.hardware.cluster import Cluster
 from meshwright.rank.env import Worker, limit_threads, worker
+from meshwright.rank.failure import errors_unrecorded
 from meshwright.rank.gpu import device_index
 from meshwright.rank.process_group import process_group
 from meshwright.rank.rendezvous import master
@@ -59,6 +61,8 @@ class Examination:
     cluster: Cluster | None = None
     found: list[Finding] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
+    place: Worker | None = field(default_factory=worker)
 
     def run(self) -> dict[str, Any]:
         """Ask all checks. Every rank calls this.
@@ -66,38 +70,51 @@ class Examination:
         Returns on rank 0 `healthy`, `fails`, `ranks`, `hosts`, `findings`, `measured` and `seconds`, and on
         the others {}; a rank that cannot meet the others returns what it has found by itself.
         """
-        begun, place = time.perf_counter(), worker()
-        layout, cuda = self._layout(place), torch.cuda.is_available()
-        local_ranks = place.local_world_size if place is not None else 1
-        limit_threads(local_ranks)
-        self.found += limits.open_files(layout, cuda) + limits.locked_memory()
-        self.found += limits.shared_memory(local_ranks, cuda)
-        self.found += ports.loopback(place)
-        if taken := ports.master_port(place):
-            return self._alone([*taken, *self.found], place, begun)
+        if not self.may_meet():
+            return self.alone()
         try:
-            with met(place, self.folder) as (ranks, store):
-                world = world_of(ranks)
-                self._compare(world, cuda)
-                self._disk(world)
-                self._network(world, place, store, layout, cuda)
-                rows = ranks.gather([each.to_json() for each in self.found])
+            with met(self.place, self.folder) as (ranks, store):
+                return self.together(ranks, store)
         except UserError as error:
-            return self._alone([*self.found, Finding.of_error("ports", error)], place, begun)
+            self.found.append(Finding.of_error("ports", error))
         except MissingRanksError as error:
-            missing = Finding(
-                "ports", True, f"a rank has ended or hangs: {error}", "look at that rank's output"
+            self.found.append(
+                Finding("ports", True, f"a rank has ended or hangs: {error}", "look at that rank's output")
             )
-            return self._alone([*self.found, missing], place, begun)
+        return self.alone()
+
+    def may_meet(self) -> bool:
+        """Ask what a rank can see alone; False where it cannot meet others."""
+        cuda = torch.cuda.is_available()
+        local_ranks = self.place.local_world_size if self.place is not None else 1
+        limit_threads(local_ranks)
+        self.found += limits.open_files(self._layout(), cuda) + limits.locked_memory()
+        self.found += limits.shared_memory(local_ranks, cuda)
+        self.found += ports.loopback(self.place)
+        # In a group that is there already, rank 0 listens at that port itself.
+        taken = [] if dist.is_initialized() else ports.master_port(self.place)
+        self.found[:0] = taken
+        return not taken
+
+    def together(self, ranks: Control, store: Any) -> dict[str, Any]:
+        """Ask what ranks find out together, which have met at `store`; return as `run` does.
+
+        Raises `MissingRanksError` where a rank has ended, or hangs.
+        """
+        world, cuda = world_of(ranks), torch.cuda.is_available()
+        self._compare(world, cuda)
+        self._disk(world)
+        self._network(world, store, cuda)
+        rows = ranks.gather([each.to_json() for each in self.found])
         if not rows:
             return {}
         found = merged([[_finding(each) for each in row] for row in rows])
-        return self._told(found, world.names, len(world.leaders), begun)
+        return self._told(found, world.names, len(world.leaders))
 
-    def _layout(self, place: Worker | None) -> Layout:
+    def _layout(self) -> Layout:
         """The run's layout, or where there is none of so many ranks, one of data ranks alone."""
         joined = dist.get_world_size() if dist.is_initialized() else 1
-        ranks = place.world_size if place is not None else joined
+        ranks = self.place.world_size if self.place is not None else joined
         if self.spec is not None and self.spec.layout.world_size == ranks:
             return self.spec.layout
         return Layout(dp=ranks)
@@ -125,10 +142,9 @@ class Examination:
                 self.measured["disk"] |= facts
                 self.found += found
 
-    def _network(
-        self, world: ExaminedWorld, place: Worker | None, store: Any, layout: Layout, cuda: bool
-    ) -> None:
+    def _network(self, world: ExaminedWorld, store: Any, cuda: bool) -> None:
         """Which host reaches which, each group's first collective, and each link, with their rates."""
+        place, layout = self.place, self._layout()
         given = place is not None and not place.launched and not dist.is_initialized()
         blocked = reachability(world, master(os.environ)[0]) if given else []
         self.found += blocked
@@ -141,7 +157,9 @@ class Examination:
             if dist.is_initialized():
                 self._rates(world, layout, experts, torch.device(kind))
                 return
-            with process_group(place, kind, met_at=store, timeout=LIMIT):
+            # Keys of its own: the run's group, of ranks that are examined as it starts, has the same store.
+            met_at = None if store is None else PrefixStore("meshwright/doctor/group", store)
+            with errors_unrecorded(), process_group(place, kind, met_at=met_at, timeout=LIMIT):
                 index = device_index(place.local_rank) if cuda and place is not None else 0
                 self._rates(world, layout, experts, torch.device(kind, index) if cuda else torch.device(kind))
         except MessageError as error:
@@ -161,14 +179,14 @@ class Examination:
         self.measured["links"] = links
         self.found += found
 
-    def _alone(self, found: list[Finding], place: Worker | None, begun: float) -> dict[str, Any]:
+    def alone(self) -> dict[str, Any]:
         """The result of a rank that has not met the others."""
-        rank, ranks = (place.rank, place.world_size) if place is not None else (0, 1)
+        rank, ranks = (self.place.rank, self.place.world_size) if self.place is not None else (0, 1)
         names = [os.uname().nodename] * ranks
         rows: list[list[Finding]] = [[] for _ in range(rank)]
-        return self._told(merged([*rows, found]), names, 1, begun) | {"rank": rank}
+        return self._told(merged([*rows, self.found]), names, 1) | {"rank": rank}
 
-    def _told(self, found: list[Finding], names: Any, hosts: int, begun: float) -> dict[str, Any]:
+    def _told(self, found: list[Finding], names: Any, hosts: int) -> dict[str, Any]:
         return {
             "healthy": not found,
             "fails": any(each.fails for each in found),
@@ -176,7 +194,7 @@ class Examination:
             "hosts": hosts,
             "findings": [each.to_json() | {"where": of_ranks(each.ranks, names)} for each in found],
             "measured": self.measured,
-            "seconds": time.perf_counter() - begun,
+            "seconds": time.perf_counter() - self.begun,
         }
 
 

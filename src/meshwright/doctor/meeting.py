@@ -24,21 +24,24 @@ MEET_S = timedelta(seconds=60)
 
 
 @contextmanager
-def met(place: Worker | None, folder: Path | None) -> Iterator[tuple[Control, Any]]:
+def met(
+    place: Worker | None, folder: Path | None, patience: timedelta = MEET_S
+) -> Iterator[tuple[Control, Any]]:
     """Messages between all ranks, and the store that they meet at, None for a process alone.
 
-    `folder` is one that all ranks have. Raises `UserError` where they cannot meet.
+    `folder` is one that all ranks have. Raises `UserError` where they cannot meet, and `MissingRanksError`
+    where one does not come within `patience`.
     """
     if dist.is_initialized():
         size = dist.get_world_size()
-        yield Connections().control("doctor", size, new_scope(), MEET_S), None
+        yield Connections().control("doctor", size, new_scope(), patience), None
         return
     if place is None or (place.launched and place.world_size == 1):
         yield Control(), None
         return
-    with world_store(place, MEET_S, folder) as store:
+    with world_store(place, patience, folder) as store:
 
         def connect() -> PrefixStore:
             return PrefixStore("meshwright/doctor", store)
 
-        yield Control("doctor", place.rank, place.world_size, connect, MEET_S), store
+        yield Control("doctor", place.rank, place.world_size, connect, patience), store

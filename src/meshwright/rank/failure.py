@@ -146,6 +146,17 @@ def errors_recorded() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def errors_unrecorded() -> Iterator[None]:
+    """Block whose errors are caught around it, and are not the end of this process."""
+    name = os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    try:
+        yield
+    finally:
+        if name is not None:
+            os.environ["TORCHELASTIC_ERROR_FILE"] = name
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """One rank's end: its exit code (minus the number of a signal), and when it was noticed (`time.time`).

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 import meshwright
 from meshwright.comm.call_check import same_calls
@@ -42,12 +43,12 @@ from meshwright.spec.rules import ranks_match
 
 
 @contextmanager
-def device_of(folder: Path | None = None) -> Iterator[torch.device]:
+def device_of(folder: Path | None = None, met_at: Store | None = None) -> Iterator[torch.device]:
     """This process's device, in the world of its ranks (`worker`), or alone; its group lasts as long.
 
     A default group that there is already is used, and stays, as do the number of threads that its owner has
     chosen and afterwards the precision of products. `folder` is one that all ranks have
-    (`rank/rendezvous.py`).
+    (`rank/rendezvous.py`), and `met_at` the store of ranks that have met already.
     """
     if (joined := joined_device()) is not None:
         learn_hosts()
@@ -64,14 +65,16 @@ def device_of(folder: Path | None = None) -> Iterator[torch.device]:
     limit_threads(place.local_world_size if place else 1)
     if kind == "cpu":
         keep_freed_memory()
-    with process_group(place, kind, folder):
+    with process_group(place, kind, folder, met_at):
         use_fast_fp32_matmul(torch.device(kind))
         local_rank = place.local_rank if place else 0
         yield torch.device(kind, device_index(local_rank)) if kind == "cuda" else torch.device("cpu")
 
 
 @contextmanager
-def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch.device, Groups]]:
+def groups_of(
+    spec: RunSpec, folder: Path | None = None, met_at: Store | None = None
+) -> Iterator[tuple[torch.device, Groups]]:
     """This rank's device and its groups in the world of its ranks (`worker`), or of this process alone.
 
     Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
@@ -79,7 +82,7 @@ def groups_of(spec: RunSpec, folder: Path | None = None) -> Iterator[tuple[torch
     """
     place, embedded = worker(), dist.is_initialized()
     ranks_match(spec, place.world_size if place else 1)
-    with device_of(folder) as device:
+    with device_of(folder, met_at) as device:
         if device.type == "cuda" and spec.train.numa_binding == "node" and not embedded:
             bind_to_node(device)
         with _groups_on(spec, device, own_heartbeat()) as groups:
@@ -107,12 +110,14 @@ def _groups_on(spec: RunSpec, device: torch.device, heartbeat: Heartbeat) -> Ite
 
 
 @contextmanager
-def mesh_of(spec: RunSpec, limit: timedelta | None = None, folder: Path | None = None) -> Iterator[Mesh]:
-    """The mesh of the layout over the world of `groups_of`; `folder` is one that all ranks have.
+def mesh_of(
+    spec: RunSpec, limit: timedelta | None = None, folder: Path | None = None, met_at: Store | None = None
+) -> Iterator[Mesh]:
+    """The mesh of the layout over the world of `groups_of`; `folder` and `met_at` are as in `device_of`.
 
     With a `limit`, ranks wait no longer than it for each other, and their calls are compared (`same_calls`).
     """
-    with groups_of(spec, folder) as (device, groups), mesh_on(spec, device, groups, limit) as mesh:
+    with groups_of(spec, folder, met_at) as (device, groups), mesh_on(spec, device, groups, limit) as mesh:
         yield mesh
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 import warnings
@@ -16,7 +17,9 @@ from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
+from meshwright.rank.launchers import launcher_of
 from meshwright.report import format as fmt
+from meshwright.units import counted
 
 # Steps that the remaining time is estimated from: few enough to follow a change of speed.
 _WINDOW = 50
@@ -54,6 +57,11 @@ def _of_datasheet(result: dict[str, Any]) -> str:
     return f" ({fmt.percent(whole)} of the datasheet, {fmt.percent(causal)} causal)"
 
 
+def _steps(result: dict[str, Any]) -> str:
+    """Return the steps of a result with their noun."""
+    return counted(result["steps"], "steps") if fmt.is_number(result.get("steps")) else "- steps"
+
+
 def summary(result: dict[str, Any]) -> str:
     """Return a line that sums up the result of a run."""
     bits, xz = result.get("val_bits_per_byte"), result.get("xz_bits_per_byte")
@@ -63,7 +71,7 @@ def summary(result: dict[str, Any]) -> str:
     )
     against = f" (xz -9e {fmt.fixed(xz)})" if fmt.is_number(xz) else ""
     parts = {
-        "steps": f"{fmt.count(result.get('steps'))} steps in {fmt.duration(result.get('seconds'))}{skipped}",
+        "steps": f"{_steps(result)} in {fmt.duration(result.get('seconds'))}{skipped}",
         "final_loss": f"loss {fmt.fixed(result.get('final_loss'))}",
         "val_bits_per_byte": f"validation {fmt.fixed(bits)} bits per byte{against}",
         "tokens_per_second": f"{fmt.count(result.get('tokens_per_second'))} tok/s",
@@ -73,13 +81,20 @@ def summary(result: dict[str, Any]) -> str:
     return "  ".join(["done", *(text for key, text in parts.items() if result.get(key) is not None)])
 
 
+def _redraws(console: Console) -> bool:
+    """True for a terminal that a person looks at: mpirun gives one to each rank, and reads it itself."""
+    task = "RANK" not in os.environ and launcher_of(os.environ) is not None
+    return console.is_terminal and not console.is_dumb_terminal and not task
+
+
 class Progress:
     """An observer that prints a run's progress.
 
     On a terminal: a bar with figures, redrawn in place at most 5 times a second, without a thread of its own.
-    Elsewhere: a line for the first and the last step, and at most one in 2 seconds for others. Evaluations
-    and events are always lines. Once the output fails (a full disk, a reader that has gone), nothing more is
-    shown, and a warning says so: the run goes on.
+    Elsewhere, such as on one that redraws nothing (TERM=dumb) or that mpirun gives its ranks: a line for the
+    first and the last step, and at most one in 2 seconds for others. Evaluations and events are always lines.
+    Once the output fails (a full disk, a reader that has gone), nothing more is shown, and a warning says so:
+    the run goes on.
 
     Args:
         console: where to print; standard output by default.
@@ -88,7 +103,8 @@ class Progress:
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(quiet=sys.stdout is None)
-        self.interval = 0.2 if self.console.is_terminal else 2.0
+        self._redraws = _redraws(self.console)
+        self.interval = 0.2 if self._redraws else 2.0
         self._clock = clock
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -116,7 +132,7 @@ class Progress:
         if trained is not None and of_all is not None and trained < of_all:
             share = f"{100 * trained / of_all:.3g}%"
             self._line(f"trained: {trained:,} of {of_all:,} parameters ({share}); the others are frozen")
-        if self.console.is_terminal:
+        if self._redraws:
             self._bar = self._make_bar(step)
             self._task = self._bar.add_task(
                 "", total=self._total, completed=step, steps=self._of(step), figures=""

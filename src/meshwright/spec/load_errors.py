@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pydantic import ValidationError
 
 from meshwright.spec.errors import did_you_mean
+from meshwright.spec.foreign_run_files import COUNTERPARTS
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import known_keys
@@ -67,7 +68,10 @@ def _without_branch(location: list[str]) -> tuple[str, str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown key: its last word in another table, or a close word in its own or any."""
+    """Return a hint for an unknown key: its last word in another table, or a close word in its own or any.
+
+    Words of other programs come before those that are only spelt alike.
+    """
     keys = list(known)
     if name in _RENAMED:
         return f"; it is '{_RENAMED[name]}' now"
@@ -79,6 +83,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if same := [key for key in keys if key.rpartition(".")[2] == last]:
         return did_you_mean(name, same) or f"; did you mean '{same[0]}'?"
     own = [key for key in keys if key.rpartition(".")[0] == table]
+    if theirs := _of_other_programs(last, own):
+        return f"; did you mean '{theirs}'?"
     for candidates in (own, keys):
         words = {key.rpartition(".")[2]: key for key in reversed(candidates)}
         if close := difflib.get_close_matches(last, words, n=1):
@@ -86,3 +92,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if own:
         return f"; the keys of [{table}] are {', '.join(key.rpartition('.')[2] for key in own)}"
     return f"; the tables are {', '.join(RunSpec.model_fields)}"
+
+
+def _of_other_programs(word: str, own: Iterable[str]) -> str | None:
+    """Return the key that says what a word does in other programs, first one of the table `own`."""
+    found = [key for key, names in COUNTERPARTS.items() if any(word == n.rpartition(".")[2] for n in names)]
+    return next((key for key in found if key in own), found[0] if found else None)

@@ -24,6 +24,7 @@ from meshwright.spec.records import show
 from meshwright.spec.sections import ROW_KEYS, Sections
 from meshwright.spec.stages import even
 from meshwright.spec.verification import VerifyOptions
+from meshwright.units import counted
 
 
 def only_experts_are_shared(spec: Sections) -> None:
@@ -227,8 +228,8 @@ def warm_up_ends_before_the_decay(spec: Sections) -> None:
     if warmup + decay > total:
         fits = int(1000 * (total - warmup) / total) / 1000
         raise UserError(
-            f"train.decay_fraction: {train.decay_fraction:g} of {total} steps is a decay of {decay}, which "
-            f"overlaps the warm-up of {warmup}; try {fits:g}, or less in train.warmup_steps"
+            f"train.decay_fraction: {train.decay_fraction:g} of {counted(total, 'steps')} is a decay of "
+            f"{decay}, which overlaps the warm-up of {warmup}; try {fits:g}, or less in train.warmup_steps"
         )
 
 
@@ -351,12 +352,12 @@ def ranks_match(spec: Sections, ranks: int, flag: str = "--nproc") -> None:
         return
     if spec.own_step_group is not None:
         raise UserError(
-            f"layout: {layout.describe()} is {spec.world_size} ranks in a replica, but {ranks} were asked "
-            f"for; give {flag} {spec.world_size}"
+            f"layout: {layout.describe()} is {counted(spec.world_size, 'ranks')} in a replica, but {ranks} "
+            f"were asked for; give {flag} {spec.world_size}"
         )
     axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))
     raise UserError(
-        f"layout: {axes} is {layout.world_size} ranks, but {ranks} were asked for; "
+        f"layout: {axes} is {counted(layout.world_size, 'ranks')}, but {ranks} were asked for; "
         f"{near_worlds(spec, ranks, flag)}"
     )
 

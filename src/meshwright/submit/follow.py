@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.spec import UserError
-from meshwright.submit.progress import progress
+from meshwright.submit.progress import progress, told_state
 from meshwright.submit.scheduler import ENDED, Scheduler, State
 from meshwright.submit.schedulers import SCHEDULERS
 from meshwright.submit.submission import Submission
@@ -56,7 +56,8 @@ def follow(submission: Submission, show: Show, every: float = EVERY_S) -> list[s
             file.more()
         for member, state in enumerate(states):
             if member >= len(before) or before[member] != state:
-                show(f"{f'[{member}] ' if several else ''}{submission.scheduler}: {state}")
+                told = told_state(state, progress(Path(submission.job.folders()[member]))["status"])
+                show(f"{f'[{member}] ' if several else ''}{submission.scheduler}: {told}")
                 _show_by_command(logs[member], state, show)
         if all(state in ENDED for state in states):
             return [ended(scheduler, submission, member, state) for member, state in enumerate(states)]

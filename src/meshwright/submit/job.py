@@ -53,9 +53,10 @@ class ClusterJob(FrozenModel):
     of nodes from that up to `nodes`. A node has `ranks` ranks, as many GPUs with `gpus`, and `cpus` cores a
     rank.
     `seconds` are what the job may take at a time, `grace` what it has to save after a signal, and `restarts`
-    how often it is started again. `mounts` are (source, target) of folders in a container, or of claims and
-    volumes by their names; `options` are further ones of the scheduler's, as name=value. The rest is each of
-    one scheduler: see `meshwright launch --help`.
+    how often it is started again; with `doctor` the ranks examine their hosts before the first start.
+    `mounts` are (source, target) of folders in a container, or of claims and volumes by their names;
+    `options` are further ones of the scheduler's, as name=value. The rest is each of one scheduler: see
+    `meshwright launch --help`.
     """
 
     name: Name
@@ -70,6 +71,7 @@ class ClusterJob(FrozenModel):
     seconds: Count | None = None
     grace: Count = 300
     restarts: int = Field(20, ge=0)
+    doctor: bool = True
     image: Line | None = None
     environment: tuple[tuple[Variable, Line], ...] = ()
     mounts: tuple[tuple[Line, Line], ...] = ()
@@ -99,9 +101,14 @@ class ClusterJob(FrozenModel):
         """The dotted flags of each run."""
         return [(*self.flags, *member) for member in self.members] or [self.flags]
 
+    @property
+    def train_flags(self) -> list[str]:
+        """Flags of `meshwright train` in any job: it goes on from what was saved, and examines its hosts."""
+        return ["--resume", "auto", *(["--doctor"] if self.doctor else [])]
+
     def train_words(self, member: int = 0) -> list[str]:
         """`meshwright train` of a run, on a node that starts its ranks itself, without its other nodes."""
-        words = ["meshwright", "train", self.run, "--out", self.folders()[member], "--resume", "auto"]
+        words = ["meshwright", "train", self.run, "--out", self.folders()[member], *self.train_flags]
         return [*words, "--nproc", str(self.ranks), *self.all_flags()[member]]
 
     @property

@@ -19,7 +19,7 @@ from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
-from meshwright.submit.scheduler import State
+from meshwright.submit.scheduler import Scheduler, State
 from meshwright.submit.submission import Submission
 from meshwright.submit.yaml_text import documents
 
@@ -32,7 +32,7 @@ NODE = "node"
 Object = dict[str, Any]
 
 
-class Kubernetes:
+class Kubernetes(Scheduler):
     """Kubernetes, by kubectl."""
 
     here = False

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.runs.record import RUN, read_metrics, read_object
 from meshwright.runs.status import read_status
+from meshwright.submit.scheduler import State
 
 
 def progress(out: Path) -> dict[str, Any]:
@@ -26,6 +27,11 @@ def progress(out: Path) -> dict[str, Any]:
         "loss": rows[-1]["loss"] if rows else None,
         "starts": len(starts),
     }
+
+
+def told_state(state: State, status: str | None) -> State:
+    """The state of a run's job by the scheduler; one that was told to stop ends with an error's exit code."""
+    return "stopped" if state == "failed" and status == "stopped" else state
 
 
 def in_words(found: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.spec import UserError
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
-from meshwright.submit.scheduler import State
+from meshwright.submit.scheduler import Scheduler, State
 from meshwright.submit.submission import Submission
 
 _STATES: dict[str, State] = {
@@ -18,7 +18,7 @@ _STATES: dict[str, State] = {
 }  # fmt: skip
 
 
-class Ray:
+class Ray(Scheduler):
     """Ray, by `ray job`; `--address` is that of its dashboard, else RAY_API_SERVER_ADDRESS says it."""
 
     here = True
@@ -49,6 +49,7 @@ class Ray:
             *(["--gpus"] if job.gpus else []),
             "--failures",
             str(job.restarts),
+            *([] if job.doctor else ["--no-doctor"]),
         ]
         runs = zip(job.folders(), job.all_flags(), strict=True)
         return [

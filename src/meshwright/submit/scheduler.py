@@ -48,6 +48,10 @@ class Scheduler(Protocol):
     def states(self, submission: Submission) -> list[State]:
         """The state of each run."""
 
+    def waits_for(self, submission: Submission) -> list[str | None]:
+        """Why each run that is pending has not begun, as the scheduler says; None where it does not."""
+        return [None] * len(submission.job.folders())
+
     def log(self, submission: Submission, member: int) -> Path | list[str]:
         """The log of a run: a file, or the command that prints it, which `--follow` lets go on."""
 

@@ -76,12 +76,13 @@ def size_of(
     hardware = None if cluster is None else hardware_of(cluster)
     world, told = spec.world_size, list[str]()
     least, most = _range(nodes)
+    in_all = counted(world, "ranks")
     ranged = least != most
     ranks = per_node or (None if hardware is None else hardware.whole_node or hardware.node)
     if most and not ranged and world % most:
         raise UserError(
-            f"--nodes: {most} nodes cannot share {world} ranks ({describe(spec)}) equally; give a divisor of "
-            f"{world}, or change the layout"
+            f"--nodes: {counted(most, 'nodes')} cannot share {in_all} ({describe(spec)}) equally; give a "
+            f"divisor of {world}, or change the layout"
         )
     if ranks is None:
         ranks = math.ceil(world / most) if most and not ranged else RANKS_OF_A_NODE
@@ -89,18 +90,19 @@ def size_of(
     if ranged:
         if not any(resized(spec, count * ranks) for count in range(least, most + 1)):
             raise UserError(
-                f"--nodes: {nodes} nodes of {ranks} ranks cannot run {describe(spec)}; give --gpus-per-node, "
-                f"or another range"
+                f"--nodes: {nodes} nodes of {counted(ranks, 'ranks')} cannot run {describe(spec)}; give "
+                f"--gpus-per-node, or another range"
             )
     elif world % ranks:
         raise UserError(
-            f"--gpus-per-node: {world} ranks ({describe(spec)}) do not fill nodes of {ranks}; give a "
+            f"--gpus-per-node: {in_all} ({describe(spec)}) do not fill nodes of {ranks}; give a "
             f"divisor of {world}, or change the layout"
         )
     elif most and most * ranks != world:
         raise UserError(
-            f"--nodes: {most} nodes of {ranks} ranks are {most * ranks}, and the layout ({describe(spec)}) "
-            f"has {world}; give --nodes {world // ranks}, or change --gpus-per-node or the layout"
+            f"--nodes: {counted(most, 'nodes')} of {counted(ranks, 'ranks')} are {most * ranks}, and the "
+            f"layout ({describe(spec)}) has {world}; give --nodes {world // ranks}, or change "
+            f"--gpus-per-node or the layout"
         )
     most = most or world // ranks
     gpus = not cpu and (hardware is None or hardware.device.kind != "cpu")
@@ -110,7 +112,8 @@ def size_of(
         steps = spec.train.total_steps
         seconds = min(MOST_S, _quarters(START_S + step * steps))
         told.append(
-            f"time: {steps:,} steps of at most {in_seconds(step)} on {hardware.device.name}, by the planner"
+            f"time: {counted(steps, 'steps')} of at most {in_seconds(step)} on {hardware.device.name}, "
+            f"by the planner"
         )
     return Size(most, least if ranged else None, ranks, gpus, seconds, tuple(told))
 

@@ -13,7 +13,7 @@ from meshwright.spec import UserError
 from meshwright.spec.errors import REQUEUE
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import output_of
-from meshwright.submit.scheduler import State
+from meshwright.submit.scheduler import Scheduler, State
 from meshwright.submit.submission import Submission
 from meshwright.submit.yaml_text import documents
 
@@ -28,7 +28,7 @@ RUN_FILE = "/tmp/meshwright/run.toml"
 """Where nodes find the run file, which the task carries."""
 
 
-class SkyPilot:
+class SkyPilot(Scheduler):
     """SkyPilot, by `sky jobs`."""
 
     here = False

@@ -14,7 +14,7 @@ from meshwright.rank.host_rendezvous import STORE_PORT
 from meshwright.spec import UserError
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import answer_of, output_of
-from meshwright.submit.scheduler import State, filled
+from meshwright.submit.scheduler import Scheduler, State, filled
 from meshwright.submit.submission import Submission
 
 DAY_S = 24 * 3600
@@ -40,7 +40,7 @@ _STATES: dict[str, State] = {
 """How Slurm calls the states of jobs; all others are failures."""
 
 
-class Slurm:
+class Slurm(Scheduler):
     """Slurm, by sbatch, squeue and scancel."""
 
     here = True
@@ -99,12 +99,12 @@ class Slurm:
 
     def states(self, submission: Submission) -> list[State]:
         """The states of the job, or of the tasks of the array."""
-        number, job = submission.ids[0], submission.job
-        words = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={number}", "--format=%i|%T"]
-        told = answer_of(words, unknown="invalid job id") or ""
-        rows = dict(line.strip().split("|", 1) for line in told.splitlines() if "|" in line)
-        names = [f"{number}_{member}" for member in range(len(job.members))] or [number]
-        return [_STATES.get(rows[name], "failed") if name in rows else "unknown" for name in names]
+        told = _told(submission, "%T")
+        return ["unknown" if word is None else _STATES.get(word, "failed") for word in told]
+
+    def waits_for(self, submission: Submission) -> list[str | None]:
+        """The reasons, such as Resources, Priority or QOSMaxJobsPerUserLimit."""
+        return [None if word in (None, "None") else word for word in _told(submission, "%r")]
 
     def log(self, submission: Submission, member: int) -> Path:
         """The file that the job writes, over all its starts."""
@@ -119,6 +119,15 @@ class Slurm:
             output_of(["scancel", "--state=PENDING", number])
         if "running" in states:
             output_of(["scancel", "--signal=INT", "--state=RUNNING", number])
+
+
+def _told(submission: Submission, field: str) -> list[str | None]:
+    """A field of squeue of the job, or of each task of the array; None where Slurm has forgotten it."""
+    number, members = submission.ids[0], submission.job.members
+    words = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={number}", f"--format=%i|{field}"]
+    told = answer_of(words, unknown="invalid job id") or ""
+    rows = dict(line.strip().split("|", 1) for line in told.splitlines() if "|" in line)
+    return [rows.get(f"{number}_{member}") for member in range(len(members))] or [rows.get(number)]
 
 
 def _time(seconds: int) -> str:

@@ -9,14 +9,15 @@ from pathlib import Path
 from meshwright.spec import UserError
 from meshwright.submit.job import ClusterJob
 from meshwright.submit.program import output_of
-from meshwright.submit.scheduler import State, filled
+from meshwright.submit.scheduler import Scheduler, State, filled
 from meshwright.submit.submission import Submission
+from meshwright.units import counted
 
 SSH = ("ssh", "-o", "BatchMode=yes")
 """How hosts are reached: with a key, as nobody can be asked for a password."""
 
 
-class Ssh:
+class Ssh(Scheduler):
     """Hosts by ssh."""
 
     here = True
@@ -28,8 +29,8 @@ class Ssh:
         """Raise `UserError` for what hosts without a scheduler do not have."""
         if len(job.hosts) != job.nodes:
             raise UserError(
-                f"--hosts: {len(job.hosts)} hosts are given, and the job has {job.nodes} nodes; give a host "
-                f"for each, as --hosts a,b"
+                f"--hosts: {counted(len(job.hosts), 'hosts')} for {counted(job.nodes, 'nodes')}; "
+                f"give a host for each, as --hosts a,b"
             )
         if len({*job.hosts}) < len(job.hosts):
             raise UserError(f"--hosts: {','.join(job.hosts)} has a host twice; give each once")

@@ -9,11 +9,10 @@ from pydantic import ValidationError
 
 from meshwright import atomic
 from meshwright.runs.record import now, read_object
+from meshwright.runs.status import JOB
 from meshwright.spec import UserError
 from meshwright.spec.base import FrozenModel
 from meshwright.submit.job import ClusterJob
-
-FILE = "job.json"
 
 
 class Submission(FrozenModel):
@@ -29,10 +28,10 @@ def write_submission(folder: Path, scheduler: str, ids: list[str], job: ClusterJ
     """Write the record of a job that was submitted just now, and return it. Raises `UserError`."""
     made = Submission(scheduler=scheduler, ids=tuple(ids), submitted=now(), job=job)
     try:
-        atomic.write(folder / FILE, json.dumps(made.model_dump(mode="json"), indent=2) + "\n")
+        atomic.write(folder / JOB, json.dumps(made.model_dump(mode="json"), indent=2) + "\n")
     except OSError as error:
         raise UserError(
-            f"{folder / FILE}: cannot be written ({error.strerror}), but {scheduler} has the job "
+            f"{folder / JOB}: cannot be written ({error.strerror}), but {scheduler} has the job "
             f"{', '.join(ids)}; end it there"
         ) from error
     return made
@@ -40,14 +39,14 @@ def write_submission(folder: Path, scheduler: str, ids: list[str], job: ClusterJ
 
 def read_submission(folder: Path) -> Submission | None:
     """The newest submission of the run in a folder; None where none was submitted. Raises `UserError`."""
-    if (found := read_object(folder / FILE)) is None:
+    if (found := read_object(folder / JOB)) is None:
         return None
     try:
         return Submission.model_validate(found)
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
-            f"{folder / FILE}: {place} is not as meshwright launch writes it ({error.errors()[0]['msg']}); "
+            f"{folder / JOB}: {place} is not as meshwright launch writes it ({error.errors()[0]['msg']}); "
             f"the file is damaged, move it away"
         ) from None
 
@@ -56,7 +55,7 @@ def submission_of(folder: Path) -> Submission:
     """The submission of the run in a folder. Raises `UserError` where there is none."""
     if (found := read_submission(folder)) is None:
         raise UserError(
-            f"{folder}: has no {FILE}, so no job of it was submitted from here; give the --out of a "
+            f"{folder}: has no {JOB}, so no job of it was submitted from here; give the --out of a "
             f"meshwright launch, or its folder under runs/ where that is not a folder of this machine"
         )
     return found

@@ -21,6 +21,8 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.kernels.attention_backend import backends_in_use
 from meshwright.rank.machine import machine
 from meshwright.rank.scheduler import deadly_signal, job
+from meshwright.runs.record import RUN
+from meshwright.runs.status import going_on
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import JOB_ENDS, REQUEUE, CorruptionError, Stopped
 from meshwright.spec.parameter_groups import trained_parameters
@@ -80,8 +82,9 @@ class TrainingRun:
         self.guard = Guard(trainer, loader, observers)
         reference = ReferenceRun(trainer, corpus, out)
         self.starting_points = StartingPoints(
-            spec, mesh, corpus, trainer, store, snapshots, self.guard, weights, reference
-        )
+            spec, mesh, corpus, trainer, store, snapshots, self.guard, weights, reference,
+            has_run=(out / RUN).exists(),
+        )  # fmt: skip
         self.metrics = Metrics(trainer)
         self.validation = Validation(spec, mesh, trainer, corpus, loader, observers)
         self._stand_at(StartingPoint(SampleRecord(mesh)))
@@ -333,8 +336,7 @@ class TrainingRun:
         """End the run, whose last step is saved."""
         name = why or signal.Signals(number).name
         raise Stopped(
-            f"stopped by {name} after step {self.done}, which is saved; go on with meshwright train "
-            f"{self.out} --resume auto",
+            f"stopped by {name} after step {self.done}, which is saved; go on with {going_on(self.out)}",
             128 + number if number == signal.SIGINT else REQUEUE,
             name,
         )

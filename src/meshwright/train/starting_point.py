@@ -53,10 +53,13 @@ class StartingPoints:
         guard: Guard,
         weights: Callable[[], Weights | None],
         reference: ReferenceRun,
+        has_run: bool,
     ) -> None:
         self.spec, self.mesh, self.corpus, self.trainer = spec, mesh, corpus, trainer
         self.store, self.snapshots, self.guard = store, snapshots, guard
         self._weights, self._reference = weights, reference
+        self._has_run = has_run
+        """True if an earlier start of the run was recorded."""
 
     def take(self, resume: str | None) -> StartingPoint:
         """The initial weights for None, else a checkpoint: the step `resume`, or for "auto" what is newest.
@@ -82,9 +85,10 @@ class StartingPoints:
         if (found := self._from_memory(resume, latest)) is not None:
             return found
         if resume == "auto" and latest is None:
-            self.store.warnings.append(
-                f"{self.store.directory} holds no checkpoint: the run starts from its initial weights"
-            )
+            if self._has_run:
+                self.store.warnings.append(
+                    f"{self.store.directory} holds no checkpoint: the run starts from its initial weights"
+                )
             return self._initialise()
         return self._from_disk(step, latest)
 
