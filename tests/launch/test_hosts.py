@@ -203,6 +203,31 @@ def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
 
 
 @pytest.mark.full
+def test_a_launcher_that_slept_while_it_held_the_store_joins_in_the_next_one(
+    tmp_path: Path, launchers: list[Launcher]
+) -> None:
+    out, last = tmp_path / "run", ("--train.steps", "300", "--train.batch_tokens", "512")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        last += ("--rendezvous", f"127.0.0.1:{free.getsockname()[1]}")
+    launchers.append(Launcher(out, "127.0.0.1", None, *last))
+    wait(lambda: (out / "hosts" / "store-0.json").exists(), PATIENCE_S, launchers)
+    launchers.append(Launcher(out, "127.0.0.1", None, *last))
+    wait(lambda: len(steps(out)) >= 5, PATIENCE_S, launchers)
+    wait(lambda: read_run(out).info["world_size"] == 2, PATIENCE_S, launchers)
+    asleep, *ranks = tree(launchers[0].process.pid)
+    os.kill(asleep, signal.SIGSTOP)
+    for rank in ranks:  # which would hold the folder, as they are on the same host as all
+        os.kill(rank, signal.SIGKILL)
+    wait(lambda: "host_lost" in kinds(out), PATIENCE_S, launchers)
+    next_step(out, PATIENCE_S, launchers)
+    os.kill(asleep, signal.SIGCONT)
+    wait(lambda: "host_joined" in kinds(out), PATIENCE_S, launchers)
+    assert result_of(launchers[0]) == result_of(launchers[1])
+    assert steps(out) == list(range(1, 301))
+    assert (out / "hosts" / "store-1.json").exists() and not (out / "hosts" / "store-2.json").exists()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lost", "store"), [(0, False), (1, False), (0, True)], ids=["first", "second", "holder"]
 )
