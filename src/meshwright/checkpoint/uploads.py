@@ -6,8 +6,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,7 +262,7 @@ class Uploads:
         if there is not None:  # of the same step before the run went back
             self._remote.folder.remove(f"{path.name}/{MANIFEST}")
         names = sorted(set(os.listdir(path)) - {MANIFEST})
-        in_parallel([lambda name=name: self._send(path, name) for name in names])
+        in_parallel([partial(self._send, path, name) for name in names])
         self._send(path, MANIFEST)
         return sum((path / name).stat().st_size for name in (*names, MANIFEST))
 
@@ -276,7 +277,7 @@ class Uploads:
             raise ClosingError
 
 
-def in_parallel(calls: list[Callable[[], None]]) -> None:
+def in_parallel(calls: Sequence[Callable[[], None]]) -> None:
     """Make calls in `PARALLEL` threads; after the first that raises, those not begun are dropped."""
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="checkpoint files") as pool:
         futures = [pool.submit(call) for call in calls]
