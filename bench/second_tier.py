@@ -1,12 +1,13 @@
 """Cost of sending checkpoints to a store, for the training beside it, with a server of S3 on this host.
 
-    python bench/second_tier.py [--steps 60] [--every 6] [--size 256]
+    python bench/second_tier.py [--steps 60] [--every 6] [--size 256] [--url file:///mnt/folder]
 
 First a checkpoint of `--size` MB is sent alone: seconds, and seconds of processors that this process used,
 for 1 GB; those of the server, a process of its own that yields to all others, are not in it. Then a run of
 one rank and thread sends every second checkpoint, and the steps beside which something was sent are compared
 with the others, of the same minutes: medians of seconds, and their ratio. On hosts whose cores the server
-takes, too, the ratio has its share. One JSON object. Needs moto and s3fs (the extra dev).
+takes, too, the ratio has its share; with `--url` no server is started. One JSON object. Needs moto and s3fs
+(the extra dev).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,9 +67,9 @@ def served() -> Iterator[None]:
         server.wait()
 
 
-def sent_alone(folder: Path, megabytes: int) -> dict[str, float]:
+def sent_alone(folder: Path, url: str, megabytes: int) -> dict[str, float]:
     """Seconds and seconds of processors for 1 GB of a checkpoint that is sent beside nothing."""
-    store = CheckpointStore(folder, 1, remote="s3://bucket/alone")
+    store = CheckpointStore(folder, 1, remote=f"{url}/alone")
     store.save(1, {"model/a": torch.rand(megabytes * 250_000)}, {"step": 1})
     begun, used = time.perf_counter(), time.process_time()
     store.second_tier.wait(600)
@@ -82,13 +83,13 @@ def sent_alone(folder: Path, megabytes: int) -> dict[str, float]:
     }
 
 
-def trained(folder: Path, steps: int, every: int) -> dict[str, Any]:
+def trained(folder: Path, url: str, steps: int, every: int) -> dict[str, Any]:
     """Seconds of steps beside an upload and of the others, of a run that sends every second checkpoint."""
     given = {
         "model.layers": 6, "model.hidden": 256, "model.ffn": 688, "model.heads": 4, "model.kv_heads": 4,
         "model.vocab_size": 8192, "data.corpus": "synthetic", "data.seq_len": 256,
         "train.batch_tokens": 1024, "train.steps": steps, "train.eval_tokens": 1024, "train.log_every": 1,
-        "checkpoint.every": every, "checkpoint.remote": "s3://bucket/run", "checkpoint.remote_every": 2,
+        "checkpoint.every": every, "checkpoint.remote": f"{url}/run", "checkpoint.remote_every": 2,
     }  # fmt: skip
     spec = load(None, [(key, str(value)) for key, value in given.items()])
     steps_done: list[tuple[float, float]] = []  # (when, seconds)
@@ -121,12 +122,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("--steps", 60), ("--every", 6), ("--size", 256)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--url", default="s3://bucket")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with served(), TemporaryDirectory() as temporary:
-        alone = sent_alone(Path(temporary, "alone"), given.size)
-        beside = trained(Path(temporary, "run"), given.steps, given.every)
+    server = served() if given.url == "s3://bucket" else nullcontext()
+    with server, TemporaryDirectory() as temporary:
+        alone = sent_alone(Path(temporary, "alone"), given.url, given.size)
+        beside = trained(Path(temporary, "run"), given.url, given.steps, given.every)
     print(json.dumps({"alone": alone, "beside": beside}))
 
 

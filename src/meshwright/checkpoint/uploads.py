@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -277,7 +277,7 @@ class Uploads:
             raise ClosingError
 
 
-def in_parallel(calls: list[Callable[[], None]]) -> None:
+def in_parallel(calls: Sequence[Callable[[], None]]) -> None:
     """Make calls in `PARALLEL` threads; after the first that raises, those not begun are dropped."""
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="checkpoint files") as pool:
         futures = [pool.submit(call) for call in calls]
