@@ -16,7 +16,9 @@ def train(run: dict[str, Any]) -> None:
     from meshwright import api
     from meshwright.spec import load
 
-    api.train(load(Path(run["file"]), run["flags"]), out=Path(run["out"]), resume="auto", doctor=run["doctor"])
+    api.train(
+        load(Path(run["file"]), run["flags"]), out=Path(run["out"]), resume="auto", doctor=run["doctor"]
+    )
 
 
 if __name__ == "__main__":

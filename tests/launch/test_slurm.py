@@ -213,6 +213,12 @@ def test_a_job_of_a_range_of_nodes_goes_on_without_one_and_takes_it_back(
     wait_for_steps(out, steps(out) + 10)
     assert read_run(out).info["world_size"] == 2
     assert [cluster.state(each)["JobState"] for each in (job, second)] == ["RUNNING"] * 2, log(out)
+    running = read_status(out)
+    assert running is not None
+    hold(
+        "`srun meshwright train --nodes`", "a node is lost",
+        "test_a_job_of_a_range_of_nodes_goes_on_without_one_and_takes_it_back", status=f"`{running[0]}`",
+    )  # fmt: skip
     cluster.run("scancel", job, second)
     for each in (job, second):
         cluster.wait(each, "CANCELLED")

@@ -203,7 +203,7 @@ def test_a_lone_process_is_a_world_of_one_on_loopback(tmp_path: Path) -> None:
 
 
 def test_the_interface_of_a_world_is_left_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process starts next may have other hosts, whose messages loopback does not carry."""
+    """The next world of a process may have other hosts, whose messages loopback does not carry."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with process_group(None):
         assert os.environ["GLOO_SOCKET_IFNAME"] == env.LOOPBACK
