@@ -103,6 +103,31 @@ def test_of_a_lost_host_and_the_connections_that_broke_with_it_the_host_is_told(
     )  # fmt: skip
 
 
+def test_at_its_third_failure_a_host_makes_room_for_a_spare(
+    alone: HostSupervisor, events: list[tuple[str, dict[str, Any]]]
+) -> None:
+    alone.job = replace(alone.job, sizes=[2])
+    crash = Outcome(137, "rank 1 of 2 was ended by SIGKILL")
+    spare = replace(alone.host, name="c")
+    placed = []
+    for number in range(3):
+        world = alone.members.world = HostWorld(number, ("a", "b"), 1, "127.0.0.1", 1)
+        running = replace(alone.host, state="running", generation=number, steps=9 * number + 7)
+        failed = replace(running, name="b", state="failed", outcome=crash)
+        alone.members.hosts = {"a": running, "b": failed, "c": spare}
+        with pytest.warns(UserWarning, match="SIGKILL; the ranks are started again$"):
+            alone._lead(world, number + 1, time.monotonic() + 100.0)
+        file = alone.members.folder / f"generation-{number + 1}.json"
+        found = json.loads(file.read_text())
+        placed.append((found["hosts"], found["probe"]))
+    assert placed == [(["a", "b"], True), (["a", "b"], True), (["a", "c"], True)]
+    assert [kind for kind, _ in events] == ["failure"] * 3 + ["host_lost", "host_joined"]
+    assert events[3][1]["message"] == (
+        "host b is left out of the next start, in which another one takes its place: it has failed 3 times"
+    )
+    assert [alone.members.failures(name) for name in "abc"] == [0, 3, 0]
+
+
 def test_a_host_that_waits_says_for_whom(alone: HostSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "SILENT_S", 0.3)
     alone.job = replace(alone.job, sizes=[2, 3])

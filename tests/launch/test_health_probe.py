@@ -229,20 +229,13 @@ def test_an_unhealthy_host_is_left_out_where_there_is_another(
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, "product/0")
     events: Events = []
+    (tmp_path / "hosts").mkdir()
     spare = Spare(tmp_path / "hosts")
-
-    def come() -> None:
-        while not (tmp_path / "starts").exists():
-            time.sleep(0.01)
-        spare.start()
-
-    coming = threading.Thread(target=come)
-    coming.start()
+    spare.start()
     try:
-        with pytest.warns(UserWarning, match="a has failed its health probe.*are started again without it$"):
+        with pytest.warns(UserWarning) as warned:
             outcome = supervise(tmp_path, events, monkeypatch)
     finally:
-        coming.join()
         spare.over.set()
         spare.join()
     assert outcome.code == UnhealthyHostError.code  # of the launcher on that host; the run has no end
@@ -251,6 +244,8 @@ def test_an_unhealthy_host_is_left_out_where_there_is_another(
     assert members.world is not None
     assert (members.world.hosts, members.world.end, members.world.probe) == (("z",), None, True)
     assert [kind for kind, _ in events] == ["failure", "unhealthy", "host_joined"]
+    assert str(warned[-1].message) == f"{outcome.sentence}; the ranks are started again without it"
+    assert outcome.sentence.startswith("host a has failed its health probe: 1 of 1,048,576 numbers")
 
 
 def test_failures_are_those_of_an_address_whichever_launcher_is_there(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def main() -> None:
     place = worker()
     assert place is not None  # the supervisor has started it as a rank
     note = notes / str(place.local_rank)
+    for_products = torch.backends.cuda.matmul  # else a kernel on GPUs may round the sums that it adds up
+    for_products.allow_bf16_reduced_precision_reduction = False
+    for_products.allow_fp16_reduced_precision_reduction = False
     note.write_text("the run's folder")
     if place.local_rank == 0:
         check_folder(folder)

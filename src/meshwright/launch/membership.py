@@ -206,25 +206,28 @@ def decide(
     others = hosts.keys() - set(world.hosts)
     joining = sorted(name for name in others if hosts[name].state == "ready")
     enough = max((size for size in sizes if size <= len(staying) + len(joining)), default=0)
-    following = Decision(_chosen([*staying, *joining], enough, failures)) if enough else None
+
+    def following() -> Decision | None:  # after the newest failure has been counted
+        return Decision(_chosen([*staying, *joining], enough, failures)) if enough else None
+
     if unhealthy := [host for host in reports if host.state == "unhealthy"]:
-        return following or Decision(end=unhealthy[0].outcome)
+        return following() or Decision(end=unhealthy[0].outcome)
     if failed := [host for host in reports if host.state == "failed"]:
         cause = min(failed, key=_likely_echo)
         if _likely_echo(cause) == ECHO:
             if len(members) < len(world.hosts):  # the loss of a host brought it about
-                return following
+                return following()
             if patient and any(host.state == "running" for host in members):
                 return None
         end = final(cause)
-        return Decision(end=end) if end is not None else following
+        return Decision(end=end) if end is not None else following()
     if len(members) < len(world.hosts) or not world.hosts:
-        return following
+        return following()
     if len(reports) == len(members) and all(host.state in ENDED for host in members):
         leaving = [host for host in members if host.state == "leaving"]
         if all(host.state == "done" for host in members):
             return Decision(end=Outcome())
-        return following or (Decision(end=leaving[0].outcome) if leaving else None)
+        return following() or (Decision(end=leaving[0].outcome) if leaving else None)
     running = all(host.state == "running" and host.steps > 0 for host in members)
     return Decision(stop=True) if running and enough > len(members) else None
 
