@@ -284,7 +284,7 @@ def test_no_save_waits_for_the_store_and_what_is_sent_is_not_removed(
 def test_the_end_waits_as_long_as_it_is_told_and_no_file_is_sent_after_it(
     tmp_path: Path, url: str, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(monkeypatch, file)
+    held, others = Held(monkeypatch, file), threading.enumerate()
     store = opened(tmp_path / "a", url)
     store.save(10, tensors(10), {"step": 10})
     assert held.waits.wait(30)
@@ -295,7 +295,7 @@ def test_the_end_waits_as_long_as_it_is_told_and_no_file_is_sent_after_it(
     assert "step-00000010 is not in" in store.warnings[-1] and "this run has sent none" in store.warnings[-1]
     held.go.set()
     for thread in threading.enumerate():
-        if thread.name == "uploads":
+        if thread.name == "uploads" and thread not in others:
             thread.join(30)
     sent = {name.rpartition("/")[2] for name in files(root(url))}
     assert file in sent and "LATEST" not in sent and (file == "manifest.json" or "manifest.json" not in sent)
@@ -453,6 +453,7 @@ def test_a_run_that_lost_its_lease_names_nothing_in_the_store(
         time.sleep(0.01)
     assert kinds(events) == [("upload_failed", 20)] and "lost the lease" in events[0][1]["reason"]
     assert latest_step(root(url)) == 10
+    store.close()
 
 
 def unreachable(patched: pytest.MonkeyPatch) -> None:
