@@ -80,8 +80,7 @@ def program(version: str) -> str:
             "the command or the file; 70 verify compared nothing: ranks disagree, or one failed or hung;",
             "75 stopped by SIGTERM, SIGHUP or SIGUSR1 and saved: start it again with --resume auto;",
             "76 storage failed; 77 training data changed or is damaged; 78 the numbers went wrong;",
-            "79 a crash loop: ranks that were started again fail again without getting further;",
-            "80 a host failed its health probe: start it again with --resume auto, on another one;",
+            "79 a crash loop: restarts get no further; 80 an unhealthy host: start again on another one;",
             "128 + n ended by signal n: 130 Ctrl-C (saved or not, as it says), 143 SIGTERM before it saved",
         ]
     )
