@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.comm.authentication import shared_secret
 from meshwright.comm.store_endpoint import endpoint_of
 from meshwright.comm.store_server import StoreServer
-from meshwright.launch.health_probe import HealthProbe, Verdict
+from meshwright.launch.health_probe import HealthProbe, HealthVerdict
 from meshwright.launch.membership import (
     ENDED,
     FAILS_OFTEN,
@@ -248,7 +248,7 @@ class HostSupervisor:
             if kept is not self._store:
                 kept.close()
 
-    def _not_started(self, verdict: Verdict | None) -> End:
+    def _not_started(self, verdict: HealthVerdict | None) -> End:
         """The end of a start that this host does not make, as its probe has failed or was given up."""
         given_up = Outcome(1, "the health probe was given up")
         end = End(given_up if verdict is None else verdict.outcome, 0, time.monotonic())

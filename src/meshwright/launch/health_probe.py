@@ -32,7 +32,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HealthVerdict:
     """The finding of a probe of so many seconds: none, or in a sentence why no rank may start on the host."""
 
     seconds: float
@@ -49,10 +49,10 @@ class HealthProbe:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._passed, self._passed_at = Verdict(0.0), float("-inf")
+        self._passed, self._passed_at = HealthVerdict(0.0), float("-inf")
 
     @property
-    def recent(self) -> Verdict | None:
+    def recent(self) -> HealthVerdict | None:
         """The verdict of a probe that the host has passed a moment ago."""
         return self._passed if time.monotonic() < self._passed_at + RECENT_S else None
 
@@ -64,7 +64,7 @@ class HealthProbe:
         folder: Path,
         asked: Sequence[int],
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> Verdict | None:
+    ) -> HealthVerdict | None:
         """Probe the host for a job, with files in the new `folder`; None where it was given up.
 
         It is when a signal has been `asked`, or `interrupted`, which is called many times a second, returns
@@ -92,13 +92,13 @@ class HealthProbe:
         if given_up or end.outcome.stopped:
             return None
         if end.outcome.code:
-            return Verdict(seconds, self._unhealthy(end, folder, seconds))
-        self._passed, self._passed_at = Verdict(seconds), time.monotonic()
+            return HealthVerdict(seconds, self._unhealthy(end, folder, seconds))
+        self._passed, self._passed_at = HealthVerdict(seconds), time.monotonic()
         return self._passed
 
-    def lost(self, error: Exception) -> Verdict:
+    def lost(self, error: Exception) -> HealthVerdict:
         """The verdict where the process that makes the checks was lost."""
-        return Verdict(0.0, f"host {self.name} has failed its health probe: {error}; {REMEDY}")
+        return HealthVerdict(0.0, f"host {self.name} has failed its health probe: {error}; {REMEDY}")
 
     def _unhealthy(self, end: End, folder: Path, seconds: float) -> str:
         """The sentence of a failed probe: host, what failed, what to do."""
