@@ -104,12 +104,13 @@ def test_of_a_lost_host_and_the_connections_that_broke_with_it_the_host_is_told(
 
 
 def test_at_its_third_failure_a_host_makes_room_for_a_spare(
-    alone: HostSupervisor, events: list[tuple[str, dict[str, Any]]]
+    alone: HostSupervisor, events: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone.job = replace(alone.job, sizes=[2])
+    made: list[HostWorld] = []
+    monkeypatch.setattr(alone.members, "propose", made.append)
     crash = Outcome(137, "rank 1 of 2 was ended by SIGKILL")
     spare = replace(alone.host, name="c")
-    placed = []
     for number in range(3):
         world = alone.members.world = HostWorld(number, ("a", "b"), 1, "127.0.0.1", 1)
         running = replace(alone.host, state="running", generation=number, steps=9 * number + 7)
@@ -117,10 +118,9 @@ def test_at_its_third_failure_a_host_makes_room_for_a_spare(
         alone.members.hosts = {"a": running, "b": failed, "c": spare}
         with pytest.warns(UserWarning, match="SIGKILL; the ranks are started again$"):
             alone._lead(world, number + 1, time.monotonic() + 100.0)
-        file = alone.members.folder / f"generation-{number + 1}.json"
-        found = json.loads(file.read_text())
-        placed.append((found["hosts"], found["probe"]))
-    assert placed == [(["a", "b"], True), (["a", "b"], True), (["a", "c"], True)]
+    assert [world.number for world in made] == [1, 2, 3]
+    assert [world.hosts for world in made] == [("a", "b"), ("a", "b"), ("a", "c")]
+    assert all(world.probe for world in made)
     assert [kind for kind, _ in events] == ["failure"] * 3 + ["host_lost", "host_joined"]
     assert events[3][1]["message"] == (
         "host b is left out of the next start, in which another one takes its place: it has failed 3 times"
