@@ -307,7 +307,8 @@ class LayerCost(LayerProducts):
         """Bytes moved per parameter, of a block or of an end, and microbatch to lay out its gradient."""
         copies = unit_copies(self.spec)
         if not self.counted:
-            return self.stack.packed
+            # counted: 2 bytes are read of a gradient, 4 of its sum, and 4 are written
+            return self.stack.packed + (10.0 if self.stack.accumulates else 0.0)
         return copies.packed_block if block else copies.packed
 
     def _bytes(self, kind: LayerKind) -> ForwardBackward:

@@ -94,6 +94,8 @@ class SoftwareStack(Record):
     """A token is sent once to each node that has experts of it, within a node once to each rank."""
     by_tensor: bool
     """Gradients and parameters are communicated tensor by tensor over the data axis, not in buckets."""
+    accumulates: bool
+    """Gradients of a microbatch are added to an fp32 copy of their own after it, not by the products."""
     selective: Literal["attention", "half", "elementwise", "latents"]
     """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or
     these and the products that latents of attention are widened by."""
