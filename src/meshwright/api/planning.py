@@ -294,9 +294,11 @@ def validate(
     """Compare the planner's predictions with measured runs: those of `table`, or the published ones.
 
     The result has `rows`, `predicted`, `skipped` (reason -> rows), `time` and `memory` (absolute errors in
-    percent), `tau`, `regret_pct`, `oom` (`true_fit`, `false_fit`, `true_oom`, `false_oom`), and these figures
-    `by_source` and by the column `by` (source, model or gpu). With `rows` it also has `each` row, and
-    `skipped_rows` (row, source, reason) for those that are not predicted. Raises `UserError`.
+    percent), `tau`, `regret_pct`, `regret_median_pct`, `fastest_shown` (of `groups`, how many have their
+    fastest layout among the three that are predicted fastest), `oom` (`true_fit`, `false_fit`, `true_oom`,
+    `false_oom`), and these figures `by_source` and by the column `by` (source, model or gpu); `cells` has
+    the ranking by model, devices and batch. With `rows` it also has `each` row, and `skipped_rows` (row,
+    source, reason) for those that are not predicted. Raises `UserError`.
     """
     from meshwright.planner.validation import left_out, metrics
     from meshwright.planner.validation.table import FRONTIER, PUBLISHED

@@ -42,9 +42,34 @@ def validate(call: Call) -> None:
         for name, shown in validation_page.shortened(result[f"by_{by}"], _NAMED).items():
             if shown != name:
                 show.line(f"{shown} is {show.text(name)}", 5)
+        _show_cells(values)
         _show_rows(values)
 
     show.result(call, result, text, wrote=[path])
+
+
+def _show_cells(result: Mapping[str, Any]) -> None:
+    """Show how well layouts are ranked that compete: in a line, and with --rows cell by cell."""
+    if not result["groups"]:
+        return
+    show.line(
+        f"ranking: in {show.count(result['groups'], 'cell')} of three or more layouts of a model and batch "
+        f"on as many devices, the first choice takes {result['regret_median_pct']:.1f}% more than the "
+        f"fastest (median), which is among the first three in {result['fastest_shown']}"
+    )
+    if "each" not in result:
+        return
+    rows = [
+        {
+            "model": show.text(cell["model"])[:30], "devices": f"{cell['gpus']:,}",
+            "batch": f"{cell['batch_tokens']:,}", "layouts": str(cell["layouts"]),
+            "tau": "" if cell["tau"] is None else f"{cell['tau']:.2f}",
+            "regret": f"{cell['regret_pct']:.1f}%",
+            "fastest in three": "yes" if cell["fastest_shown"] else "no",
+        }
+        for cell in result["cells"]
+    ]  # fmt: skip
+    show.table(rows)
 
 
 def _show_rows(result: Mapping[str, Any]) -> None:

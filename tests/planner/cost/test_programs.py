@@ -178,3 +178,34 @@ def test_selective_recomputation_of_latents_frees_what_they_are_widened_to() -> 
         )
     assert need["latents"][0] < 0.8 * need["elementwise"][0]
     assert need["latents"][1] > 0
+
+
+def test_hosts_of_tensor_ranks_wait_for_each_other_where_stages_are_on_several_nodes() -> None:
+    """Nanotron's runs: by 0.55 for each rank of a tensor group, and not in one node or without stages."""
+    nanotron = STACKS["nanotron"]
+    plain = layer(run("llama3-8b", tp=4, dp=4), nanotron).launch
+    assert plain == nanotron.launch
+    assert layer(run("llama3-8b", tp=4, pp=2, dp=2), nanotron).launch == pytest.approx(plain * (1 + 4 * 0.55))
+    assert layer(run("llama3-8b", tp=4, pp=2), nanotron).launch == plain
+    assert layer(run("llama3-8b", tp=4, pp=2, dp=2), NEMO).launch == NEMO.launch
+
+
+def test_gradients_that_are_added_up_apart_move_ten_bytes_each() -> None:
+    """2 bytes of a gradient are read, 4 of the sum, and 4 written, of each parameter and microbatch."""
+    spec, nanotron = run("llama3-8b", dp=8), STACKS["nanotron"]
+    apart, inside = (layer(spec, replace(nanotron, accumulates=each)) for each in (True, False))
+    more = first_kind(apart).weight.moved - first_kind(inside).weight.moved
+    kind = apart.kinds[0]
+    assert more == pytest.approx(apart.kernels.moved(10.0 * sum(apart.held(kind))))
+
+
+def test_a_stage_keeps_what_it_sends_of_each_microbatch_in_flight() -> None:
+    nanotron = STACKS["nanotron"]
+    for layout, counted in (({"pp": 4, "dp": 2}, 4), ({"dp": 8}, 0)):
+        spec = run("llama3-8b", **layout)
+        kept, without = (
+            Generic(CostModel(cluster("h100", 8), replace(nanotron, between=each))).ranks(spec)[0]
+            for each in (4.0, 0.0)
+        )
+        message = spec.micro_batch * spec.data.seq_len * spec.model.hidden * 2
+        assert kept.activations - without.activations == pytest.approx(counted * 4.0 * message)

@@ -14,7 +14,8 @@ from meshwright.planner.validation import left_out, metrics
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import case_of
-from meshwright.planner.validation.metrics import ValidatedTable, groups, kendall, report, validate
+from meshwright.planner.validation.metrics import ValidatedTable, cells, report, validate
+from meshwright.planner.validation.ranking import Cell, figures, kendall
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
@@ -311,13 +312,23 @@ def test_kendall(pairs: list, expected: float | None) -> None:
 
 def test_a_layout_that_was_measured_again_is_no_further_choice(whole: ValidatedTable) -> None:
     found = [each for each in whole.predictions if each.case.row.words["source"].startswith("Zero Bubble")]
-    again = groups([each for each in found for _ in range(3)])
-    for repeated, once in zip(again, groups(found), strict=True):
-        assert [time for pair in repeated for time in pair] == pytest.approx(
-            [t for pair in once for t in pair]
+    again = cells([each for each in found for _ in range(3)])
+    for repeated, once in zip(again, cells(found), strict=True):
+        assert [time for pair in repeated.times for time in pair] == pytest.approx(
+            [t for pair in once.times for t in pair]
         )
     one = next(each for each in found if not each.case.block_only)
-    assert groups([one] * 3) == []
+    assert cells([one] * 3) == []
+
+
+def test_a_cell_tells_what_its_first_choice_costs() -> None:
+    """The layout predicted fastest of five takes half as long again as the fastest, which is fourth."""
+    cell = Cell("m", 8, "g", 1024, [(1.0, 3.0), (2.0, 4.0), (3.0, 5.0), (4.0, 2.0), (5.0, 6.0)])
+    assert cell.regret_pct == pytest.approx(50.0) and not cell.is_fastest_shown
+    near = Cell("m", 8, "g", 1024, [(1.0, 3.0), (2.0, 4.0), (3.0, 2.0), (4.0, 5.0)])
+    both = figures([cell, near])
+    assert near.is_fastest_shown and both["fastest_shown"] == 1 and both["groups"] == 2
+    assert figures([])["regret_median_pct"] is None
 
 
 def test_figures_by_another_column_add_up(whole: ValidatedTable) -> None:

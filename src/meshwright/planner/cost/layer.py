@@ -107,6 +107,9 @@ class LayerCost(LayerProducts):
         """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         measured = kernels.measured
         self.launch = stack.numbers.launch["graphs"] if ours and spec.train.cuda_graphs else stack.launch
+        layout = spec.layout
+        if layout.pp > 1 and layout.tp > 1 and layout.world_size > self.links.cluster.node:
+            self.launch *= 1 + stack.staged * layout.tp
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
         self.kinds = spec.model.kinds
@@ -304,7 +307,8 @@ class LayerCost(LayerProducts):
         """Bytes moved per parameter, of a block or of an end, and microbatch to lay out its gradient."""
         copies = unit_copies(self.spec)
         if not self.counted:
-            return self.stack.packed
+            # counted: 2 bytes are read of a gradient, 4 of its sum, and 4 are written
+            return self.stack.packed + (10.0 if self.stack.accumulates else 0.0)
         return copies.packed_block if block else copies.packed
 
     def _bytes(self, kind: LayerKind) -> ForwardBackward:

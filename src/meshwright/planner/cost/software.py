@@ -94,6 +94,8 @@ class SoftwareStack(Record):
     """A token is sent once to each node that has experts of it, within a node once to each rank."""
     by_tensor: bool
     """Gradients and parameters are communicated tensor by tensor over the data axis, not in buckets."""
+    accumulates: bool
+    """Gradients of a microbatch are added to an fp32 copy of their own after it, not by the products."""
     selective: Literal["attention", "half", "elementwise", "latents"]
     """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or
     these and the products that latents of attention are widened by."""
@@ -113,6 +115,8 @@ class SoftwareStack(Record):
     """Bytes of the training states."""
     kept: NotNegative
     """Activation bytes kept for the backward, as a multiple of the operators' inputs."""
+    between: NotNegative
+    """Tensors that a stage keeps of each microbatch beside its blocks', in sizes of what it sends."""
     unit: NotNegative
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
     whole_gradients: bool
@@ -138,6 +142,9 @@ class SoftwareStack(Record):
     own: bool
     """This program's own messages are counted call by call (`planner/traffic/messages.py`), and
     parameters are gathered in the compute format."""
+    staged: NotNegative
+    """Growth of the host's seconds by each rank of a tensor group, where stages of a pipeline are on several
+    nodes: its collectives wait for each other's hosts, which also move what stages send."""
     agreements: Integer
     """All-reduces of single numbers over all ranks per step."""
 

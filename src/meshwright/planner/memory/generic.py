@@ -202,6 +202,8 @@ def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) ->
     stream = blocks.own * blocks.spec.model.hidden
     if held.embed and blocks.stack.dropout:
         found += stream
+    if blocks.spec.layout.pp > 1:
+        found += blocks.stack.between * stream * blocks.width
     return found + (2 * stream * blocks.width if held.head else 0)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +18,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.cost.uncertainty import interval, regime
 from meshwright.planner.memory.generic import Generic, Memory
+from meshwright.planner.validation import ranking
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.error_statistics import errors
@@ -184,42 +184,27 @@ def validate(table: Path = PUBLISHED) -> ValidatedTable:
     return ValidatedTable(table, tuple(rows), tuple(predictions), tuple(skipped))
 
 
-Times = list[tuple[float, float]]
-"""(predicted, measured) seconds of runs that are compared with each other."""
-
-
-def groups(predictions: Iterable[Prediction]) -> list[Times]:
-    """Times of three or more layouts of one model and batch on one cluster.
-
-    A layout that was measured several times counts once, with the mean of its times.
-    """
-    by_key: dict[tuple[Any, ...], dict[str, Times]] = {}
+def cells(predictions: Iterable[Prediction]) -> list[ranking.Cell]:
+    """The cells of some runs. A layout that was measured several times counts once, with its mean times."""
+    by_key: dict[tuple[Any, ...], dict[str, ranking.Times]] = {}
+    firsts: dict[tuple[Any, ...], Prediction] = {}
     for prediction in predictions:
         case, row, spec = prediction.case, prediction.case.row, prediction.spec
         if case.seconds is not None and not case.block_only:
             sizes = row.numbers["gpus"], row.numbers["seq_len"], spec.train.batch_tokens
             key = (*(row.words[name] for name in COLUMNS), *sizes, case.format)
             layout = f"{spec.layout!r} {spec.recompute!r}"
+            firsts.setdefault(key, prediction)
             times = by_key.setdefault(key, {}).setdefault(layout, [])
             times.append((prediction.seconds, case.seconds))
-    return [
-        [(fmean(a for a, _ in each), fmean(b for _, b in each)) for each in layouts.values()]
-        for layouts in by_key.values()
-        if len(layouts) > 2
-    ]
+    return [_cell(firsts[key], layouts) for key, layouts in by_key.items() if len(layouts) > 2]
 
 
-def kendall(times: Times) -> float | None:
-    """Kendall's tau-b of predicted and measured times: 1 for equal order, -1 for reversed order, or None."""
-    signs = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in combinations(times, 2)]
-    untied = sum(first != 0 for first, _ in signs) * sum(second != 0 for _, second in signs)
-    return sum(first * second for first, second in signs) / untied**0.5 if untied else None
-
-
-def regret(times: Times) -> float:
-    """Measured time of the layout predicted fastest, over the fastest measured time, less 1, in percent."""
-    _, chosen = min(times, key=lambda pair: pair[0])
-    return 100 * (chosen / min(measured for _, measured in times) - 1)
+def _cell(first: Prediction, layouts: dict[str, ranking.Times]) -> ranking.Cell:
+    row = first.case.row
+    times = [(fmean(a for a, _ in each), fmean(b for _, b in each)) for each in layouts.values()]
+    batch = first.spec.train.batch_tokens
+    return ranking.Cell(row.words["model"], int(row.numbers["gpus"]), row.words["gpu"], batch, times)
 
 
 def confusion(predictions: Iterable[Prediction]) -> dict[str, int]:
@@ -236,8 +221,6 @@ def summary(validation: ValidatedTable, rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of a table, or of some of its rows."""
     numbers = {row.number for row in rows}
     predictions = [each for each in validation.predictions if each.case.row.number in numbers]
-    comparable = groups(predictions)
-    taus = [tau for tau in map(kendall, comparable) if tau is not None]
     timed = [each for each in predictions if each.case.seconds is not None]
     return {
         "rows": len(rows),
@@ -246,9 +229,7 @@ def summary(validation: ValidatedTable, rows: Sequence[Row]) -> dict[str, Any]:
         "time": errors(each.time_error_pct for each in predictions),
         "covered": fmean(each.covers for each in timed) if timed else None,
         "memory": errors(each.memory_error_pct for each in predictions),
-        "tau": fmean(taus) if taus else None,
-        "regret_pct": fmean(map(regret, comparable)) if comparable else None,
-        "groups": len(comparable),
+        **ranking.figures(cells(predictions)),
         "oom": confusion(predictions),
     }
 
@@ -265,6 +246,7 @@ def report(validation: ValidatedTable, by: str = "source") -> dict[str, Any]:
     others = [each for each in validation.predictions if each.case.row.number not in used]
     figures = {
         **summary(validation, rows),
+        "cells": [cell.to_json() for cell in cells(validation.predictions)],
         "calibrated_rows": used,
         "others": {
             "time": errors(each.time_error_pct for each in others),
