@@ -45,7 +45,7 @@ class Cell:
         return min(time for _, time in self.times) in [time for _, time in shown]
 
     def to_json(self) -> dict[str, Any]:
-        """What it is of, and its figures."""
+        """The model, devices and batch, and the figures."""
         return {
             "model": self.model, "gpus": self.gpus, "gpu": self.gpu, "batch_tokens": self.batch_tokens,
             "layouts": len(self.times), "tau": self.tau, "regret_pct": self.regret_pct,
