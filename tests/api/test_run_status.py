@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from meshwright import api
 from meshwright.api.run_status import newest_checkpoint, status_at_end, word_of
 from meshwright.checkpoint.errors import InUseError
+from meshwright.checkpoint.lease import Lease
 from meshwright.rank.failure import RanksFailed
 from meshwright.runs.status import Word, read_status, write_status
 from meshwright.spec import UserError
 from meshwright.spec.errors import CorruptionError, NumericalError, Stopped
 from meshwright.spec.load import from_tree
+from small_run_file import run_file
 
 
 @pytest.mark.parametrize(
@@ -83,3 +86,14 @@ def test_what_doctor_finds_is_the_end_of_a_run_that_is_not_done(
     found, sentence = read_status(tmp_path) or ("", "")
     assert found == word
     assert sentence.startswith("doctor: " if word == "failed" else "of an earlier start")
+
+
+def test_a_start_whose_ranks_find_the_folder_in_use_leaves_the_status_alone(tmp_path: Path) -> None:
+    """The ranks are processes of their own, whose error comes as a code and a sentence."""
+    spec = from_tree(tomllib.loads(run_file(3)))
+    out = tmp_path / "run"
+    api.train(spec, out=out, quiet=True)
+    write_status(out, "running")
+    with Lease(out, "another run"), pytest.raises(UserError, match="is in use by another run"):
+        api.train(spec, out=out, resume="auto", quiet=True)
+    assert read_status(out) == ("running", "")

@@ -270,6 +270,9 @@ def test_checkpoints_that_a_run_has_lost_are_fetched_and_others_refused(corpus: 
             {"checkpoint__remote": "https://host/run"},
             "https://host/run cannot be written to; give one such as",
         ),
+        ({"checkpoint__remote": "s3://"}, "'s3://' names no bucket or folder; give one, such as"),
+        ({"checkpoint__remote": "file:///"}, "'file:///' names no bucket or folder; give one, such as"),
+        ({"checkpoint__remote": "memory://run"}, "is the memory of a process, and gone with it"),
         ({"checkpoint__remote": "sftp://me:secret@host/run"}, "the URL of host has a password"),
         ({"checkpoint__remote_every": 2}, "counts the checkpoints that are copied to checkpoint.remote"),
     ],
@@ -284,3 +287,14 @@ def test_a_protocol_without_its_package_is_told_at_the_start(corpus: Path, tmp_p
     spec = spec_of(corpus, checkpoint__remote="nowhere://bucket/run")
     with pytest.raises(UserError, match=r"checkpoint\.remote: nowhere://bucket/run begins with nowhere://"):
         check_second_tier(spec, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["run/checkpoints", "run/checkpoints/other", "run", "."])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_second_tier_in_the_place_of_the_first_is_refused(
+    corpus: Path, tmp_path: Path, place: str, resume: str | None
+) -> None:
+    spec, out = tiered(corpus, tmp_path / place), tmp_path / "run"
+    with pytest.raises(UserError, match=r"checkpoint\.remote: file://.* is not apart from .*run"):
+        api.train(spec, out=out, resume=resume, quiet=True)
+    assert not out.exists() or not (out / "checkpoints").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from meshwright.api.initial_weights import check_resumed_weights, check_weights
 from meshwright.spec import RunSpec, UserError
@@ -99,6 +100,7 @@ def check_packages(spec: RunSpec) -> None:
 
 def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Refuse a start that would replace or ignore what the folder `out` holds, or learn from itself."""
+    _check_tiers_are_apart(spec, out)
     if resume is None:
         if (out / "run.json").exists():
             raise UserError(
@@ -130,6 +132,20 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
             f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
             f"the checkpoint.dir that it had, put them back, or give another --out"
         )
+
+
+def _check_tiers_are_apart(spec: RunSpec, out: Path) -> None:
+    """Refuse a `checkpoint.remote` that is the folder of the run or of its checkpoints, or a part of these."""
+    parts = urlsplit(spec.checkpoint.remote or "")
+    if parts.scheme not in ("file", "local"):
+        return
+    remote = Path(unquote(parts.netloc + parts.path)).resolve()
+    for folder in (spec.checkpoint.folder(out).resolve(), out.resolve()):
+        if remote.is_relative_to(folder) or folder.is_relative_to(remote):
+            raise UserError(
+                f"checkpoint.remote: {spec.checkpoint.remote} is not apart from {folder}, which the run writes "
+                f"itself; give a folder outside of it, on another disk"
+            )
 
 
 def check_second_tier(spec: RunSpec, out: Path) -> None:

@@ -74,7 +74,7 @@ class Outcome:
     """How the ranks ended: code 0, or the exit code, sentence, and traceback or last lines of the cause.
 
     `stopped` tells that a signal had asked for the end, `restart` that a new start may mend what the sentence
-    says.
+    says, and `of_another_run` that it is of a run that goes on in the folder, which had no place for this one.
     """
 
     code: int = 0
@@ -82,6 +82,7 @@ class Outcome:
     details: str = ""
     stopped: bool = False
     restart: bool = False
+    of_another_run: bool = False
 
     @property
     def leaves(self) -> bool:
@@ -105,7 +106,9 @@ class Outcome:
         if self.stopped:
             raise Stopped(self.sentence, self.code)
         if self.code in KINDS and self.sentence:
-            raise KINDS[self.code](self.sentence)
+            error = KINDS[self.code](self.sentence)
+            error.of_another_run = self.of_another_run
+            raise error
         if self.code:
             raise RanksFailed(self.sentence, self.code, self.details)
 
@@ -131,6 +134,7 @@ def record(error: BaseException) -> None:
         "time": time.time(),
         "plain_code": exit_code(error) if plain else None,
         "restart": isinstance(error, UserError) and error.restart,
+        "of_another_run": isinstance(error, UserError) and error.of_another_run,
         "py_callstack": sentence if plain else "".join(traceback.format_exception(error)),
     }
     atomic.write(Path(name), json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
@@ -184,6 +188,7 @@ class _Failure:
     plain_code: int | None = None
     """The exit code where the sentence says it all: a user's mistake, or a signal."""
     restart: bool = False
+    of_another_run: bool = False
 
 
 def outcome(ends: Mapping[int, RankEnd], ranks: int, out_of_memory: bool | None = None) -> Outcome:
@@ -198,7 +203,10 @@ def outcome(ends: Mapping[int, RankEnd], ranks: int, out_of_memory: bool | None 
     cause = min(failures, key=lambda failure: (_order(failure), failure.seconds, failure.rank))
     if cause.plain_code is not None:
         stopped = cause.plain_code not in KINDS
-        return Outcome(cause.plain_code, cause.sentence, stopped=stopped, restart=cause.restart)
+        return Outcome(
+            cause.plain_code, cause.sentence,
+            stopped=stopped, restart=cause.restart, of_another_run=cause.of_another_run,
+        )  # fmt: skip
     who, code = f"rank {cause.rank} of {ranks}", cause.end.code
     if cause.sentence:
         sentence = cause.sentence.splitlines()[0]
@@ -232,8 +240,8 @@ def _read(rank: int, end: RankEnd) -> _Failure:
     if message is None:
         return _Failure(rank, end, end.seconds)
     extra = message["extraInfo"]
-    words = message["message"], extra["py_callstack"], extra["plain_code"], extra["restart"]
-    return _Failure(rank, end, extra["time"], *words)
+    words = message["message"], extra["py_callstack"], extra["plain_code"]
+    return _Failure(rank, end, extra["time"], *words, extra["restart"], extra["of_another_run"])
 
 
 def _order(failure: _Failure) -> int:

@@ -37,6 +37,16 @@ def second_tier_is_a_store(spec: Sections) -> None:
         raise UserError(
             f"checkpoint.remote: {url} cannot be written to; give one such as s3://bucket/run, gs:// or az://"
         )
+    if not (parts.netloc + parts.path).strip("/"):
+        raise UserError(
+            f"checkpoint.remote: {url!r} names no bucket or folder; give one, such as s3://bucket/run or "
+            f"file:///folder"
+        )
+    if parts.scheme == "memory":
+        raise UserError(
+            f"checkpoint.remote: {url} is the memory of a process, and gone with it; give a store that "
+            f"stays, such as s3://bucket/run or file:///folder"
+        )
     if parts.password is not None:
         raise UserError(
             f"checkpoint.remote: the URL of {parts.hostname} has a password, which every checkpoint would "
