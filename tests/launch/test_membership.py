@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from meshwright.checkpoint.digests import sum64
 from meshwright.checkpoint.slots import Slot, SlotHeader
 from meshwright.comm.authentication import new_secret
 from meshwright.comm.store_server import StoreServer
+from meshwright.launch import membership
 from meshwright.launch.membership import (
     FAILS_OFTEN,
     LOST_S,
@@ -21,6 +23,7 @@ from meshwright.launch.membership import (
     HostWorld,
     Membership,
     decide,
+    hosts_going_on,
 )
 from meshwright.launch.membership_folder import FolderMembership
 from meshwright.launch.membership_store import StoreMembership
@@ -252,3 +255,25 @@ def test_a_host_drops_its_snapshots_and_those_of_its_peer() -> None:
             assert slot.head().step == 3
         memory.drop_snapshots()
         assert all(slot.head().step < 0 for slot in slots)
+
+
+@pytest.mark.parametrize("others", ["go on", "end", "leave", "stay"])
+def test_a_host_that_has_left_knows_whether_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    monkeypatch.setattr(membership, "GOES_ON_S", 0.4)
+    a, b = (FolderMembership(tmp_path, name) for name in "ab")
+    a.propose(WORLD)
+    b.write(B)
+    left = at(A, "leaving", Outcome(75, "stopped by SIGTERM", stopped=True))
+    following = HostWorld(WORLD.number + 1, ("b",), 1, "127.0.0.1", 1)
+    after = {
+        "go on": lambda: b.propose(following),
+        "end": lambda: b.propose(HostWorld(WORLD.number + 1, end=Outcome())),
+        "leave": lambda: b.remove("b"),
+        "stay": lambda: None,
+    }
+    other = threading.Timer(0.1, after[others])
+    other.start()
+    assert hosts_going_on(a, left) == (1 if others == "go on" else 0)
+    other.join()

@@ -29,7 +29,7 @@ def status_at_end(out: Path, checkpoints: Path, resumes: bool, first: bool = Tru
     try:
         yield
     except BaseException as error:
-        if not (isinstance(error, UserError) and error.of_another_run):
+        if not (isinstance(error, (UserError, Stopped)) and error.of_another_run):
             word = word_of(error, newest_checkpoint(checkpoints) > before)
             sentence = next(iter(str(error).splitlines()), type(error).__name__)
             goes_on = (read_status(out) or ("running",))[0] in ("running", "requeue")

@@ -135,7 +135,7 @@ def check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
 
 
 def _check_tiers_are_apart(spec: RunSpec, out: Path) -> None:
-    """Refuse a `checkpoint.remote` that is the folder of the run or of its checkpoints, or a part of these."""
+    """Refuse a `checkpoint.remote` that is the folder of the run or of its checkpoints, or part of one."""
     parts = urlsplit(spec.checkpoint.remote or "")
     if parts.scheme not in ("file", "local"):
         return
@@ -143,8 +143,8 @@ def _check_tiers_are_apart(spec: RunSpec, out: Path) -> None:
     for folder in (spec.checkpoint.folder(out).resolve(), out.resolve()):
         if remote.is_relative_to(folder) or folder.is_relative_to(remote):
             raise UserError(
-                f"checkpoint.remote: {spec.checkpoint.remote} is not apart from {folder}, which the run writes "
-                f"itself; give a folder outside of it, on another disk"
+                f"checkpoint.remote: {spec.checkpoint.remote} is not apart from {folder}, which the run "
+                f"writes itself; give a folder outside of it, on another disk"
             )
 
 

@@ -31,6 +31,7 @@ from meshwright.launch.membership import (
     Membership,
     State,
     decide,
+    hosts_going_on,
 )
 from meshwright.launch.membership_folder import FolderMembership
 from meshwright.launch.membership_store import StoreMembership
@@ -42,6 +43,7 @@ from meshwright.rank.failure import Outcome
 from meshwright.rank.scratch import scratch_folder
 from meshwright.rank.shared_memory import SharedMemory
 from meshwright.spec.errors import UnhealthyHostError
+from meshwright.units import counted
 
 SECRET_FILE = "secret"
 """File of the common folder with the secret of the run's stores, for this user alone."""
@@ -135,7 +137,17 @@ class HostSupervisor:
                 self._report(end, leaves)
                 if leaves:  # the others see that this host leaves, before its word on itself is gone
                     time.sleep(3 * LOOK_S)
-                    return end.outcome if end.outcome.stopped else stopped_by(asked[-1])
+                    return self._left(end.outcome if end.outcome.stopped else stopped_by(asked[-1]))
+
+    def _left(self, outcome: Outcome) -> Outcome:
+        """The outcome of this host, which leaves the run: others may go on with it."""
+        self.members.remove(self.host.name)
+        if not (others := hosts_going_on(self.members, self.host)):
+            return outcome
+        why = outcome.sentence.partition(";")[0]
+        goes_on = f"the run goes on with {counted(others, 'other hosts')}, and the same command joins it"
+        sentence = f"{why}; {goes_on}"
+        return replace(outcome, sentence=sentence, of_another_run=True)
 
     # Generations ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ proposals of a number is made, and it never changes; all hosts follow the newest
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -252,3 +253,25 @@ def _likely_echo(host: Host) -> int:
     if any(words in sentence for words in ECHOES):
         return ECHO
     return 1 if code > 128 else 2
+
+
+GOES_ON_S = 2.0
+"""Time in which the other hosts begin without one that has left."""
+
+
+def hosts_going_on(members: Membership, left: Host) -> int:
+    """Number of hosts that go on without `left`, which is no member any more; 0 if the run has ended for all.
+
+    That is known as soon as they make a generation without it.
+    """
+    until = time.monotonic() + GOES_ON_S
+    with suppress(OSError):  # the place where hosts meet is away, or closed with this host
+        while time.monotonic() < until:
+            members.look(time.monotonic())
+            world, others = members.world, set(members.here) - {left.name}
+            if world is not None and world.number > left.generation and left.name not in world.hosts:
+                return len(world.hosts) if world.end is None else 0
+            if not others:
+                return 0
+            time.sleep(GOES_ON_S / 20)
+    return 0

@@ -74,7 +74,7 @@ class Outcome:
     """How the ranks ended: code 0, or the exit code, sentence, and traceback or last lines of the cause.
 
     `stopped` tells that a signal had asked for the end, `restart` that a new start may mend what the sentence
-    says, and `of_another_run` that it is of a run that goes on in the folder, which had no place for this one.
+    says, and `of_another_run` that the run of the folder goes on without what has ended.
     """
 
     code: int = 0
@@ -103,14 +103,17 @@ class Outcome:
 
     def raise_for_failure(self) -> None:
         """Raise what a single process would have: `UserError`, `Stopped`, or else `RanksFailed`."""
+        error: Stopped | UserError
         if self.stopped:
-            raise Stopped(self.sentence, self.code)
-        if self.code in KINDS and self.sentence:
+            error = Stopped(self.sentence, self.code)
+        elif self.code in KINDS and self.sentence:
             error = KINDS[self.code](self.sentence)
-            error.of_another_run = self.of_another_run
-            raise error
-        if self.code:
+        elif self.code:
             raise RanksFailed(self.sentence, self.code, self.details)
+        else:
+            return
+        error.of_another_run = self.of_another_run
+        raise error
 
 
 def exit_code(error: BaseException) -> int:

@@ -20,7 +20,7 @@ class UserError(Exception):
     restart = False
     """True if a start of the ranks from what was saved may mend it."""
     of_another_run = False
-    """True if another run goes on in the same folder, whose status this is not."""
+    """True if another run goes on in the same folder, and its status is not this one's."""
 
 
 class StorageError(UserError):
@@ -85,6 +85,9 @@ class Stopped(KeyboardInterrupt):
     `code` is the exit code: 130 for Ctrl-C, else `REQUEUE` if the run has saved, and 128 + the signal if not.
     `signal` is the signal's name where the run tells of it itself.
     """
+
+    of_another_run = False
+    """True if others go on with the run, whose status this is not."""
 
     def __init__(self, sentence: str, code: int, signal: str | None = None) -> None:
         super().__init__(sentence)
