@@ -394,3 +394,24 @@ def test_the_script_of_slurm_names_the_first_of_many_nodes(
         told = calls()[-1]
         least = nodes.partition(":")[0]
         assert told[-5 - len(words) :] == [f"{least}:128", "--nproc", "8", *words, "--a.b", "c"]
+
+
+def test_a_dry_run_for_many_hosts_names_the_first_commands(run: Path, capsys: Any) -> None:
+    hosts = ",".join(f"node{number}" for number in range(16))
+    words = [
+        "--on",
+        "ssh",
+        "--hosts",
+        hosts,
+        "--out",
+        "/x",
+        "--dry-run",
+        "--layout.dp",
+        "16",
+        "--gpus-per-node",
+        "1",
+    ]
+    assert main(["launch", str(run), *words, "--cpu"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("# ")]
+    assert sum(line.startswith("# submitted by: ssh") for line in told) == 4
+    assert told[-1] == "# and 12 commands like these, which --json lists"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.cli.runs import ADAPTER, FROM, RUN
 from meshwright.submit.progress import in_words
+from meshwright.units import counted
 
 OUT = Argument("OUT", "the folder of a launched run")
+MOST_NAMED = 4
+"""Commands that a dry run prints."""
 FOLLOW = Flag("follow", "show the log and the job's state until it has ended")
 
 
@@ -37,8 +40,15 @@ def launch(call: Call) -> int:
 def _print_file(result: Mapping[str, Any]) -> None:
     """Print the file alone on standard output, so that it can be kept, and the rest on standard error."""
     print(result["file"], end="", flush=True)
-    told = [*result["told"], *(f"submitted by: {shlex.join(words)}" for words in result["commands"])]
+    told = [*result["told"], *_submitted_by(result["commands"])]
     print("\n".join(f"# {sentence}" for sentence in told), file=sys.stderr)
+
+
+def _submitted_by(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Sentences with the commands that submit a job, the first ones of many."""
+    named = [f"submitted by: {shlex.join(words)}" for words in commands[:MOST_NAMED]]
+    more = len(commands) - len(named)
+    return named + ([f"and {counted(more, 'commands')} like these, which --json lists"] if more else [])
 
 
 def _show_launched(result: Mapping[str, Any]) -> None:
