@@ -68,7 +68,7 @@ def test_names_of_devices_lead_to_the_catalogue() -> None:
     assert {*ALIASES.values(), *CUDA_NAMES.values()} <= set(KNOWN)
     assert cluster_of_gpu("NVIDIA H100 80GB HBM3") is KNOWN["h100-sxm"]
     assert cluster_of_gpu("NVIDIA L4") is KNOWN["l4"]
-    assert cluster_of_gpu("NVIDIA L40S") is None
+    assert cluster_of_gpu("NVIDIA L40") is None
     assert cluster("DGX-H100", 64) == KNOWN["h100-sxm"].resized(64)
     assert cluster("cpu", 3).sharing == 3 and cluster("h100", 64).sharing == 1
 
