@@ -48,7 +48,7 @@ def joined(spec: RunSpec, folder: Path) -> float:
     part = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     with pytest.raises(UserError, match="group: has 1 of the 2 ranks"):
         Engine(spec, part)
-    with pytest.raises(UserError, match=r"layout: .* is 1 ranks, but 2 were asked for"):
+    with pytest.raises(UserError, match=r"layout: .* is 1 rank, but 2 were asked for"):
         Engine(spec_of(folder, {}))
     with Engine(spec, every) as engine:
         found = first_loss(engine)
