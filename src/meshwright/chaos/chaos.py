@@ -99,7 +99,7 @@ class Chaos:
 
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Take down what the supervisor has noticed; after a failure or a hang no rank runs meanwhile."""
-        noticed, message = fields.get("noticed", time.monotonic()), str(fields["message"])
+        noticed, message = fields.get("noticed", time.monotonic()), str(fields.get("message", ""))
         number = self._cause()
         if number is not None and (kind in ENDS or self.plan.hits.faults[number].kind == kind):
             self._told[number] = noticed, kind, message
