@@ -20,7 +20,7 @@ from meshwright.runs.record import read_metrics, read_run
 from meshwright.runs.status import read_status
 from small_run_file import run_file
 
-pytest.importorskip("ray", reason="Ray is not installed here: make ray")
+pytest.importorskip("ray.train", reason="Ray is not installed here: make ray")
 
 SCRIPT = Path(__file__).parents[2] / "examples/clusters/ray_train.py"
 STEPS = 200
