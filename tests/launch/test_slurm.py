@@ -245,10 +245,11 @@ def test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin(
     wait_for_steps(out, 60)
     cluster.kill_node("n2")
     cluster.wait(job, "PENDING", seconds=TRAINED_S)
-    word, _ = read_status(out) or ("", "")
+    words = "requeue", "running"  # as the other ranks see that one is gone, or are ended before by Slurm
+    assert (read_status(out) or ("", ""))[0] in words
     hold(
         "`srun`", "a node is lost", "test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin",
-        status=f"`{word}`",
+        status=" or ".join(f"`{word}`" for word in words),
     )  # fmt: skip
     cluster.start_node("n2")
     ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
