@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -96,12 +97,21 @@ def test_a_torchrun_that_the_jobs_signal_would_kill_is_a_warning(handled: bool) 
     assert deadly_signal({"SLURM_JOB_ID": "41"}) is None
 
 
-def test_an_end_that_is_no_time_is_told_once_by_all_ranks(tmp_path: Path) -> None:
+def test_an_end_that_is_no_time_ends_all_ranks(tmp_path: Path) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "run"
     file.write_text(run_file(3), encoding="utf-8")
-    command = [sys.executable, "-m", "meshwright", "train", str(file), "--nproc", "2", "--out", str(out)]
-    done = subprocess.run(
-        command, env=os.environ | {JOB_END: "soon"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert (done.stdout + done.stderr).count("MESHWRIGHT_JOB_END: 'soon' is not a time") == 1
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--out", str(out)]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world["MASTER_PORT"] = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | world | {JOB_END: "soon", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=100)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], told
+    assert all("MESHWRIGHT_JOB_END: 'soon' is not a time" in text for text in told)

@@ -38,7 +38,7 @@ class ClosingError(Exception):
 
 
 class Uploads:
-    """CopyPolicy checkpoints of `directory` to the store at `url`, one after another; for rank 0.
+    """Copies checkpoints of `directory` to the store at `url`, one after another; for rank 0.
 
     The newest goes first, and one that waits when a newer one is published is left out, unless it is of
     `keep_every`. What fails is an event and a sentence in `warnings`, and is made up for by the next upload;

@@ -204,7 +204,7 @@ def test_a_stage_keeps_what_it_sends_of_each_microbatch_in_flight() -> None:
     for layout, counted in (({"pp": 4, "dp": 2}, 4), ({"dp": 8}, 0)):
         spec = run("llama3-8b", **layout)
         kept, without = (
-            Generic(CostModel(cluster("h100", 8), replace(nanotron, between=each))).ranks(spec)[0]
+            Generic(CostModel(cluster("h100", 8), replace(nanotron, kept_messages=each))).ranks(spec)[0]
             for each in (4.0, 0.0)
         )
         message = spec.micro_batch * spec.data.seq_len * spec.model.hidden * 2

@@ -109,7 +109,7 @@ class LayerCost(LayerProducts):
         self.launch = stack.numbers.launch["graphs"] if ours and spec.train.cuda_graphs else stack.launch
         layout = spec.layout
         if layout.pp > 1 and layout.tp > 1 and layout.world_size > self.links.cluster.node:
-            self.launch *= 1 + stack.staged * layout.tp
+            self.launch *= 1 + stack.staged_launch * layout.tp
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
         self.kinds = spec.model.kinds

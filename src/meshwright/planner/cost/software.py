@@ -115,7 +115,7 @@ class SoftwareStack(Record):
     """Bytes of the training states."""
     kept: NotNegative
     """Activation bytes kept for the backward, as a multiple of the operators' inputs."""
-    between: NotNegative
+    kept_messages: NotNegative
     """Tensors that a stage keeps of each microbatch beside its blocks', in sizes of what it sends."""
     unit: NotNegative
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
@@ -142,7 +142,7 @@ class SoftwareStack(Record):
     own: bool
     """This program's own messages are counted call by call (`planner/traffic/messages.py`), and
     parameters are gathered in the compute format."""
-    staged: NotNegative
+    staged_launch: NotNegative
     """Growth of the host's seconds by each rank of a tensor group, where stages of a pipeline are on several
     nodes: its collectives wait for each other's hosts, which also move what stages send."""
     agreements: Integer

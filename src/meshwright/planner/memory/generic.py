@@ -203,7 +203,7 @@ def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) ->
     if held.embed and blocks.stack.dropout:
         found += stream
     if blocks.spec.layout.pp > 1:
-        found += blocks.stack.between * stream * blocks.width
+        found += blocks.stack.kept_messages * stream * blocks.width
     return found + (2 * stream * blocks.width if held.head else 0)
 
 

@@ -36,7 +36,8 @@ class Cell:
     @property
     def regret_pct(self) -> float:
         """Excess of the layout predicted fastest over the fastest measured time, in percent."""
-        return regret(self.times)
+        _, chosen = min(self.times, key=lambda pair: pair[0])
+        return 100 * (chosen / min(measured for _, measured in self.times) - 1)
 
     @property
     def is_fastest_shown(self) -> bool:
@@ -71,9 +72,3 @@ def kendall(times: Times) -> float | None:
     signs = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in combinations(times, 2)]
     untied = sum(first != 0 for first, _ in signs) * sum(second != 0 for _, second in signs)
     return sum(first * second for first, second in signs) / untied**0.5 if untied else None
-
-
-def regret(times: Times) -> float:
-    """Measured time of the layout predicted fastest, over the fastest measured time, less 1, in percent."""
-    _, chosen = min(times, key=lambda pair: pair[0])
-    return 100 * (chosen / min(measured for _, measured in times) - 1)
