@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from meshwright.api.options import Option, choice, file_name, whole
 from meshwright.api.ranks import Result
@@ -14,6 +15,9 @@ from meshwright.hardware.find import cluster as hardware_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.other_models import refuse_other_models
+
+if TYPE_CHECKING:
+    from meshwright.dryrun.timeline import RankTimeline
 
 
 def dryrun(
@@ -51,11 +55,8 @@ def dryrun(
     `timeline` (see `dryrun.timeline`): seconds of the step on the cluster, of what computes and what is
     waited for, beside the planner's. Raises `UserError`.
     """
-    if timeline is not None or cluster is not None:
-        given = {"--timeline": timeline, "--cluster": cluster}
-        asked = " and ".join(flag for flag, value in given.items() if value is not None)
-        cluster = _cluster_of_clocks(spec, device, capability, cluster, asked)
-        check_writable(timeline, "--timeline")
+    cluster = _cluster_of_clocks(spec, device, capability, cluster, timeline)
+    check_writable(timeline, "--timeline")
     if device == "cuda" and library.is_needed():
         with FakeCudaProcess() as process:
             return process.call(
@@ -63,7 +64,6 @@ def dryrun(
                 capability=capability, reads=reads, cluster=cluster, timeline=timeline,
             )  # fmt: skip
     from meshwright.dryrun.report import rehearsals
-    from meshwright.report.timeline import ClockSpan, write_clocks
     from meshwright.weights.initial_weights import open_weights
 
     refuse_other_models(spec, "dryrun")
@@ -73,19 +73,20 @@ def dryrun(
             "--reads: this run starts from random weights, of which nothing is read; give --from SOURCE"
         )
     result, clocks = rehearsals(
-        spec,
-        world=world,
-        rank=rank,
-        all_stages=all_stages,
-        device=device,
-        capability=capability,
-        weights=weights,
-        cluster=cluster,
-    )
+        spec, world=world, rank=rank, all_stages=all_stages, device=device, capability=capability,
+        weights=weights, cluster=cluster,
+    )  # fmt: skip
     if timeline is not None:
-        rows = [row for each in clocks for row in each.rows(f"rank {each.rank}, " if all_stages else "")]
-        write_clocks(Path(timeline), result, [(name, [ClockSpan(*s) for s in spans]) for name, spans in rows])
+        _write_timeline(Path(timeline), result, clocks, all_stages)
     return result
+
+
+def _write_timeline(file: Path, result: Result, clocks: Sequence[RankTimeline], all_stages: bool) -> None:
+    """Write the page of the clocks of one rank, or of one of each stage."""
+    from meshwright.report.timeline import ClockSpan, write_clocks
+
+    rows = [row for each in clocks for row in each.rows(f"rank {each.rank}, " if all_stages else "")]
+    write_clocks(file, result, [(name, [ClockSpan(*span) for span in spans]) for name, spans in rows])
 
 
 _OF_CAPABILITY = {"8.0": "a100", "9.0": "h100", "10.0": "b200"}
@@ -93,16 +94,24 @@ _OF_CAPABILITY = {"8.0": "a100", "9.0": "h100", "10.0": "b200"}
 
 
 def _cluster_of_clocks(
-    spec: RunSpec, device: str, capability: str | None, cluster: str | Cluster | None, given: str
-) -> Cluster:
-    """Return the cluster that clocks are of, with a device for each rank.
+    spec: RunSpec,
+    device: str,
+    capability: str | None,
+    cluster: str | Cluster | None,
+    timeline: Path | None,
+) -> Cluster | None:
+    """Return the cluster that clocks are of, with a device for each rank; None where no flag asks for clocks.
 
-    `given` are the flags that ask for clocks. Raises `UserError`.
+    Raises `UserError`.
     """
+    given = {"--timeline": timeline, "--cluster": cluster}
+    asked = [flag for flag, value in given.items() if value is not None]
+    if not asked:
+        return None
     if device != "cuda":
         raise UserError(
-            f"{given.partition(' ')[0]}: the clocks are those of a GPU, but the step runs on a CPU; give "
-            f"--device cuda, or leave out {given}"
+            f"{asked[0]}: the clocks are those of a GPU, but the step runs on a CPU; give --device cuda, or "
+            f"leave out {' and '.join(asked)}"
         )
     ranks, named = spec.layout.world_size, cluster or _OF_CAPABILITY[capability or "9.0"]
     found = hardware_of(named, ranks) if isinstance(named, str) else named.resized(ranks)
