@@ -18,6 +18,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from launcher_rows import hold, rows
+from meshwright.checkpoint.directory import latest_step
 from meshwright.runs.record import read_metrics
 from meshwright.runs.status import read_status
 from small_run_file import run_file
@@ -75,8 +76,10 @@ def started(folder: Path, launcher: str, words: Sequence[str] = ()) -> subproces
 
 
 def wait_for_steps(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    """Return once the run has its steps and a whole checkpoint, which a slow disk ends later."""
     limit = time.monotonic() + LONGEST_S
-    while len(read_metrics(folder / "run")) < SIGNAL_AT:
+    saved = folder / "run/checkpoints"
+    while len(read_metrics(folder / "run")) < SIGNAL_AT or latest_step(saved) is None:
         assert process.poll() is None and time.monotonic() < limit, (folder / "log").read_text()
         time.sleep(0.05)
 
@@ -120,9 +123,13 @@ def ended(folder: Path, launcher: str, event: str) -> dict[str, str]:
         code = process.wait(LONGEST_S)
     finally:
         process.kill()
-    killed = "137"  # it leaves no code, and others leave those of whatever they were doing
+    found = codes(folder)
+    if event == KILLED:
+        found = {"137"}  # it leaves no code, and others leave those of whatever they were doing
+    elif event == FAILURE and len(found) > 1:
+        found -= {"143"}  # the launcher ends a rank that is still writing when another has failed
     return {
-        "rank": killed if event == KILLED else ", ".join(sorted(codes(folder))) or "-",
+        "rank": ", ".join(sorted(found)) or "-",
         "launcher_code": str(128 - code if code < 0 else code),
         "status": f"`{status_word(folder)}`",
     }
