@@ -32,7 +32,7 @@ def test_every_table_without_its_source_is_refused() -> None:
     ("changed", "sentence"),
     [
         ({"atention": "flash2"}, r"^file: nanotron: atention: unknown key; did you mean 'attention'"),
-        ({"kept": "most"}, r'^file: nanotron: kept: "most" is not valid: it should be a number'),
+        ({"spread": "most"}, r'^file: nanotron: spread: "most" is not valid: it should be a number'),
         ({"overlaps": ["date"]}, r'^file: nanotron: overlaps\[0\]: "date" is not one of data, parameters'),
         ({"selective": "most"}, r'"most" is not one of attention, half, elementwise, latents'),
         ({"extends": "fspd"}, r"^file: nanotron\.extends: 'fspd' is not a table above it"),

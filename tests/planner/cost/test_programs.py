@@ -14,7 +14,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.published_messages import merged_share
 from meshwright.planner.cost.software import STACKS, SoftwareStack
 from meshwright.planner.cost.step import step_time
-from meshwright.planner.memory.generic import Generic
+from meshwright.planner.memory.generic import Generic, everything
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.spec import RunSpec
 
@@ -181,11 +181,13 @@ def test_selective_recomputation_of_latents_frees_what_they_are_widened_to() -> 
 
 
 def test_hosts_of_tensor_ranks_wait_for_each_other_where_stages_are_on_several_nodes() -> None:
-    """Nanotron's runs: by 0.55 for each rank of a tensor group, and not in one node or without stages."""
+    """Nanotron's runs: by a share for each rank of a tensor group, and not in one node or without stages."""
     nanotron = STACKS["nanotron"]
     plain = layer(run("llama3-8b", tp=4, dp=4), nanotron).launch
     assert plain == nanotron.launch
-    assert layer(run("llama3-8b", tp=4, pp=2, dp=2), nanotron).launch == pytest.approx(plain * (1 + 4 * 0.55))
+    assert layer(run("llama3-8b", tp=4, pp=2, dp=2), nanotron).launch == pytest.approx(
+        plain * (1 + 4 * nanotron.staged_launch)
+    )
     assert layer(run("llama3-8b", tp=4, pp=2), nanotron).launch == plain
     assert layer(run("llama3-8b", tp=4, pp=2, dp=2), NEMO).launch == NEMO.launch
 
@@ -199,13 +201,16 @@ def test_gradients_that_are_added_up_apart_move_ten_bytes_each() -> None:
     assert more == pytest.approx(apart.kernels.moved(10.0 * sum(apart.held(kind))))
 
 
-def test_a_stage_keeps_what_it_sends_of_each_microbatch_in_flight() -> None:
-    nanotron = STACKS["nanotron"]
-    for layout, counted in (({"pp": 4, "dp": 2}, 4), ({"dp": 8}, 0)):
-        spec = run("llama3-8b", **layout)
-        kept, without = (
-            Generic(CostModel(cluster("h100", 8), replace(nanotron, kept_messages=each))).ranks(spec)[0]
-            for each in (4.0, 0.0)
-        )
-        message = spec.micro_batch * spec.data.seq_len * spec.model.hidden * 2
-        assert kept.activations - without.activations == pytest.approx(counted * 4.0 * message)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_what_a_program_keeps_of_a_block(tp: int) -> None:
+    """The activation's output apart from its gate, and inputs of products whole on each tensor rank."""
+    nanotron, spec = STACKS["nanotron"], run("llama3-8b", tp=tp, dp=8 // tp)
+    model, tokens = spec.model, spec.micro_batch * spec.data.seq_len
+
+    def kept(**changed: bool) -> float:
+        stack = replace(nanotron, **{"gathers_again": True, "fuses_gates": True, **changed})
+        costs = CostModel(cluster("h100", 8), stack)
+        return everything(costs.blocks(spec), model.kinds[0])
+
+    assert kept(fuses_gates=False) - kept() == 2 * tokens * model.ffn / tp
+    assert kept(gathers_again=False) - kept() == pytest.approx(2 * 2 * tokens * model.hidden * (1 - 1 / tp))

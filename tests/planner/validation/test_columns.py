@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.metrics import predict
+from meshwright.planner.validation.stage_cuts import by_threshold
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionError, read
-from meshwright.spec import UserError
+from meshwright.spec import ModelSpec, UserError
 
 
 def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: str) -> Case:
@@ -197,3 +198,28 @@ def test_a_heading_that_is_a_slip_of_the_pen_is_refused(tmp_path: Path, heading:
 def test_columns_of_ones_own_are_left_alone(tmp_path: Path) -> None:
     found = case(tmp_path, notes="my first run", layers_note="all alike", gpu_hours="12")
     assert found.row.words.get("broken") is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "ffn", "ranks", "stages"),
+    [
+        (16, 2048, 8192, 2, (11, 5)),
+        (16, 2048, 8192, 4, (6, 5, 5, 0)),
+        (16, 2048, 8192, 8, (3, 3, 2, 3, 2, 3, 0, 0)),
+        (32, 4096, 14336, 4, (9, 9, 8, 6)),
+        (32, 4096, 14336, 8, (5, 4, 4, 5, 4, 4, 4, 2)),
+    ],
+)
+def test_nanotrons_stages_end_with_the_block_that_exceeds_their_share(
+    layers: int, hidden: int, ffn: int, ranks: int, stages: tuple[int, ...]
+) -> None:
+    """Worked out by hand from its rule, for a head of 131,072 words: shares of 10, 5, 2.5, 8.55 and 4.28 blocks."""
+    heads = hidden // 128
+    model = ModelSpec(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=heads, vocab_size=131072)
+    assert by_threshold(model, ranks) == stages
+
+
+@pytest.mark.parametrize(("program", "stages"), [("nanotron", (9, 9, 8, 6)), ("torchtitan", "even")])
+def test_only_rows_of_nanotron_have_its_stages(tmp_path: Path, program: str, stages: object) -> None:
+    found = case(tmp_path, PUBLISHED, 89, program=program, where="")  # 32 blocks on 4 pipeline ranks
+    assert {spec.layout.stages for spec in found.specs} == {stages}

@@ -18,7 +18,7 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.pipeline_schedules import ScheduleName
 from meshwright.spec.records import Count, Integer, NotNegative, Record
 
-Operators = Literal["unfused", "eager", "fused", "compiled"]
+Operators = Literal["unfused", "widened", "eager", "fused", "compiled"]
 Hosting = Literal["modules", "eager", "compiled", "graphs"]
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"]
 KERNELS: Mapping[AttentionBackend, Attention] = {
@@ -72,7 +72,8 @@ class SoftwareStack(Record):
     describes: str
     numbers: Numbers
     operators: Operators
-    """Memory-bound operators: unfused, with dropout between them (2021), eager, fused, or compiled."""
+    """Memory-bound operators: unfused, with dropout between them (2021), eager with rotations, accumulated
+    gradients and the loss in fp32 (widened), eager, fused, or compiled."""
     hosting: Hosting
     """How the host launches operators: through modules that do more in Python, eager PyTorch, compiled
     blocks, or CUDA graphs that are replayed."""
@@ -101,6 +102,9 @@ class SoftwareStack(Record):
     these and the products that latents of attention are widened by."""
     schedules: tuple[ScheduleName, ...]
     """Pipeline schedules that it has; none of a program without pipelines."""
+    stages: Literal["even", "threshold"]
+    """How blocks are dealt to the stages of a pipeline where a published run does not state it: evenly, or
+    each stage until it exceeds its share (`planner/validation/stage_cuts.py`)."""
     scatter_pipeline: bool
     """Tensor ranks send a slice each between stages, and gather it there (Narayanan et al. 2021, 4.1)."""
     gradient_bytes: Count
@@ -113,10 +117,12 @@ class SoftwareStack(Record):
     """A group's ring enters each node through one interface, even if several members are in the node."""
     recipe: Recipe
     """Bytes of the training states."""
-    kept: NotNegative
-    """Activation bytes kept for the backward, as a multiple of the operators' inputs."""
-    kept_messages: NotNegative
-    """Tensors that a stage keeps of each microbatch beside its blocks', in sizes of what it sends."""
+    gathers_again: bool
+    """Under sequence parallelism, inputs of products that tensor ranks gather are gathered once more in the
+    backward, not kept whole (Korthikanti et al. 2022, 4.2.2)."""
+    fuses_gates: bool
+    """The activation of gated channels and its product with the others are one operator, which keeps the
+    inputs; else what the activation gives is kept, too."""
     unit: NotNegative
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
     whole_gradients: bool
@@ -145,6 +151,8 @@ class SoftwareStack(Record):
     staged_launch: NotNegative
     """Growth of the host's seconds by each rank of a tensor group, where stages of a pipeline are on several
     nodes: its collectives wait for each other's hosts, which also move what stages send."""
+    spread: NotNegative
+    """Standard deviation of its runs' seconds about the predicted ones, over that of other programs' runs."""
     agreements: Integer
     """All-reduces of single numbers over all ranks per step."""
 

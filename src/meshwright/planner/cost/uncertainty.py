@@ -32,7 +32,7 @@ quantile."""
 
 def spread(cluster: Cluster, stack: SoftwareStack) -> float:
     """Factor on both standard deviations for this stack on this cluster."""
-    return UNTIMED if stack.ours and cluster.device.kind != "cpu" else 1.0
+    return UNTIMED if stack.ours and cluster.device.kind != "cpu" else stack.spread
 
 
 def regime(cluster: Cluster, model: ModelSpec) -> str:

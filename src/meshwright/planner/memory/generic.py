@@ -67,6 +67,11 @@ class Memory:
         """Bytes that the driver counts (nvidia-smi)."""
         return self.reserved + self.context + self.communicators
 
+    @property
+    def needed(self) -> float:
+        """Bytes without which a step fails: before that, an allocator hands back what it only holds."""
+        return self.allocated + self.context + self.communicators
+
     def to_json(self) -> dict[str, float]:
         """The terms, and their sums."""
         terms = {name: value for name, value in vars(self).items() if name != "rank"}
@@ -202,8 +207,6 @@ def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) ->
     stream = blocks.own * blocks.spec.model.hidden
     if held.embed and blocks.stack.dropout:
         found += stream
-    if blocks.spec.layout.pp > 1:
-        found += blocks.stack.kept_messages * stream * blocks.width
     return found + (2 * stream * blocks.width if held.head else 0)
 
 
@@ -260,7 +263,8 @@ def everything(blocks: LayerCost, kind: LayerKind) -> float:
     """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
     low = blocks.precision.kept if blocks.stack.low_states and blocks.precision.cast else b
-    found = own * d * 2 * (b + low)  # inputs of both norms, and of what follows them
+    gathered = own if blocks.stack.gathers_again else n
+    found = d * 2 * (own * b + gathered * low)  # inputs of both norms, and of what follows them
     if blocks.stack.dropout:
         found += own * d * 2
     found += n * b * (blocks.q + 2 * blocks.kv) + n * blocks.q * (b + low if low < b else b)
@@ -274,8 +278,9 @@ def everything(blocks: LayerCost, kind: LayerKind) -> float:
         inner = model.moe.ffn / blocks.spec.layout.etp
         outputs = 0 if blocks.stack.low_states else d * b  # weighed before the last product
         found += blocks.shape.copies * (d * low + outputs + (gates * b + low) * inner)
-    found += n * (gates * b + low) * channels / t
-    return found * blocks.stack.kept + _scores(blocks)
+    activated = blocks.gates == 2 and not blocks.stack.fuses_gates
+    found += n * ((gates + activated) * b + low) * channels / t
+    return found + _scores(blocks)
 
 
 def _scores(blocks: LayerCost) -> float:

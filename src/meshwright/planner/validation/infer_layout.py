@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.validation.stage_cuts import by_threshold
 from meshwright.planner.validation.table import PredictionError, Row, short
 from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
@@ -143,6 +144,8 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
     These are microbatches, virtual stages and recomputation, the least recomputation first.
     """
     layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"]
+    if program.stages == "threshold" and layout.pp > 1:
+        layout = layout.model_copy(update={"stages": by_threshold(base.model, layout.pp)})
     per_rank = base.batch_sequences // layout.data_ranks
     if stated not in _POLICIES:
         row.infer("recompute", "the least that fits")
