@@ -213,7 +213,10 @@ def test_columns_of_ones_own_are_left_alone(tmp_path: Path) -> None:
 def test_nanotrons_stages_end_with_the_block_that_exceeds_their_share(
     layers: int, hidden: int, ffn: int, ranks: int, stages: tuple[int, ...]
 ) -> None:
-    """Worked out by hand from its rule, for a head of 131,072 words: shares of 10, 5, 2.5, 8.55 and 4.28 blocks."""
+    """Worked out by hand from its rule, for a head of 131,072 words.
+
+    Shares are 10, 5, 2.5, 8.55 and 4.28 blocks.
+    """
     heads = hidden // 128
     model = ModelSpec(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=heads, vocab_size=131072)
     assert by_threshold(model, ranks) == stages
