@@ -17,6 +17,7 @@ from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
 from meshwright.fake_cuda.runtime import set_capability
 from meshwright.hardware.find import cluster
+from meshwright.planner.cost.host import counted_host_seconds
 from meshwright.planner.cost.operator_bytes import (
     block_bytes,
     block_kernels,
@@ -61,6 +62,19 @@ def recorded(spec: RunSpec) -> dict[str, float]:
         elif kind in ("loss", "elementwise", "copies"):
             found[{"loss": "head", "copies": f"{unit} copies"}.get(kind, unit)] += event.bytes
     return dict(found)
+
+
+def launched(spec: RunSpec) -> dict[str, float]:
+    """Operators that the host launches for a block and microbatch, by phase; in the process of the faked
+    GPU."""
+    set_capability((9, 0))
+    device = torch.device("cuda", 0)
+    trace, found = Trace(device), defaultdict[str, float](float)
+    rehearse(spec, 0, device, trace)
+    for event in trace.events:
+        if event.module.startswith("blocks") and event.host in ("operator", "compiled"):
+            found[event.phase] += 1 / spec.model.layers / spec.microbatches
+    return found
 
 
 def counted(spec: RunSpec) -> dict[str, float]:
@@ -145,6 +159,35 @@ def test_terms_of_plans_are_those_of_the_clocks(
     waits = ("messages exposed",) if "layout__tp" in flags else ()
     for term in ("products", "attention", "memory-bound", "optimiser", *waits):
         assert terms[term] == pytest.approx(1.0, abs=WITHIN), (term, terms[term])
+
+
+@pytest.mark.parametrize(
+    ("flags", "within"),
+    [
+        ({}, 0.06),
+        (TENSOR, 0.06),
+        ({"recompute__policy": "full"}, 0.06),
+        ({"model.preset": "mixtral-8x7b", "layout__ep": 8}, 0.06),
+        pytest.param(
+            {"train__compile": "true"},
+            0.15,
+            marks=pytest.mark.skipif(find_spec("triton") is None, reason="no Triton for this platform"),
+        ),
+    ],
+)
+def test_the_host_launches_the_operators_that_plans_count(
+    process: FakeCudaProcess, flags: dict[str, object], within: float
+) -> None:
+    spec = run(**flags)
+    blocks = estimate(spec, cluster("h100", spec.layout.world_size)).costs.blocks(spec)
+    (kind,) = spec.model.kinds
+    each = {"eager": 1.0, "compiled": 1.0}
+    again = spec.recompute.policy == "full"
+    repeated = ("attention", "matmul") if again else ()
+    count = counted_host_seconds(spec, kind, len(blocks.separate_products(kind)), each, repeated).ahead
+    found = process.call(launched, spec)
+    assert count[0] == pytest.approx(found["forward"], rel=within)
+    assert sum(count[1:3]) + again * count[3] == pytest.approx(found["backward"], rel=within)
 
 
 def test_the_term_of_plans_is_the_sum_of_the_parts() -> None:

@@ -19,6 +19,7 @@ from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
 from meshwright.planner.cost.collectives import CollectiveCosts
+from meshwright.planner.cost.host import counted_host_seconds, host_seconds
 from meshwright.planner.cost.kernels import START, KernelCosts
 from meshwright.planner.cost.layer_products import LayerProducts
 from meshwright.planner.cost.operator_bytes import (
@@ -205,25 +206,15 @@ class LayerCost(LayerProducts):
 
     def _launched(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
-        # counted: operators of the forward; those of both halves of the backward, and of recomputation where
-        # products are saved, over those. Those of experts follow the router's, for whose counts the host may
-        # wait.
-        count, experts = (22 if self.stack.fused_attention else 30), (25 if kind.has_experts else 0)
-        whole = self.spec.recompute.policy == "full" or "matmul" in self.repeats
-        ratios = 1.0, 1.2, 0.4, 1.0 if whole else 8 / (count + experts)
-        launched = []
-        for seconds, ratio in zip(passes, ratios, strict=True):
-            ahead, behind = ratio * count * self.launch, ratio * experts * self.launch
-            if not seconds.total:
-                waits = 0.0
-            elif self.stack.blocking:
-                waits = ahead + behind
-            elif self.stack.blocking_experts:
-                waits = behind + max(0.0, ahead - seconds.total)
-            else:
-                waits = max(0.0, ahead + behind - seconds.total)
-            launched.append(seconds._replace(host=waits))
-        return PassSeconds(*launched)
+        full = self.spec.recompute.policy == "full"
+        if not self.counted:
+            again = full or "matmul" in self.repeats
+            return host_seconds(self.stack, kind, self.launch, again).waits(passes, self.stack)
+        numbers, graphs = self.stack.numbers.launch, self.spec.train.cuda_graphs
+        launch = dict.fromkeys(numbers, numbers["graphs"]) if graphs else numbers
+        products = len(self.separate_products(kind))
+        repeated = ("attention", "matmul") if full else self.repeats
+        return counted_host_seconds(self.spec, kind, products, launch, repeated).waits(passes, self.stack)
 
     @property
     def sixteen(self) -> str:

@@ -35,6 +35,10 @@ class LayerProducts:
         others = [*self._adapter_products(kind), *(self._routed_products() if routed else ())]
         return [*self._attention_products(), *inner, *others]
 
+    def separate_products(self, kind: LayerKind) -> list[Product]:
+        """Matrix products of a layer's forward, as they are multiplied."""
+        return self._separate(self.products(kind))
+
     def _maps(self, kind: LayerKind) -> list[ParallelMaps]:
         """The regions that tensor ranks compute together; none of latent attention."""
         if self.spec.model.mla is not None:
