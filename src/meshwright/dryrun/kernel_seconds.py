@@ -49,7 +49,8 @@ class EventSeconds:
             p = work.product
             return self._kernels.matmul(work.format, p.m, p.n, p.k, p.batch)
         kernel = self._flash if work.kernel == "flash" else work.kernel
-        seconds = self._kernels.attention(work.format, work.flops, work.length, work.backward, kernel)
+        shape = work.length, work.backward, kernel, work.channels
+        seconds = self._kernels.attention(work.format, work.flops, *shape)
         return max(seconds, self._kernels.moved(event.bytes))
 
     def _collective(self, event: Event) -> float:

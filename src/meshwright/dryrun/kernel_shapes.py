@@ -39,6 +39,8 @@ class KernelWork:
     length: float = 0.0
     """Tokens of a sequence, or of a document where several are told apart."""
     backward: bool = False
+    channels: float = 128.0
+    """The mean of the channels of a head's keys and values, of attention."""
 
 
 def counted_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -117,7 +119,7 @@ def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
     """The work of attention; documents that are laid end to end are equally long."""
     names = [each.name for each in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    query, key = (given.get(name, given.get(name[0])) for name in ("query", "key"))
+    query, key, value = (given.get(name, given.get(name[0])) for name in ("query", "key", "value"))
     name, executed = func.name(), float(flops)
     length = float(key.shape[1 if name.startswith("meshwright") else -2])
     window = given.get("window")
@@ -133,5 +135,5 @@ def _attention(func: Any, args: Any, kwargs: Any, flops: int) -> KernelWork:
         executed /= 2
     return KernelWork(
         FORMATS.get(query.dtype, "bf16"), executed, kernel=kernel,
-        length=length, backward="backward" in name,
+        length=length, backward="backward" in name, channels=(key.shape[-1] + value.shape[-1]) / 2,
     )  # fmt: skip

@@ -293,3 +293,14 @@ def test_replicas_of_shards_add_up_in_the_masters_format() -> None:
         for each in ("fp32", "bf16")
     )
     assert wide["replicate"] == narrow["replicate"] and wide["shard"] > 1.3 * narrow["shard"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kernel", "share"),
+    [(64, "cudnn", 0.72), (128, "cudnn", 1.0), (256, "flash3", 1.04), (32, "flash2", 0.445)],
+)
+def test_attention_is_slower_over_narrow_heads(head_dim: int, kernel: str, share: float) -> None:
+    """Rates that Shah et al. 2024 (figure 5) measured on an H100, over that at 128 channels a head."""
+    costs = KernelCosts(cluster("h100", 8).device)
+    seconds = [costs.attention("bf16", 1e15, 4096, False, kernel, channels) for channels in (128, head_dim)]
+    assert seconds[0] / seconds[1] == pytest.approx(share)

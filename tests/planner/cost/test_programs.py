@@ -14,9 +14,10 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.published_messages import merged_share
 from meshwright.planner.cost.software import STACKS, SoftwareStack
 from meshwright.planner.cost.step import step_time
-from meshwright.planner.memory.generic import Generic, everything
+from meshwright.planner.memory.generic import Generic
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.spec import RunSpec
+from meshwright.spec.sections import NoRecompute
 
 NEMO = STACKS["nemo"]
 
@@ -202,15 +203,19 @@ def test_gradients_that_are_added_up_apart_move_ten_bytes_each() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-def test_what_a_program_keeps_of_a_block(tp: int) -> None:
-    """The activation's output apart from its gate, and inputs of products whole on each tensor rank."""
-    nanotron, spec = STACKS["nanotron"], run("llama3-8b", tp=tp, dp=8 // tp)
-    model, tokens = spec.model, spec.micro_batch * spec.data.seq_len
+@pytest.mark.parametrize(("pp", "in_flight"), [(1, 1), (2, 2)])
+def test_what_a_program_keeps_beside_the_inputs_of_products(tp: int, pp: int, in_flight: int) -> None:
+    """The activation's output apart from its gate; and whole hidden states of each microbatch in flight."""
+    plain = replace(STACKS["nanotron"], fuses_gates=True, kept_messages=0.0)
+    spec = run("llama3-8b", tp=tp, pp=pp, dp=8 // tp // pp, stages="even", schedule="1f1b")
+    spec = spec.model_copy(update={"recompute": NoRecompute()})
+    tokens, model = spec.micro_batch * spec.data.seq_len, spec.model
 
-    def kept(**changed: bool) -> float:
-        stack = replace(nanotron, **{"gathers_again": True, "fuses_gates": True, **changed})
-        costs = CostModel(cluster("h100", 8), stack)
-        return everything(costs.blocks(spec), model.kinds[0])
+    def kept(**changed: float) -> float:
+        costs = CostModel(cluster("h100", 8), replace(plain, **changed))
+        return Generic(costs).ranks(spec)[0].activations
 
-    assert kept(fuses_gates=False) - kept() == 2 * tokens * model.ffn / tp
-    assert kept(gathers_again=False) - kept() == pytest.approx(2 * 2 * tokens * model.hidden * (1 - 1 / tp))
+    apart, layers = kept(fuses_gates=False) - kept(), model.layers // pp * in_flight
+    assert apart == pytest.approx(layers * 2 * tokens * model.ffn / tp)
+    messages = in_flight * 2 * tokens * model.hidden if pp > 1 else 0
+    assert kept(kept_messages=3.0) - kept() == pytest.approx(3 * messages)

@@ -10,7 +10,7 @@ device's own rate. Measured times of a machine, where present, are interpolated 
 from __future__ import annotations
 
 from functools import cache
-from math import ceil
+from math import ceil, log2
 
 from meshwright.hardware.cluster import Device, ProfiledTimes
 from meshwright.hardware.measurements import matmul_seconds
@@ -30,6 +30,11 @@ START = 2.5e-6
 _FIRST = 0.55
 """Rate of FlashAttention-1, or a kernel as memory-efficient, beside FlashAttention-2. Source: Dao 2023
 (FlashAttention-2), figures 4 to 6."""
+_HEADS = {"flash2": (0.89, 0.89), "flash1": (0.89, 0.89), "cudnn": (0.72, 0.94)}
+_NEWER_HEADS = 0.77, 1.04
+"""Rates of kernels of attention at 64 and at 256 channels a head, over that at 128. Source: Shah et al. 2024
+(FlashAttention-3), figure 5, causal forward over 16k tokens on an H100. Assumed: the same in the backward,
+and later releases of FlashAttention are as the third."""
 _UNALIGNED, _UNALIGNED_BATCHED = 0.5, 0.07
 """Factor on the rate per unaligned size, of one product and of batched ones. Fitted on: the published runs,
 by hand (attention without fused kernels)."""
@@ -92,17 +97,25 @@ class KernelCosts:
         return max(compute, moved / self._bandwidth)
 
     def attention(
-        self, format: str, flops: float, length: float, backward: bool, kernel: str | None = None
+        self,
+        format: str,
+        flops: float,
+        length: float,
+        backward: bool,
+        kernel: str | None = None,
+        channels: float = 128.0,
     ) -> float:
         """Seconds of the forward or the backward of fused attention over sequences of `length` tokens.
 
         `flops` counts executed operations: two products in the forward and five in the backward, over the
-        causal half only. `kernel` is a name that software stacks have for it, by default that of this one's.
+        causal half only. `kernel` is a name that software stacks have for it, by default that of this one's;
+        `channels` is the mean of those of a head's keys and values.
         """
         rates = self.device.rates
         name = computed(self.device, "bf16" if format in ("fp8", "fp4") else format)
         rate = self.device.peak[name] * self.device.clock(name)
-        rate *= self._relative(kernel or self._attention)
+        kernel = kernel or self._attention
+        rate *= self._relative(kernel) * _of_heads(kernel, channels)
         rate *= rates.attention_backward if backward else rates.attention
         return flops * (1 + _SHORT / length) / rate
 
@@ -126,6 +139,15 @@ class KernelCosts:
         """Seconds of memory-bound operators that read and write `size` bytes, in so many kernels that are
         counted."""
         return size / self._bandwidth + kernels * START
+
+
+def _of_heads(kernel: str, channels: float) -> float:
+    """Rate of a kernel of attention for heads of some channels, over that for 128."""
+    narrow, wide = _HEADS.get(kernel, _NEWER_HEADS)
+    doublings = log2(channels / 128)
+    if doublings >= 0:
+        return 1 + (wide - 1) * min(1.0, doublings)
+    return 1 + (narrow - 1) * -doublings if doublings > -1 else narrow * channels / 64
 
 
 def _alignment(format: str, n: int, k: int, batch: int) -> float:

@@ -269,7 +269,8 @@ class LayerCost(LayerProducts):
             products = 2.5 if backward else 1.0  # source: Dao et al. 2022, FlashAttention: five for two
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
             format, length = self.precision.products, self.document
-            return self.kernels.attention(format, flops, length, backward, self.attention), 0.0
+            channels = (model.head_dim + model.v_dim) / 2
+            return self.kernels.attention(format, flops, length, backward, self.attention, channels), 0.0
         sequences = max(1, self.tokens // self.length)
         batch = sequences * heads
         length, d = self.length, model.head_dim

@@ -117,12 +117,11 @@ class SoftwareStack(Record):
     """A group's ring enters each node through one interface, even if several members are in the node."""
     recipe: Recipe
     """Bytes of the training states."""
-    gathers_again: bool
-    """Under sequence parallelism, inputs of products that tensor ranks gather are gathered once more in the
-    backward, not kept whole (Korthikanti et al. 2022, 4.2.2)."""
     fuses_gates: bool
     """The activation of gated channels and its product with the others are one operator, which keeps the
     inputs; else what the activation gives is kept, too."""
+    kept_messages: NotNegative
+    """Hidden states, whole on each tensor rank, that a stage keeps of each microbatch beside its blocks'."""
     unit: NotNegative
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
     whole_gradients: bool

@@ -67,11 +67,6 @@ class Memory:
         """Bytes that the driver counts (nvidia-smi)."""
         return self.reserved + self.context + self.communicators
 
-    @property
-    def needed(self) -> float:
-        """Bytes without which a step fails: before that, an allocator hands back what it only holds."""
-        return self.allocated + self.context + self.communicators
-
     def to_json(self) -> dict[str, float]:
         """The terms, and their sums."""
         terms = {name: value for name, value in vars(self).items() if name != "rank"}
@@ -207,6 +202,8 @@ def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) ->
     stream = blocks.own * blocks.spec.model.hidden
     if held.embed and blocks.stack.dropout:
         found += stream
+    if blocks.spec.layout.pp > 1:
+        found += blocks.stack.kept_messages * blocks.tokens * blocks.spec.model.hidden * blocks.width
     return found + (2 * stream * blocks.width if held.head else 0)
 
 
@@ -263,8 +260,7 @@ def everything(blocks: LayerCost, kind: LayerKind) -> float:
     """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
     low = blocks.precision.kept if blocks.stack.low_states and blocks.precision.cast else b
-    gathered = own if blocks.stack.gathers_again else n
-    found = d * 2 * (own * b + gathered * low)  # inputs of both norms, and of what follows them
+    found = own * d * 2 * (b + low)  # inputs of both norms, and of what follows them
     if blocks.stack.dropout:
         found += own * d * 2
     found += n * b * (blocks.q + 2 * blocks.kv) + n * blocks.q * (b + low if low < b else b)

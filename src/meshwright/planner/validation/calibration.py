@@ -36,6 +36,7 @@ BY_HAND = {
     "_UNALIGNED": 1,
     "_UNALIGNED_BATCHED": 1,
     "fragmentation": 1,
+    "kept_messages": 1,
     "widened": 1,
     "staged_launch": 1,
     "spread": 1,

@@ -73,7 +73,7 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """True if the run was predicted to fit into memory."""
-        return self.memory.needed <= self.case.cluster.device.memory * (1 + 1e-9)
+        return self.memory.device <= self.case.cluster.device.memory * (1 + 1e-9)
 
     def to_json(self) -> dict[str, Any]:
         """The run that the row was taken for, and the measured and predicted figures."""
