@@ -231,3 +231,13 @@ def test_broken_tables_of_the_catalogue_are_refused(key: str, value: object, sen
 def test_hardware_that_python_code_makes_is_checked_too(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "measured"),
+    [("mi300x", "bf16", 708), ("mi300x", "fp8", 1273), ("mi325x", "bf16", 843), ("mi325x", "fp8", 1519)],
+)
+def test_products_on_cdna_3_attain_what_amd_measured(name: str, format: str, measured: float) -> None:
+    """AMD 2025, Measuring Max-Achievable FLOPs, part 2, table 1; TFLOP/s."""
+    device = cluster(name).device
+    assert device.peak[format] * device.attained(format) / 1e12 == pytest.approx(measured, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from math import log
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,40 @@ def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: st
         ("DeepSpeed", "deepspeed-zero3"),
         ("PyTorch FSDP2", "fsdp"),
         ("HAI-LLM", "hai-llm"),
+        ("MaxText", "maxtext"),
     ],
 )
 def test_the_program_is_the_one_that_is_stated(tmp_path: Path, program: str, stack: str) -> None:
     found = case(tmp_path, program=program, source="a blog", where="")
     assert found.stack.name == stack
     assert not any(told.startswith("program") for told in found.inferred)
+
+
+@pytest.mark.parametrize(
+    ("where", "policies"),
+    [
+        ("remat_policy: full", ["full"]),
+        ("remat minimal_offloaded", ["selective"]),
+        ("remat custom", ["none", "selective", "full"]),
+    ],
+)
+def test_maxtext_names_recomputation_in_its_own_words(
+    tmp_path: Path, where: str, policies: list[str]
+) -> None:
+    changed = {"precision": "bf16", "fp8_recipe": "", "gpu": "TPU v6e", "recompute": ""}
+    found = case(tmp_path, program="MaxText", source="a blog", where=where, **changed)
+    assert found.cluster.device.name == "tpu-v6e" and found.stack.hosting == "graphs"
+    assert list(dict.fromkeys(spec.recompute.policy for spec in found.specs)) == policies
+    assert (f"recompute = {policies[0]}" in found.derived) == (len(policies) == 1)
+
+
+def test_a_device_that_no_run_was_timed_on_has_a_wider_interval(tmp_path: Path) -> None:
+    changed = {"program": "torchtitan", "precision": "bf16", "fp8_recipe": "", "where": ""}
+    spans = []
+    for gpu in ("B200", "MI355X", "TPU v6e"):
+        low, high = predict(case(tmp_path, gpu=gpu, **changed)).interval
+        spans.append(log(high / low))
+    assert min(spans[1:]) > 1.7 * spans[0]
 
 
 def test_a_program_is_never_guessed_from_a_models_name(tmp_path: Path) -> None:

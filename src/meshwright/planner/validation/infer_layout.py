@@ -22,6 +22,8 @@ _SCHEDULES = {
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "selective": SelectiveRecompute(), "full": FullRecompute()}
 """The least recomputation first."""
+_REMAT = r"remat(?:[ _]policy)? ?[=:]? ?(full|minimal)(?:_\w+)?"
+"""MaxText's name of a recomputation policy in a comment: of all of a block, or of all but its products."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Microbatch sizes to try where a row does not state one. Source: assumed."""
 _MOST_VIRTUAL = 4
@@ -142,7 +144,7 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
 
     These are microbatches, virtual stages and recomputation, the least recomputation first.
     """
-    layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"]
+    layout, micro, stated = base.layout, row.whole("micro_batch"), _recompute(row)
     per_rank = base.batch_sequences // layout.data_ranks
     if stated not in _POLICIES:
         row.infer("recompute", "the least that fits")
@@ -161,6 +163,14 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
         for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
             changed = {"micro_batch": size, "schedule": schedule, "virtual": virtual}
             yield base.model_copy(update={"layout": layout.model_copy(update=changed), "recompute": policy})
+
+
+def _recompute(row: Row) -> str:
+    """The recomputation that the row states, or that its comment names as MaxText does; or an empty text."""
+    stated = row.words["recompute"]
+    if stated or not (named := row.says(_REMAT)):
+        return stated
+    return row.derive("recompute", "full" if named[1].lower() == "full" else "selective")
 
 
 def _interleavings(

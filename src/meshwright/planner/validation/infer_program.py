@@ -30,6 +30,7 @@ _PROGRAMS = (
     (r"llm[ -]?foundry|mosaic(ml)?|composer", "llm-foundry"),
     (r"nanotron|ultra-?scale playbook", "nanotron"),
     (r"deepspeed|zero-3", "deepspeed-zero3"),
+    (r"max[ -]?text", "maxtext"),
     (r"olmo\d?|fsdp\d?", "fsdp"),
 )
 """Words of a program's name -> its software stack; the first match counts."""
@@ -67,6 +68,9 @@ _DEVICES = (
     (r"b300", "b300"),
     (r"tpu.?v?4", "tpu-v4"),
     (r"tpu.?v?5p", "tpu-v5p"),
+    (r"tpu.?v?5(e|.?lite)", "tpu-v5e"),
+    (r"tpu.?v?6|trillium", "tpu-v6e"),
+    (r"tpu.?v?7|ironwood", "tpu-v7"),
     (r"3090", "rtx-3090"),
     (r"4090", "rtx-4090"),
     (r"\bl4\b", "l4"),
@@ -94,7 +98,9 @@ def program_of(row: Row) -> SoftwareStack:
     stated = row.words["program"].lower()
     name = stated if stated in STACKS else _program(lambda words: phrase(words, stated))
     if stated and name is None:
-        known = "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry and nanotron"
+        known = (
+            "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry, nanotron and MaxText"
+        )
         raise PredictionError(f"the program '{short(row.words['program'])}' is not known; {known} are")
     if name is None:
         name = row.infer("program", _usual_program(row))

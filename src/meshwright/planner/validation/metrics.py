@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
-from meshwright.planner.cost.uncertainty import interval, regime
+from meshwright.planner.cost.uncertainty import interval, regime, spread
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.validation import ranking
 from meshwright.planner.validation.calibration import is_used
@@ -51,7 +51,8 @@ class Prediction:
     @property
     def interval(self) -> tuple[float, float]:
         """90% prediction interval in seconds, (low, high); inferred properties widen it."""
-        return interval(self.seconds, self.regime, unknown=len(self.case.inferred))
+        wider = spread(self.case.cluster, self.case.stack)
+        return interval(self.seconds, self.regime, wider, len(self.case.inferred))
 
     @property
     def regime(self) -> str:
