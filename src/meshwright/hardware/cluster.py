@@ -168,6 +168,16 @@ class Device(Record):
         share = (rates.reference_power / (same * peak)) ** rates.power
         return share * same * (self.power / rates.reference_power) ** ROOT
 
+    def at_power(self, watts: float) -> Device:
+        """The device limited to so many watts; as it is where its rated power is not known."""
+        if self.power is None:
+            return self
+        rates = self.rates
+        if not rates.reference_power:
+            bf16 = self.peak.get("bf16", max(self.peak.values())) / 1e12
+            rates = replace(rates, reference_power=self.power, reference_peak=bf16)
+        return replace(self, power=watts, rates=rates)
+
     def attained(self, format: str) -> float:
         """Share of the peak of one of its formats that large matrix products attain."""
         share = self.rates.matmul * self.clock(format)

@@ -52,6 +52,7 @@ PRECISIONS = {
     "fp8-rowwise": Precision("fp8", 10.0),
     "fp8-blockwise": Precision("fp8", 6.0, 2.0, 1.0, 1.0),
     "mxfp8": Precision("fp8", 3.0, 1.0, 1.0, 1.0),
+    "mxfp4": Precision("fp4", 2.5, 1.0, 1.0, 0.5),
     "nvfp4": Precision("fp4", 4.0, 1.0, 1.0, 0.5),
 }
 

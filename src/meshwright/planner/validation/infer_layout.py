@@ -36,7 +36,7 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
         raise PredictionError(f"tp x cp x pp = {row.model_ranks} does not divide its {gpus} GPUs")
     if (dp := row.whole("dp")) and dp * row.model_ranks != gpus:
         raise PredictionError(f"dp x tp x cp x pp = {dp * row.model_ranks} are not its {gpus} GPUs")
-    sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep")}
+    sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep", "etp")}
     zero = row.whole_or("zero", program.habitual_zero)
     stated = row.words["sequence_parallel"]
     sequence_parallel = stated == "yes" if stated else program.habitual_sequence_parallel
@@ -87,7 +87,7 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
     """Raise `PredictionError` for a layout that cannot have run with the row's batch and model."""
     stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
     per_rank, micro, length = batch // layout.data_ranks, row.whole("micro_batch") or 0, row.whole("seq_len")
-    heads, groups, ep = model.heads, model.kv_heads, layout.ep
+    heads, groups, ep, etp = model.heads, model.kv_heads, layout.ep, layout.etp
     experts, top_k = (model.moe.experts, model.moe.top_k) if model.moe else (0, 0)
     counts = {name: row.whole(name) or 0 for name in ("moe_ffn", "shared_ffn", "top_k")}
     without = next((name for name, count in counts.items() if count > (name == "top_k")), "")
@@ -95,8 +95,10 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
         (stages > model.layers + 2, f"pp x vp = {stages} stages are more than its {model.layers} layers"),
         (top_k > experts, f"top_k = {top_k} is more than its {experts} experts"),
         (experts % ep, f"ep = {ep} does not divide its {experts} experts"),
-        (folded % ep, f"ep = {ep} does not divide the {folded} GPUs of a stage"),
+        (folded % (ep * etp), f"{_expert_axes(layout)} does not divide the {folded} GPUs of a stage"),
         (not experts and ep > 1, f"ep = {ep} has no experts to deal out"),
+        (not experts and etp > 1, f"etp = {etp} has no experts to slice"),
+        (experts and model.moe and model.moe.ffn % etp, f"etp = {etp} does not divide its experts' channels"),
         (
             not experts and without,
             f"its {without} is of experts, of which it has none; give their number, or an empty cell",
@@ -120,6 +122,11 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
     for wrong, reason in problems:
         if wrong:
             raise PredictionError(reason)
+
+
+def _expert_axes(layout: Layout) -> str:
+    product = layout.ep * layout.etp
+    return f"ep x etp = {product}" if layout.etp > 1 else f"ep = {product}"
 
 
 def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:
