@@ -146,12 +146,20 @@ def test_the_network_of_a_row_is_of_a_device_or_of_a_node(tmp_path: Path) -> Non
         ("NVIDIA RTX A6000", "RTX A6000 48 GB"),
         ("RTX PRO 6000", "RTX PRO 6000 96 GB"),
         ("L40S", "L40S 48 GB"),
+        ("trn2", "Trainium2"),
     ],
 )
 def test_gpus_as_people_write_them(tmp_path: Path, gpu: str, device: str) -> None:
     changed = {"precision": "bf16", "fp8_recipe": "", "step_seconds": "1000", "mfu_pct": ""}
     found = case(tmp_path, gpu=gpu, tokens_per_sec_per_gpu="", tflops_per_gpu="", where="", **changed)
     assert found.cluster.device.name == device
+
+
+def test_a_v100_computes_in_fp16(tmp_path: Path) -> None:
+    slow = {"step_seconds": "1000", "mfu_pct": "", "tokens_per_sec_per_gpu": "", "tflops_per_gpu": ""}
+    found = case(tmp_path, gpu="Tesla V100-SXM2-16GB", precision="", fp8_recipe="", **slow)
+    assert found.format == "fp16" and "precision = fp16" in found.inferred
+    assert found.cluster.device.name == "V100 SXM 16 GB"
 
 
 def test_a_limit_of_power_lowers_what_products_attain(tmp_path: Path) -> None:
@@ -263,6 +271,8 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
         ({"model": "Qwen2.5-VL-72B"}, "has an encoder of images"),
         ({"gpu": "H1000"}, "the GPU 'H1000' is not in the catalogue"),
         ({"gpu": "A100"}, "its A100 SXM 80 GB does not compute in fp8"),
+        ({"gpu": "V100-32GB", "precision": "bf16", "fp8_recipe": ""}, "does not compute in bf16"),
+        ({"gpu": "H100-80GB+V100"}, "are of several kinds"),
         ({"fp8_recipe": "banana"}, "the fp8_recipe 'banana' is not one of tensor, row, block"),
         ({"ep": "4"}, "ep = 4 has no experts to deal out"),
         ({"kv_heads": "7", "params_b": ""}, "its 7 kv_heads do not divide its 64 heads"),

@@ -83,6 +83,16 @@ def precision(name: str) -> Precision:
     return PRECISIONS.get(name) or Precision(name)
 
 
+def check_computes(name: str, device: Device) -> None:
+    """Raise `UserError` for bf16, plain or around a recipe, on a GPU that does not compute in it."""
+    if device.kind == "cpu" or name not in ("bf16", *OURS) or "bf16" in device.peak:
+        return
+    raise UserError(
+        f"precision.compute: {name!r} needs bf16, and {device.name} computes in {', '.join(device.peak)}; "
+        f"give {device.default_format}"
+    )
+
+
 def our_precision(name: str, device: Device) -> Precision:
     """The recipe of a name in this program. Raises `UserError` for a GPU that it does not run on."""
     if device.kind != "cpu" and (needed := NEEDED.get(name)) and needed not in device.peak:

@@ -25,6 +25,9 @@ _MOST_OF_A_NIC = 1600.0
 _LIMITED = r"power[ -](?:limited|capped)"
 """Words for devices that run below their rated power."""
 _DEVICES = (
+    (r"v100.*16", "v100-16"),
+    (r"v100(?!\d)", "v100-32"),
+    (r"trn2|trainium.?2", "trn2"),
     (r"a100.*40", "a100-40-sxm"),
     (r"a100.*pcie", "a100-80-pcie"),
     (r"a100(?!\d)", "a100-80-sxm"),

@@ -126,7 +126,7 @@ def _written(row: Row) -> float:
 
 
 def format_of(row: Row, cluster: Cluster) -> str:
-    """The precision recipe; if the row states none, fp16 on an A100 and bf16 on others."""
+    """The precision recipe; if the row states none, fp16 on a V100 or an A100 and bf16 on others."""
     plain, told = row.words["precision"].lower(), row.words["fp8_recipe"].lower()
     low = first_match((*_RECIPES, (_BY_TENSOR, "fp8")), told)
     if low is None and told not in ("", "none"):
@@ -139,7 +139,7 @@ def format_of(row: Row, cluster: Cluster) -> str:
         raise PredictionError(f"its precision '{short(plain)}' has no fp8_recipe '{short(told)}'")
     if (recipe := low or stated) is not None:
         format = precision(recipe).products
-        if format in ("fp8", "fp4") and format not in cluster.device.peak:
+        if format in ("bf16", "fp8", "fp4") and format not in cluster.device.peak:
             raise PredictionError(f"its {cluster.device.name} does not compute in {recipe}")
         return recipe
-    return row.infer("precision", "fp16" if cluster.device.name.startswith("A100") else "bf16")
+    return row.infer("precision", "fp16" if cluster.device.name.startswith(("A100", "V100")) else "bf16")
