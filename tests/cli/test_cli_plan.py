@@ -188,9 +188,24 @@ def test_tokens_and_lengths_as_people_write_them(capsys: pytest.CaptureFixture[s
             main([*wish, "--seq-len", length])
 
 
+def test_a_device_that_runs_nothing_here_is_told_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    only = "tpu-v5e is known for planning only: this program runs on CUDA, ROCm and CPU"
+    wish = ["plan", "llama3-8b", "--cluster", "tpu-v5e", "--gpus", "256", "--batch-tokens", "4M", "--no-why"]
+    assert main([*wish, "--top", "1", "--write", str(tmp_path / "run.toml")]) == 0
+    assert capsys.readouterr().out.startswith(f"{only}.\nllama3-8b")
+    assert main(["explain", str(tmp_path / "run.toml"), "--cluster", "tpu-v5e"]) == 0
+    assert capsys.readouterr().out.startswith(f"{only}.\nrun")
+    assert main([*wish, "--top", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["best"]["planning_only"] == only
+    assert main([*WISH, "--no-why"]) == 0
+    assert "planning only" not in capsys.readouterr().out
+
+
 def test_a_limit_that_limits_nothing_is_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WISH, "--no-why", "--max-memory", "200"]) == 0
-    remark = "--max-memory of 200 GB limits nothing: of 85.9 GB a plan may fill 78 GB"
+    remark = "--max-memory of 200 GB limits nothing: of 85.5 GB a plan may fill 77.7 GB"
     assert remark in capsys.readouterr().out.splitlines()
     assert main([*WISH, "--no-why", "--max-memory", "60"]) == 0
     assert "--max-memory" not in capsys.readouterr().out

@@ -133,7 +133,9 @@ def _write_page(plans: Plans, path: Path) -> None:
 
     best = plans.best
     specs = [plan.spec for plan in plans.plans if plan.cluster.count == best.cluster.count]
-    write_plan_page(path, specs, best.costs, plans.pareto, _notes(plans), plans.capacity)
+    only = best.cluster.device.planning_only
+    notes = [*([f"{only}."] if only else []), *_notes(plans)]
+    write_plan_page(path, specs, best.costs, plans.pareto, notes, plans.capacity)
 
 
 def _print_best(best: TimedLayout, counts: SearchCounts) -> None:
@@ -179,6 +181,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     from meshwright.planner.search.objectives import described
 
     best = plans.best
+    if only := best.cluster.device.planning_only:
+        show.line(f"{only}.")
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
         f"{model} ({short(best.spec.model.parameters)} parameters) on "

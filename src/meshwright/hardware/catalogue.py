@@ -84,7 +84,7 @@ class _ClusterTable(Record):
     def cluster(self, rates: Rates, link: _LinkTable, network: _NetworkTable) -> Cluster:
         """The cluster at the size of one node, or of `count` devices."""
         peak = {format: rate * _TERA for format, rate in self.peak.items()}
-        memory, bandwidth, cache = self.memory * _GIB, self.bandwidth * _GIGA, self.cache * _MIB
+        memory, bandwidth, cache = self.memory * _MIB, self.bandwidth * _GIGA, self.cache * _MIB
         device = Device(
             self.device,
             peak,

@@ -23,10 +23,13 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.records import Count, Integer, NotNegative, Number, Positive, Record
 from meshwright.units import FORMATS
 
-Kind = Literal["nvlink", "infinity", "pcie", "infiniband", "ethernet", "ici", "memory"]
+Kind = Literal["nvlink", "infinity", "pcie", "infiniband", "ethernet", "ici", "neuronlink", "memory"]
 """Technology of a link; 'memory' is the shared memory of one host."""
 
-DeviceKind = Literal["cuda", "rocm", "tpu", "cpu"]
+DeviceKind = Literal["cuda", "rocm", "tpu", "neuron", "cpu"]
+
+RUNS_ON = ("cuda", "rocm", "cpu")
+"""Kinds of devices that this program runs on: torch has them."""
 
 NETWORKS = ("infiniband", "ethernet")
 """Kinds of links that leave a node."""
@@ -132,7 +135,7 @@ class Device(Record):
     peak: Mapping[str, Positive]
     """Dense FLOP/s by number format; formats that the chip does not support are absent."""
     memory: Count
-    """Bytes."""
+    """Bytes, as the driver reports them; contexts of programs are part of them."""
     bandwidth: Positive
     """Bytes per second of the memory, reads and writes together."""
     cache: Integer
@@ -151,8 +154,17 @@ class Device(Record):
 
     @property
     def default_format(self) -> str:
-        """The format that a run computes in where it names none: bf16, or fp32 on processors."""
-        return "fp32" if self.kind == "cpu" else "bf16"
+        """The format that a run computes in where it names none: bf16, fp16 on a GPU without it, or fp32."""
+        if self.kind == "cpu":
+            return "fp32"
+        return "fp16" if "bf16" not in self.peak and "fp16" in self.peak else "bf16"
+
+    @property
+    def planning_only(self) -> str:
+        """A sentence for a device that this program does not run on; an empty text for others."""
+        if self.kind in RUNS_ON:
+            return ""
+        return f"{self.name} is known for planning only: this program runs on CUDA, ROCm and CPU"
 
     def clock(self, format: str) -> float:
         """Factor on the attained shares of a format's peak: with less power for it the clock is lower.
@@ -167,6 +179,16 @@ class Device(Record):
         same = rates.reference_peak / (self.peak.get("bf16", self.peak[format]) / 1e12)
         share = (rates.reference_power / (same * peak)) ** rates.power
         return share * same * (self.power / rates.reference_power) ** ROOT
+
+    def at_power(self, watts: float) -> Device:
+        """The device limited to so many watts; as it is where its rated power is not known."""
+        if self.power is None:
+            return self
+        rates = self.rates
+        if not rates.reference_power:
+            bf16 = self.peak.get("bf16", max(self.peak.values())) / 1e12
+            rates = replace(rates, reference_power=self.power, reference_peak=bf16)
+        return replace(self, power=watts, rates=rates)
 
     def attained(self, format: str) -> float:
         """Share of the peak of one of its formats that large matrix products attain."""

@@ -33,7 +33,8 @@ def text(found: Explanation) -> str:
         "neighbours": near,
         "what would change the choice": turns,
     }
-    lines = head(found)
+    only = found.cluster.device.planning_only
+    lines = [*([f"{only}."] if only else []), *head(found)]
     for title, body in sections.items():
         lines += [f"\n{title}:", *body] if body else []
     return "\n".join(lines)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+from math import log
 from pathlib import Path
 
 import pytest
 
+from meshwright.hardware.find import cluster
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.metrics import predict
 from meshwright.planner.validation.stage_cuts import by_threshold
@@ -40,12 +42,40 @@ def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: st
         ("DeepSpeed", "deepspeed-zero3"),
         ("PyTorch FSDP2", "fsdp"),
         ("HAI-LLM", "hai-llm"),
+        ("MaxText", "maxtext"),
     ],
 )
 def test_the_program_is_the_one_that_is_stated(tmp_path: Path, program: str, stack: str) -> None:
     found = case(tmp_path, program=program, source="a blog", where="")
     assert found.stack.name == stack
     assert not any(told.startswith("program") for told in found.inferred)
+
+
+@pytest.mark.parametrize(
+    ("where", "policies"),
+    [
+        ("remat_policy: full", ["full"]),
+        ("remat minimal_offloaded", ["selective"]),
+        ("remat custom", ["none", "selective", "full"]),
+    ],
+)
+def test_maxtext_names_recomputation_in_its_own_words(
+    tmp_path: Path, where: str, policies: list[str]
+) -> None:
+    changed = {"precision": "bf16", "fp8_recipe": "", "gpu": "TPU v6e", "recompute": ""}
+    found = case(tmp_path, program="MaxText", source="a blog", where=where, **changed)
+    assert found.cluster.device.name == "tpu-v6e" and found.stack.hosting == "graphs"
+    assert list(dict.fromkeys(spec.recompute.policy for spec in found.specs)) == policies
+    assert (f"recompute = {policies[0]}" in found.derived) == (len(policies) == 1)
+
+
+def test_a_device_that_no_run_was_timed_on_has_a_wider_interval(tmp_path: Path) -> None:
+    changed = {"program": "torchtitan", "precision": "bf16", "fp8_recipe": "", "where": ""}
+    spans = []
+    for gpu in ("B200", "MI355X", "TPU v6e"):
+        low, high = predict(case(tmp_path, gpu=gpu, **changed)).interval
+        spans.append(log(high / low))
+    assert min(spans[1:]) > 1.7 * spans[0]
 
 
 def test_a_program_is_never_guessed_from_a_models_name(tmp_path: Path) -> None:
@@ -82,6 +112,8 @@ def test_what_a_row_states_of_its_program_counts(tmp_path: Path) -> None:
         ({"precision": "fp8", "fp8_recipe": "mxfp8"}, "mxfp8"),
         ({"precision": "fp8", "fp8_recipe": "rowwise"}, "fp8-rowwise"),
         ({"precision": "FP8-SC"}, "fp8-blockwise"),
+        ({"precision": "MXFP4", "gpu": "MI355X", "mfu_pct": ""}, "mxfp4"),
+        ({"precision": "", "fp8_recipe": "mxfp4", "gpu": "GB200", "mfu_pct": ""}, "mxfp4"),
         ({"precision": "NVFP4", "gpu": "GB200", "mfu_pct": ""}, "nvfp4"),
         ({"precision": "amp_bf16"}, "bf16"),
         ({"precision": "amp_bf16", "fp8_recipe": "none"}, "bf16"),
@@ -96,6 +128,82 @@ def test_the_network_of_a_row_is_of_a_device_or_of_a_node(tmp_path: Path) -> Non
     each, node = (case(tmp_path, network_gbps=value).cluster for value in ("200", "1700"))
     assert each.levels[1].link.bandwidth == pytest.approx(200e9 / 8)
     assert node.levels[1].link.bandwidth == pytest.approx(1700e9 / 8 / 8)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device"),
+    [
+        ("NVIDIA H100 SXM5 80GB", "H100 SXM 80 GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM 80 GB"),
+        ("H100 / NVLink4, SXM5", "H100 SXM 80 GB"),
+        ("H100 80GB PCIe", "H100 PCIe 80 GB"),
+        ("A100-SXM4-40GB", "A100 SXM 40 GB"),
+        ("MI300X-192GB", "MI300X"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("8xB200", "B200 180 GB"),
+        ("GB200 NVL72", "GB200 186 GB"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("RTX 5090", "RTX 5090 32 GB"),
+        ("NVIDIA RTX A6000", "RTX A6000 48 GB"),
+        ("RTX PRO 6000", "RTX PRO 6000 96 GB"),
+        ("L40S", "L40S 48 GB"),
+        ("trn2", "Trainium2"),
+    ],
+)
+def test_gpus_as_people_write_them(tmp_path: Path, gpu: str, device: str) -> None:
+    changed = {"precision": "bf16", "fp8_recipe": "", "step_seconds": "1000", "mfu_pct": ""}
+    found = case(tmp_path, gpu=gpu, tokens_per_sec_per_gpu="", tflops_per_gpu="", where="", **changed)
+    assert found.cluster.device.name == device
+
+
+def test_a_v100_computes_in_fp16(tmp_path: Path) -> None:
+    slow = {"step_seconds": "1000", "mfu_pct": "", "tokens_per_sec_per_gpu": "", "tflops_per_gpu": ""}
+    found = case(tmp_path, gpu="Tesla V100-SXM2-16GB", precision="", fp8_recipe="", **slow)
+    assert found.format == "fp16" and "precision = fp16" in found.inferred
+    assert found.cluster.device.name == "V100 SXM 16 GB"
+
+
+def test_a_limit_of_power_lowers_what_products_attain(tmp_path: Path) -> None:
+    rated, limited, as_rated = (
+        case(tmp_path, power_w=watts).cluster.device for watts in ("", "350 W", "700 watts")
+    )
+    assert as_rated == rated and limited.peak == rated.peak
+    assert limited.attained("bf16") == pytest.approx(rated.attained("bf16") * 0.5**0.5)
+    card = cluster("rtx-4090").device  # whose generation has no device of reference
+    assert card.at_power(450).clock("bf16") == pytest.approx(card.clock("bf16"))
+    assert card.at_power(225).clock("bf16") == pytest.approx(card.clock("bf16") * 0.5**0.5)
+    unknown = cluster("tpu-v6e").device
+    assert unknown.at_power(100) == unknown
+    assert predict(case(tmp_path, power_w="350")).seconds > 1.15 * predict(case(tmp_path)).seconds
+
+
+def test_gpus_of_a_node_are_the_rows(tmp_path: Path) -> None:
+    usual, four = (case(tmp_path, gpus_per_node=each).cluster for each in ("", "4"))
+    assert (usual.node, four.node, four.count) == (8, 4, 64)
+    assert four.levels[1].link == usual.levels[1].link  # a device keeps its part of the network
+    told = case(tmp_path, gpus_per_node="4", network_gbps="100").cluster
+    assert told.node == 4 and told.levels[1].link.bandwidth == pytest.approx(100e9 / 8)
+    assert case(tmp_path, gpus_per_node="128").cluster.levels[0].devices == 64  # all of them in one node
+
+
+def test_slices_of_experts_are_of_the_layout(tmp_path: Path) -> None:
+    experts = {"experts": "64", "top_k": "4", "moe_ffn": "1024", "ep": "4", "params_b": "", "mfu_pct": ""}
+    whole, sliced = (case(tmp_path, etp=each, **experts).specs[0].layout for each in ("", "2"))
+    assert (whole.ep, whole.etp, sliced.ep, sliced.etp) == (4, 1, 4, 2)
+
+
+def test_cuda_graphs_of_a_row_have_no_time_of_the_host(tmp_path: Path) -> None:
+    plain, captured = (case(tmp_path, cuda_graphs=each) for each in ("no", "yes"))
+    assert plain.stack == case(tmp_path).stack and plain.stack.launch > 0 == captured.stack.launch
+    dated = {
+        "where": "[26.06 NeMo Container]",
+        "gpu": "B200",
+        "program": "NeMo",
+        "experts": "64",
+        "top_k": "4",
+    }
+    dated |= {"moe_ffn": "1024", "params_b": "", "mfu_pct": ""}
+    assert case(tmp_path, **dated).stack.launch == 0 < case(tmp_path, cuda_graphs="no", **dated).stack.launch
 
 
 def test_a_models_name_tells_nothing_of_its_machines(tmp_path: Path) -> None:
@@ -127,6 +235,18 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
         ({"params_b": "100"}, "its 100 billion parameters are 29% off the 70.55 billion of its shape"),
         ({"gpu": "H100/A100"}, "the GPUs 'H100/A100' are of several kinds"),
         ({"gpu": "8x H100 + 8x H200"}, "are of several kinds"),
+        ({"gpu": "H100-80GB+Z100"}, "are of several kinds"),
+        ({"gpu": "Z9000 with H100"}, "are of several kinds"),
+        ({"gpu": "X100 and Y100"}, "are of several kinds"),
+        ({"gpus_per_node": "5"}, "its 64 GPUs are not nodes of gpus_per_node = 5"),
+        ({"power_w": "5 kW"}, "the cell 'power_w' is '5 kW', which is not a number in the column's unit"),
+        ({"where": "power limited H100"}, "does not tell to how many watts; give power_w"),
+        ({"etp": "2"}, "etp = 2 has no experts to slice"),
+        (
+            {"etp": "2", "experts": "64", "top_k": "4", "moe_ffn": "1023", "params_b": ""},
+            "its experts' channels",
+        ),
+        ({"cuda_graphs": "maybe"}, "the cuda_graphs 'maybe' is not one of yes, no"),
         ({"model": "Nemotron-H-56B"}, "the model 'Nemotron-H-56B' has state-space layers"),
         ({"model": "Jamba 1.5"}, "has state-space layers"),
         ({"model": "RWKV-7"}, "has linear attention"),
@@ -152,6 +272,8 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
         ({"model": "Qwen2.5-VL-72B"}, "has an encoder of images"),
         ({"gpu": "H1000"}, "the GPU 'H1000' is not in the catalogue"),
         ({"gpu": "A100"}, "its A100 SXM 80 GB does not compute in fp8"),
+        ({"gpu": "V100-32GB", "precision": "bf16", "fp8_recipe": ""}, "does not compute in bf16"),
+        ({"gpu": "H100-80GB+V100"}, "are of several kinds"),
         ({"fp8_recipe": "banana"}, "the fp8_recipe 'banana' is not one of tensor, row, block"),
         ({"ep": "4"}, "ep = 4 has no experts to deal out"),
         ({"kv_heads": "7", "params_b": ""}, "its 7 kv_heads do not divide its 64 heads"),

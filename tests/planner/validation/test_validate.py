@@ -220,7 +220,10 @@ def test_any_kind_of_speed_is_a_time(tmp_path: Path) -> None:
         ({"peak_mem_gib": "inf"}, "'peak_mem_gib' is 'inf', which is not a measurement"),
         ({"peak_mem_gib": "0"}, "'peak_mem_gib' is '0', which is not a measurement"),
         ({"layers": "", "params_b": "1e6"}, "which model"),
-        ({"precision": "int4"}, "the precision 'int4' is not one of nvfp4, mxfp8, fp8, bf16, fp16, fp32"),
+        (
+            {"precision": "int4"},
+            "the precision 'int4' is not one of nvfp4, mxfp4, mxfp8, fp8, bf16, fp16, fp32",
+        ),
         ({"recompute": "sometimes"}, "the recompute 'sometimes' is not one of none, full, selective"),
         ({"sequence_parallel": "maybe"}, "'maybe' is not one of yes, no"),
         ({"micro_batch": "1000"}, "micro_batch = 1000 is more than the "),

@@ -52,6 +52,7 @@ PRECISIONS = {
     "fp8-rowwise": Precision("fp8", 10.0),
     "fp8-blockwise": Precision("fp8", 6.0, 2.0, 1.0, 1.0),
     "mxfp8": Precision("fp8", 3.0, 1.0, 1.0, 1.0),
+    "mxfp4": Precision("fp4", 2.5, 1.0, 1.0, 0.5),
     "nvfp4": Precision("fp4", 4.0, 1.0, 1.0, 0.5),
 }
 
@@ -80,6 +81,16 @@ NEEDED = {"fp8": "fp8", "fp8-rowwise": "fp8", "fp8-blockwise": "fp8", "mxfp8": "
 def precision(name: str) -> Precision:
     """The recipe of a name, or of a plain number format."""
     return PRECISIONS.get(name) or Precision(name)
+
+
+def check_computes(name: str, device: Device) -> None:
+    """Raise `UserError` for bf16, plain or around a recipe, on a GPU that does not compute in it."""
+    if device.kind == "cpu" or name not in ("bf16", *OURS) or "bf16" in device.peak:
+        return
+    raise UserError(
+        f"precision.compute: {name!r} needs bf16, and {device.name} computes in {', '.join(device.peak)}; "
+        f"give {device.default_format}"
+    )
 
 
 def our_precision(name: str, device: Device) -> Precision:

@@ -31,8 +31,12 @@ quantile."""
 
 
 def spread(cluster: Cluster, stack: SoftwareStack) -> float:
-    """Factor on both standard deviations for this stack on this cluster."""
-    return UNTIMED if stack.ours and cluster.device.kind != "cpu" else stack.spread
+    """Factor on both standard deviations for this stack on this cluster.
+
+    No program of the tables of runs is timed on devices of other makers than NVIDIA.
+    """
+    untimed = cluster.device.kind not in ("cuda", "cpu") or (stack.ours and cluster.device.kind != "cpu")
+    return UNTIMED if untimed else stack.spread
 
 
 def regime(cluster: Cluster, model: ModelSpec) -> str:

@@ -11,7 +11,7 @@ from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.offload import check_activation_offload, check_offload
-from meshwright.planner.cost.precision import precision
+from meshwright.planner.cost.precision import check_computes, precision
 from meshwright.planner.cost.stages import PlacedStages, placed_stages
 from meshwright.planner.cost.step import ScheduleTimes, StepTime
 from meshwright.planner.cost.uncertainty import fits_probability, interval, regime, room, spread
@@ -54,6 +54,7 @@ class Candidate:
                 f"{costs.cluster.name} has {devices:,} device{'s' * (devices > 1)}; give a cluster of "
                 f"{ranks:,}"
             )
+        check_computes(costs.format or spec.precision.compute, costs.cluster.device)
         check_offload(spec, costs.cluster)
         check_activation_offload(spec, costs.cluster, costs.stack)
         refuse_other_stacks(spec, costs.stack)
@@ -243,6 +244,7 @@ class Candidate:
             "causal_mfu": self.causal_mfu,
             "attention": self.attention and self.attention.to_json(),
             "compiled": self.spec.train.compile,
+            "planning_only": self.cluster.device.planning_only or None,
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,
             "offloaded": self.offloaded,

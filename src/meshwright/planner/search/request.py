@@ -14,6 +14,7 @@ from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.offload import check_activation_offload, check_offload
+from meshwright.planner.cost.precision import check_computes
 from meshwright.planner.cost.software import stack_named
 from meshwright.planner.search.infeasible import key_name
 from meshwright.planner.search.problem import SearchProblem
@@ -73,6 +74,7 @@ class PlanRequest:
         self._check(kind)
         sizes = sizes_of(self.gpus, kind)
         base, note = self._base_run(kind)
+        check_computes(base.precision.compute, kind.device)
         check_offload(base, kind)
         check_activation_offload(base, kind, stack)
         refuse_other_models(base, "plan")

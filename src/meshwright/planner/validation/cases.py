@@ -15,9 +15,10 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.validation.infer_cluster import cluster_of
 from meshwright.planner.validation.infer_layout import batch_of, check_layout, choices, layout_of
 from meshwright.planner.validation.infer_model import model_of
-from meshwright.planner.validation.infer_program import cluster_of, format_of, program_of
+from meshwright.planner.validation.infer_program import format_of, program_of
 from meshwright.planner.validation.table import PredictionError, Row, check
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.precision import PrecisionSpec

@@ -23,6 +23,8 @@ _SCHEDULES = {
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "selective": SelectiveRecompute(), "full": FullRecompute()}
 """The least recomputation first."""
+_REMAT = r"remat(?:[ _]policy)? ?[=:]? ?(full|minimal)(?:_\w+)?"
+"""MaxText's name of a recomputation policy in a comment: of all of a block, or of all but its products."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Microbatch sizes to try where a row does not state one. Source: assumed."""
 _MOST_VIRTUAL = 4
@@ -35,7 +37,7 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
         raise PredictionError(f"tp x cp x pp = {row.model_ranks} does not divide its {gpus} GPUs")
     if (dp := row.whole("dp")) and dp * row.model_ranks != gpus:
         raise PredictionError(f"dp x tp x cp x pp = {dp * row.model_ranks} are not its {gpus} GPUs")
-    sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep")}
+    sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep", "etp")}
     zero = row.whole_or("zero", program.habitual_zero)
     stated = row.words["sequence_parallel"]
     sequence_parallel = stated == "yes" if stated else program.habitual_sequence_parallel
@@ -86,7 +88,7 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
     """Raise `PredictionError` for a layout that cannot have run with the row's batch and model."""
     stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
     per_rank, micro, length = batch // layout.data_ranks, row.whole("micro_batch") or 0, row.whole("seq_len")
-    heads, groups, ep = model.heads, model.kv_heads, layout.ep
+    heads, groups, ep, etp = model.heads, model.kv_heads, layout.ep, layout.etp
     experts, top_k = (model.moe.experts, model.moe.top_k) if model.moe else (0, 0)
     counts = {name: row.whole(name) or 0 for name in ("moe_ffn", "shared_ffn", "top_k")}
     without = next((name for name, count in counts.items() if count > (name == "top_k")), "")
@@ -94,8 +96,10 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
         (stages > model.layers + 2, f"pp x vp = {stages} stages are more than its {model.layers} layers"),
         (top_k > experts, f"top_k = {top_k} is more than its {experts} experts"),
         (experts % ep, f"ep = {ep} does not divide its {experts} experts"),
-        (folded % ep, f"ep = {ep} does not divide the {folded} GPUs of a stage"),
+        (folded % (ep * etp), f"{_expert_axes(layout)} does not divide the {folded} GPUs of a stage"),
         (not experts and ep > 1, f"ep = {ep} has no experts to deal out"),
+        (not experts and etp > 1, f"etp = {etp} has no experts to slice"),
+        (experts and model.moe and model.moe.ffn % etp, f"etp = {etp} does not divide its experts' channels"),
         (
             not experts and without,
             f"its {without} is of experts, of which it has none; give their number, or an empty cell",
@@ -121,6 +125,11 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
             raise PredictionError(reason)
 
 
+def _expert_axes(layout: Layout) -> str:
+    product = layout.ep * layout.etp
+    return f"ep x etp = {product}" if layout.etp > 1 else f"ep = {product}"
+
+
 def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:
     """Sequences per step: the row's, or as many per data rank as another row of its source and model has.
 
@@ -143,7 +152,7 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
 
     These are microbatches, virtual stages and recomputation, the least recomputation first.
     """
-    layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"]
+    layout, micro, stated = base.layout, row.whole("micro_batch"), _recompute(row)
     if program.stages == "threshold" and layout.pp > 1:
         layout = layout.model_copy(update={"stages": by_threshold(base.model, layout.pp)})
     per_rank = base.batch_sequences // layout.data_ranks
@@ -164,6 +173,14 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
         for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
             changed = {"micro_batch": size, "schedule": schedule, "virtual": virtual}
             yield base.model_copy(update={"layout": layout.model_copy(update=changed), "recompute": policy})
+
+
+def _recompute(row: Row) -> str:
+    """The recomputation that the row states, or that its comment names as MaxText does; or an empty text."""
+    stated = row.words["recompute"]
+    if stated or not (named := row.says(_REMAT)):
+        return stated
+    return row.derive("recompute", "full" if named[1].lower() == "full" else "selective")
 
 
 def _interleavings(

@@ -1,8 +1,8 @@
-"""Software stack, cluster and precision recipe of a published run, from its row.
+"""Software stack and precision recipe of a published run, from its row.
 
-The column `program` names the program, and `attention` and `gradient_bytes` what it was told to do. Where the
-program is not stated, the row's source and comment may name it, never its model; else it is inferred from the
-year of publication.
+The column `program` names the program; `attention`, `gradient_bytes` and `cuda_graphs` what it was told to
+do. Where the program is not stated, the row's source and comment may name it, never its model; else it is
+inferred from the year of publication.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import cast
 
 from meshwright.hardware.cluster import Cluster
-from meshwright.hardware.find import catalogue, cluster
-from meshwright.hardware.network import with_network
 from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
 from meshwright.planner.validation.table import PredictionError, Row, first_match, phrase, short
@@ -30,6 +28,7 @@ _PROGRAMS = (
     (r"llm[ -]?foundry|mosaic(ml)?|composer", "llm-foundry"),
     (r"nanotron|ultra-?scale playbook", "nanotron"),
     (r"deepspeed|zero-3", "deepspeed-zero3"),
+    (r"max[ -]?text", "maxtext"),
     (r"olmo\d?|fsdp\d?", "fsdp"),
 )
 """Words of a program's name -> its software stack; the first match counts."""
@@ -37,42 +36,13 @@ _FUSED = 2207
 """Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
 _CAPTURED = 26, 6
 """Release of NVIDIA's containers from which steps with experts are captured as CUDA graphs on Blackwell."""
-_NIC = (
-    r"([1-9]) ?[x\u00d7] ?([1-9]\d{0,3}) ?"
-    r"(?-i:[Gg]bps|Gb/s|[Gg][Bb]its?/s|Gb?(?:it)?[ -]?(?:IB|InfiniBand|[EHNX]DR|RoCE|Omni-?Path|Ethernet))"
-)
-"""NICs per node and Gbit/s of each in a comment: a unit of bits per second, or the network's name."""
-_JEAN_ZAY = r"tr11|bigscience|jean[ -]zay", (4, 100.0)
-"""Words for a cluster that the catalogue lacks, and its NICs per node and Gbit/s of each.
-
-Source: Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScience 2022, BLOOM's model card).
-"""
 _EAGER = (
     r"(?:torchtitan,?|fsdp\d?,?|in|runs?) \(?eager|eager (?:mode|execution)",
     r"compiled?|torch\.compile",
 )
 """Words for a program of modules that are not compiled, and words beside which they tell nothing."""
-_MOST_OF_A_NIC = 1600.0
-"""Largest `network_gbps` that is taken for one device's; more is a node's."""
-_DEVICES = (
-    (r"a100.*40", "a100-40-sxm"),
-    (r"a100.*pcie", "a100-80-pcie"),
-    (r"a100(?!\d)", "a100-80-sxm"),
-    (r"h100.*pcie", "h100-pcie"),
-    (r"h100.*(96|hbm2e)", "h100-96"),
-    (r"h100(?!\d)", "h100-sxm"),
-    (r"gh200", "gh200"),
-    (r"gb300", "gb300-nvl72"),
-    (r"gb200", "gb200-nvl72"),
-    (r"b300", "b300"),
-    (r"tpu.?v?4", "tpu-v4"),
-    (r"tpu.?v?5p", "tpu-v5p"),
-    (r"3090", "rtx-3090"),
-    (r"4090", "rtx-4090"),
-    (r"\bl4\b", "l4"),
-)
-"""Pattern of a GPU's name -> its cluster in the catalogue; the first match counts."""
 _RECIPES = (
+    (r"mxfp4", "mxfp4"),
     (r"nvfp4|\bfp4", "nvfp4"),
     (r"mx", "mxfp8"),
     (r"row", "fp8-rowwise"),
@@ -94,7 +64,9 @@ def program_of(row: Row) -> SoftwareStack:
     stated = row.words["program"].lower()
     name = stated if stated in STACKS else _program(lambda words: phrase(words, stated))
     if stated and name is None:
-        known = "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry and nanotron"
+        known = (
+            "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry, nanotron and MaxText"
+        )
         raise PredictionError(f"the program '{short(row.words['program'])}' is not known; {known} are")
     if name is None:
         name = row.infer("program", _usual_program(row))
@@ -103,9 +75,18 @@ def program_of(row: Row) -> SoftwareStack:
     stack = STACKS[release]
     if attention := row.words["attention"]:
         stack = replace(stack, attention=cast(Attention, attention))
+    if graphs := row.words["cuda_graphs"]:
+        stack = _hosted(stack, graphs == "yes")
     if (width := row.whole("gradient_bytes")) is not None:
         stack = replace(stack, gradient_bytes=width, recipe=replace(stack.recipe, gradient=width))
     return stack
+
+
+def _hosted(stack: SoftwareStack, graphs: bool) -> SoftwareStack:
+    """The stack with steps captured as CUDA graphs, which no host launches, or with none."""
+    if graphs:
+        return replace(stack, hosting="graphs")
+    return replace(stack, hosting="modules") if stack.name == "nemo-graphs" else stack
 
 
 def _program(says: Callable[[str], object]) -> str | None:
@@ -144,45 +125,13 @@ def _written(row: Row) -> float:
     return int(written[1]) if written else float("inf")
 
 
-def cluster_of(row: Row, gpus: int) -> Cluster:
-    """The catalogue's cluster of the row's GPU with the row's network. Raises `PredictionError`."""
-    gpu = row.words["gpu"].lower().replace("_", "-")
-    parts = re.split(r"[/+,&]| and ", gpu)
-    named = {name for part in parts if (name := _device(part)) is not None}
-    if len(named) > 1:
-        raise PredictionError(f"the GPUs '{short(row.words['gpu'])}' are of several kinds")
-    name = _device(gpu)
-    if name is None:
-        raise PredictionError(f"the GPU '{short(row.words['gpu'])}' is not in the catalogue")
-    usual = cluster(name, gpus)
-    if len(usual.levels) == 1:
-        return usual
-    if (each := row.numbers.get("network_gbps")) is not None:
-        nics = usual.node if each <= _MOST_OF_A_NIC else 1
-        return with_network(usual, nics=nics, nic_bandwidth=each * 1e9 / 8).resized(gpus)
-    words, network = _JEAN_ZAY
-    if stated := row.says(_NIC):
-        network = int(stated[1]), float(stated[2])
-    elif not row.says(words):
-        return usual
-    nics, each = network
-    row.derive("network_gbps", f"{nics} x {each:g} a node")
-    return with_network(usual, nics=nics, nic_bandwidth=each * 1e9 / 8).resized(gpus)
-
-
-def _device(gpu: str) -> str | None:
-    """The cluster in the catalogue of a GPU's name in small letters, or None."""
-    catalogued = (name for name in catalogue() if name in gpu or gpu.split("-")[0] == name)
-    return first_match(_DEVICES, gpu) or next(catalogued, None)
-
-
 def format_of(row: Row, cluster: Cluster) -> str:
-    """The precision recipe; if the row states none, fp16 on an A100 and bf16 on others."""
+    """The precision recipe; if the row states none, fp16 on a V100 or an A100 and bf16 on others."""
     plain, told = row.words["precision"].lower(), row.words["fp8_recipe"].lower()
     low = first_match((*_RECIPES, (_BY_TENSOR, "fp8")), told)
     if low is None and told not in ("", "none"):
         raise PredictionError(
-            f"the fp8_recipe '{short(told)}' is not one of tensor, row, block, mxfp8, nvfp4"
+            f"the fp8_recipe '{short(told)}' is not one of tensor, row, block, mxfp8, mxfp4, nvfp4"
         )
     stated = first_match(_RECIPES, plain)
     any_fp8 = stated == "fp8" and not re.search(_BY_TENSOR, plain)
@@ -190,7 +139,7 @@ def format_of(row: Row, cluster: Cluster) -> str:
         raise PredictionError(f"its precision '{short(plain)}' has no fp8_recipe '{short(told)}'")
     if (recipe := low or stated) is not None:
         format = precision(recipe).products
-        if format in ("fp8", "fp4") and format not in cluster.device.peak:
+        if format in ("bf16", "fp8", "fp4") and format not in cluster.device.peak:
             raise PredictionError(f"its {cluster.device.name} does not compute in {recipe}")
         return recipe
-    return row.infer("precision", "fp16" if cluster.device.name.startswith("A100") else "bf16")
+    return row.infer("precision", "fp16" if cluster.device.name.startswith(("A100", "V100")) else "bf16")

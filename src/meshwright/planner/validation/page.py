@@ -159,7 +159,7 @@ hold {held}.
   its source counts it (see `where`).
 - **held**: share of the measured times within their 90% intervals. These are wider where the planner knows
   less: dense models on devices that programs of several sources were timed on, dense models on others, and
-  models with experts.
+  models with experts. On AMD's devices and TPUs, of which these tables have no run, they are twice as wide.
 
 What these figures do not leave out: the forms of the formulas, the kinds of each program, the {by_hand}
 numbers fitted by hand and what is assumed of a number before its fit were settled with all runs of these
@@ -210,18 +210,21 @@ elsewhere: that is taken for a slip of the pen and refused.
 
 - The model: `model`, `params_b` (billions), `layers`, `hidden`, `ffn`, `heads`, `kv_heads`, `head_dim`,
   `vocab`, `experts`, `top_k`, `moe_ffn` (of one expert; else `ffn`), `shared_ffn`.
-- The layout: `tp`, `cp`, `pp`, `vp` (stages of a rank), `ep`, `dp`, `zero`, `micro_batch`,
+- The layout: `tp`, `cp`, `pp`, `vp` (stages of a rank), `ep`, `etp`, `dp`, `zero`, `micro_batch`,
   `global_batch_seqs`, `recompute` (none, selective, full), `sequence_parallel` (yes, no).
 - The program: `program`, `attention` (unfused, flash1 to flash4, cudnn), `gradient_bytes` (1, 2, 4 or 8, as
-  they are kept and reduced), `precision` and `fp8_recipe` (fp8 by tensor, row or block, mxfp8, nvfp4, bf16,
-  fp16, fp32).
-- The network: `network_gbps`, Gbit/s of a device's interfaces; above 1,600 those of a node.
+  they are kept and reduced), `cuda_graphs` (yes: no time of the host; no), `precision` and `fp8_recipe` (fp8
+  by tensor, row or block, mxfp8, mxfp4, nvfp4, bf16, fp16, fp32).
+- The cluster: `gpu`, as people write it (H100 SXM5 80GB, 8xB200); `power_w`, the watts that a device is held
+  to, with whose root what products attain falls; `gpus_per_node`; `network_gbps`, Gbit/s of a device's
+  interfaces; above 1,600 those of a node.
 - What was measured: `step_seconds`, `tokens_per_sec_per_gpu`, `tflops_per_gpu`, `mfu_pct`, `peak_mem_gib`
   (or OOM).
 - `where` and `confidence` are comments. Of the words in `source` and `where` only these count, if no "not" is
   before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager, [26.08 NeMo
-  Container]; schedule=ZB-1p; a node's network as 4 x 200 Gbit/s or 4x200Gb IB; hardware TFLOP/s, HFU or incl.
-  recompute, of `tflops_per_gpu`; memory in GB, and nvidia-smi. They are listed with the inferred properties.
+  Container]; schedule=ZB-1p; MaxText's remat full or minimal; power limited, which asks for `power_w`; a
+  node's network as 4 x 200 Gbit/s or 4x200Gb IB; hardware TFLOP/s, HFU or incl. recompute, of
+  `tflops_per_gpu`; memory in GB, and nvidia-smi. They are listed with the inferred properties.
 
 ## Inferred properties
 

@@ -26,6 +26,7 @@ FRONTIER = PUBLISHED.with_name("published_runs_frontier.csv")
 
 INTEGERS: Mapping[str, tuple[int, float]] = {
     "gpus": (1, 10e6),
+    "gpus_per_node": (1, 10e6),
     "seq_len": (1, 1e8),
     "vocab": (2, 1e8),
     "gradient_bytes": (1, 8),
@@ -36,7 +37,7 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
     "global_batch_seqs": (1, 1e6),
     "micro_batch": (0, 1e6),
     **dict.fromkeys(("experts", "top_k"), (0, MAX_HEADS)),
-    **dict.fromkeys(("tp", "cp", "pp", "ep", "dp"), (0, MAX_RANKS)),
+    **dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "dp"), (0, MAX_RANKS)),
     "vp": (0, MAX_LAYERS),
     "zero": (0, 3),
 }
@@ -50,14 +51,16 @@ _MEASURES: Mapping[str, tuple[float, float]] = {
     "mfu_pct": (1e-3, 100),
     "peak_mem_gib": (1e-3, 1e4),
     "network_gbps": (1e-2, 1e6),
+    "power_w": (10, 1e4),
 }
 """Columns of other numbers -> the least and the most that are plausible."""
-FORMATS = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
 """Number formats of which a cell of `precision` contains one, as in amp_bf16."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"),
     "recompute": ("none", "full", "selective"),
     "sequence_parallel": ("yes", "no"),
+    "cuda_graphs": ("yes", "no"),
 }
 """Columns of words from a fixed list, which are read in small letters."""
 _WORDS = ("source", "program", "model", "gpu", "precision", "fp8_recipe", *CHOICES, "where", "confidence")
@@ -89,6 +92,7 @@ _UNITS: Mapping[str, str] = {
     **dict.fromkeys(("seq_len", "vocab"), "tokens?"),
     "global_batch_seqs": "seqs?|sequences|samples",
     "gradient_bytes": "bytes?",
+    "power_w": "w(?:atts?)?",
 }
 """Columns -> their units, which may stand after a number; of others it is what the column counts."""
 _NUMBER = r"[~≈]?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e[-+]?\d+)?)"
