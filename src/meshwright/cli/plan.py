@@ -247,7 +247,7 @@ def _remarks(plans: Plans) -> Iterator[str]:
 
 def _notes(plans: Plans) -> list[str]:
     """Return sentences on the plan that is faster than the first, and on training with failures."""
-    from meshwright.planner.search.results import NEAR
+    from meshwright.planner.search.simplest import NEAR
 
     best, notes = plans.best, []
     if (faster := plans.faster) is not None:

@@ -20,7 +20,8 @@ from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import PlanRequest
-from meshwright.planner.search.results import NEAR, Progress, SearchCounts, TimedLayout, kind, simplicity
+from meshwright.planner.search.results import Progress, SearchCounts, TimedLayout, kind
+from meshwright.planner.search.simplest import NEAR, Ordering, simpler
 from meshwright.reliability.goodput import DAY
 from meshwright.reliability.training_time import TrainingTime, training_time
 from meshwright.spec import ModelSpec, RunSpec, UserError
@@ -114,10 +115,8 @@ class Plans:
         """Why the first plan is simpler than the fastest, in words; None where it is the fastest."""
         if self.faster is None:
             return None
-        (_, axes, *_), (_, more, *_) = mine, other = simplicity(self.best.spec), simplicity(self.faster.spec)
-        count = f"{axes} {'axis' if axes == 1 else 'axes'} larger than 1 instead of {more}"
-        reasons = "no pipeline", count, "no recomputation", "a plainer schedule, cut or order of axes"
-        return next(words for words, one, two in zip(reasons, mine, other, strict=True) if one != two)
+        ordering = Ordering(self.best.cluster)
+        return simpler(ordering.of(self.best.spec), ordering.of(self.faster.spec))
 
     @property
     def model_found(self) -> ModelSpec | None:
@@ -227,11 +226,12 @@ def _with_islands(
 
 
 def _simplest(plans: Sequence[Plan], rank: Callable[[Plan], tuple[int, float]]) -> Plan:
-    """The simplest of the plans near the first by `rank`, on as many devices."""
+    """The plan that changes least of those near the first by `rank`, on as many devices."""
     first = min(plans, key=rank)
     slowest, count = (1 + NEAR) * first.step_seconds, first.cluster.count
     near = [each for each in plans if each.cluster.count == count and each.step_seconds <= slowest]
-    return min(near, key=lambda each: (simplicity(each.spec), rank(each)))
+    ordering = Ordering(first.cluster)
+    return min(near, key=lambda each: (ordering.of(each.spec), rank(each)))
 
 
 def _in_time(plans: Sequence[Plan], tokens: float, most: float) -> list[Plan]:

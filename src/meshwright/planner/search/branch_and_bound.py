@@ -15,12 +15,14 @@ import heapq
 import time
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search.least_memory import least_memory
-from meshwright.planner.search.results import Progress, SearchCounts, SearchResult
+from meshwright.planner.search import simplest
+from meshwright.planner.search.results import Progress, SearchCounts, SearchResult, Simplest, TimedLayout
 from meshwright.planner.search.tree import Branch, SearchTree
 
 
@@ -51,12 +53,11 @@ def search(
     gc.disable()  # many small objects are made, and few that refer to each other
     try:
         trees = [tree for tree in trees if _may_fit(tree)]
-        found.again = bool(trees)
-        while found.again:  # seldom twice: then the fastest is known
-            found.again = False
-            for common, tree in product((True, False), trees):
-                if found.hopeful(0.0):
-                    _pass(tree.roots(common), found)
+        for common, tree in product((True, False), trees):
+            if found.hopeful(0.0):
+                _pass(tree.roots(common), found)
+        if found.best:
+            found.preferred = found.best[0] if any_will_do else _simplest(trees, found)
     finally:
         if collects:
             gc.enable()
@@ -70,19 +71,35 @@ def _may_fit(tree: SearchTree) -> bool:
     return least is not None and least.device <= tree.capacity
 
 
-def _pass(roots: Iterable[Branch], found: SearchResult) -> None:
+def _simplest(trees: Sequence[SearchTree], found: SearchResult) -> TimedLayout | None:
+    """The layout that changes least of those near the fastest, whose branches come up by their changes."""
+    most = (1 + simplest.NEAR) * found.best[0].seconds
+    ordering = trees[0].ordering
+    judge = Simplest(ordering, most, found.exact, found.capacity, found.speedup, found.counts)
+    for each in found.best:
+        judge.keep(each)
+    for tree in trees:
+        tree.found = judge
+    _pass((branch for common in (True, False) for tree in trees for branch in tree.roots(common)), judge)
+    return judge.best
+
+
+def _pass(roots: Iterable[Branch], found: SearchResult | Simplest) -> None:
     """Search all layouts below some branches."""
-    queue: list[tuple[float, int, Branch]] = []
+    by_changes, counts = isinstance(found, Simplest), found.counts
+    queue: list[tuple[Any, int, Branch]] = []
 
     def push(branches: Iterable[Branch]) -> None:
         for branch in branches:
-            if found.hopeful(branch[0]):
-                found.counts.branches += 1
-                heapq.heappush(queue, (branch[0], found.counts.branches, branch))
+            bound, changes, _ = branch
+            if found.hopeful(bound, changes):
+                counts.branches += 1
+                key = (changes, bound) if by_changes else bound
+                heapq.heappush(queue, (key, counts.branches, branch))
 
     push(roots)
     while queue:
-        bound, _, (_, split) = heapq.heappop(queue)
-        if not found.hopeful(bound):
+        _, _, (bound, changes, split) = heapq.heappop(queue)
+        if not found.hopeful(bound, changes):
             return
         push(split())
