@@ -14,16 +14,21 @@ import gc
 import heapq
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
+from math import inf
 from typing import Any
 
+from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
+from meshwright.planner.memory.host import fits_host, offloads
 from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search import simplest
 from meshwright.planner.search.results import Progress, SearchCounts, SearchResult, Simplest, TimedLayout
 from meshwright.planner.search.tree import Branch, SearchTree
+from meshwright.spec import RunSpec
 
 
 def search(
@@ -43,11 +48,12 @@ def search(
     with the first layout that fits. The default of `memory` is the generic model. Work is added to `counts`.
     """
     memory = memory or Generic(costs)
-    exact = None if type(memory) is Generic else lambda spec: memory.peak(spec).device
+    each = [spaces] if isinstance(spaces, LayoutSpace) else spaces
+    known = type(memory) is Generic and not any(offloads(space.base) for space in each)
+    exact = None if known else partial(_needs, memory, costs.cluster)
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
     counts = counts or SearchCounts()
     found = SearchResult(top, exact, capacity, progress, speedup, any_will_do, counts)
-    each = [spaces] if isinstance(spaces, LayoutSpace) else spaces
     trees = [SearchTree(space, costs, memory, capacity, found) for space in each]
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other
@@ -63,6 +69,11 @@ def search(
             gc.enable()
     counts.seconds += time.perf_counter() - found.start
     return found
+
+
+def _needs(memory: Generic, cluster: Cluster, spec: RunSpec) -> float:
+    """Bytes of the device on a layout's fullest rank; infinite where its hosts lack memory for the rest."""
+    return memory.peak(spec).device if fits_host(spec, cluster) else inf
 
 
 def _may_fit(tree: SearchTree) -> bool:
