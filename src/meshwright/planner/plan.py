@@ -115,8 +115,7 @@ class Plans:
         """Why the first plan is simpler than the fastest, in words; None where it is the fastest."""
         if self.faster is None:
             return None
-        ordering = Ordering(self.best.cluster)
-        return simpler(ordering.of(self.best.spec), ordering.of(self.faster.spec))
+        return simpler(self.best.spec, self.faster.spec, Ordering(self.best.cluster))
 
     @property
     def model_found(self) -> ModelSpec | None:

@@ -26,28 +26,26 @@ class Changes(NamedTuple):
 
     apart: int = 0
     """Tensor ranks that no fast link of a node joins, less one."""
-    context: int = 1
-    """Context ranks."""
+    copy: int = 1
+    """Devices that hold one copy of the model: the product of tensor and pipeline ranks, and of context ranks
+    squared, which change what attention itself does. Each doubling of an axis is a change, a context axis's
+    two, and with fewer of them more is left to the data axis."""
     stages: int = 1
     """Pipeline ranks."""
-    tensor: int = 1
-    """Tensor ranks."""
-    experts: int = 1
-    """Ranks that experts are dealt out to, and parts of each."""
+    experts: int = 0
+    """Ranks of experts, and parts of each, that are dealt out over more than a node, less one. Within a node
+    they fold out of data ranks, and cost nothing."""
     recomputed: int = 0
     """1 if something is recomputed."""
     odd: int = 0
     """How many of schedule, cut and order of the axes are other than 1f1b, even and the default."""
 
 
-_AXES = {"context": "context", "stages": "pipeline", "tensor": "tensor", "experts": "expert"}
-"""Axes by the field that has their size."""
-
-
 class Ordering:
     """The changes that layouts on a cluster make."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self._node = cluster.node
         self._joined = 1 if cluster.levels[0].kind == "pcie" else cluster.node
 
     def least(
@@ -55,7 +53,8 @@ class Ordering:
     ) -> Changes:
         """The changes of a layout of which so much is known, where the rest is plain."""
         apart = tp - 1 if tp > self._joined else 0
-        return Changes(apart, cp, pp, tp, experts, int(policy != "none"), odd)
+        far = experts - 1 if experts > self._node else 0
+        return Changes(apart, tp * cp**2 * pp, pp, far, int(policy != "none"), odd)
 
     def of(self, spec: RunSpec) -> Changes:
         """The changes that a run's layout makes."""
@@ -71,14 +70,22 @@ def oddities(pp: int, schedule: str, stages: object, order: str) -> int:
     return (schedule != "1f1b") + (stages != "even") + (order != DEFAULT_ORDER)
 
 
-def simpler(one: Changes, other: Changes) -> str:
+def simpler(one: RunSpec, other: RunSpec, ordering: Ordering) -> str:
     """What the first of two layouts changes less than the other, in words."""
-    name = next(name for name in Changes._fields if getattr(one, name) < getattr(other, name))
-    mine, more = getattr(one, name), getattr(other, name)
-    if name in _AXES:
-        return f"no {_AXES[name]} axis" if mine == 1 else f"{mine} {_AXES[name]} ranks instead of {more}"
+    mine, more = ordering.of(one), ordering.of(other)
+    name = next(name for name in Changes._fields if getattr(mine, name) < getattr(more, name))
+    if name == "copy":
+        fewer = (axis for axis in _AXES if getattr(one.layout, axis) < getattr(other.layout, axis))
+        axes = ((axis, getattr(one.layout, axis), getattr(other.layout, axis)) for axis in fewer)
+        return ", ".join(f"{axis} {size} instead of {most}" if size > 1 else f"no {axis}" for axis, size, most in axes)
     return {
-        "apart": "tensor ranks share a fast link" if one.tensor > 1 else "no tensor axis over slow links",
+        "apart": "no tensor ranks apart from each other's fast links",
+        "stages": f"pp {mine.stages} instead of {more.stages}",
+        "experts": "experts within a node" if not mine.experts else "experts on fewer nodes",
         "recomputed": "no recomputation",
         "odd": "a plainer schedule, cut or order of the axes",
     }[name]
+
+
+_AXES = ("cp", "pp", "tp")
+"""Axes that a copy of the model is cut by."""
