@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
+from meshwright.planner.explain.alternatives import alternatives
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.island_plans import IslandChoice, choose_islands
@@ -104,6 +105,8 @@ class Plans:
     """Bytes of a device that a plan may need."""
     exchange_choice: IslandChoice | None = None
     """How islands of the first plan were chosen, where they were."""
+    policy_given: bool = False
+    """True if the recompute policy was not to be chosen."""
 
     @property
     def best(self) -> Plan:
@@ -121,6 +124,11 @@ class Plans:
     def model_found(self) -> ModelSpec | None:
         """The model, where the largest was asked for."""
         return self.best.spec.model if self.objective == "largest-model" else None
+
+    @cached_property
+    def alternatives(self) -> list[str]:
+        """Sentences on what besides the layout would be more than 10% better."""
+        return alternatives(self.best, self.capacity, self.policy_given)
 
     @cached_property
     def reasons(self) -> Explanation:
@@ -141,6 +149,7 @@ class Plans:
             "objective": self.objective,
             "note": self.note,
             "faster": None if self.faster is None else self.faster.figures() | {"simpler": self.simpler},
+            "alternatives": self.alternatives,
             "never_measured": self.best.never_measured,
             "parameters": model.parameters,
             "model_found": None if self.model_found is None else self.model_found.model_dump(mode="json"),
@@ -210,6 +219,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problem.capacity,
         exchange_choice=choice and choice.of(best),
+        policy_given="policy" in problems[-1].fixed,
     )
 
 
