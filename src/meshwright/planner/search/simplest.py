@@ -7,6 +7,7 @@ are several times as wide), so that of layouts within `NEAR` of the fastest the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.hardware.cluster import Cluster
@@ -26,17 +27,15 @@ class Changes(NamedTuple):
 
     apart: int = 0
     """Tensor ranks that no fast link of a node joins, less one."""
-    copy: int = 1
-    """Devices that hold one copy of the model: the product of tensor and pipeline ranks, and of context ranks
-    squared, which change what attention itself does. Each doubling of an axis is a change, a context axis's
-    two, and with fewer of them more is left to the data axis."""
+    doublings: int = 1
+    """Two to the power of how many changes there are: one for each doubling of tensor or pipeline ranks, two
+    for each of context ranks, which change what attention does, and one for recomputation. With fewer of them
+    a copy of the model is on fewer devices, and more of them are left to the data axis."""
     stages: int = 1
     """Pipeline ranks."""
     experts: int = 0
     """Ranks of experts, and parts of each, that are dealt out over more than a node, less one. Within a node
     they fold out of data ranks, and cost nothing."""
-    recomputed: int = 0
-    """1 if something is recomputed."""
     odd: int = 0
     """How many of schedule, cut and order of the axes are other than 1f1b, even and the default."""
 
@@ -54,7 +53,8 @@ class Ordering:
         """The changes of a layout of which so much is known, where the rest is plain."""
         apart = tp - 1 if tp > self._joined else 0
         far = experts - 1 if experts > self._node else 0
-        return Changes(apart, tp * cp**2 * pp, pp, far, int(policy != "none"), odd)
+        doublings = tp * cp**2 * pp * (1 if policy == "none" else 2)
+        return Changes(apart, doublings, pp, far, odd)
 
     def of(self, spec: RunSpec) -> Changes:
         """The changes that a run's layout makes."""
@@ -74,18 +74,21 @@ def simpler(one: RunSpec, other: RunSpec, ordering: Ordering) -> str:
     """What the first of two layouts changes less than the other, in words."""
     mine, more = ordering.of(one), ordering.of(other)
     name = next(name for name in Changes._fields if getattr(mine, name) < getattr(more, name))
-    if name == "copy":
-        fewer = (axis for axis in _AXES if getattr(one.layout, axis) < getattr(other.layout, axis))
-        axes = ((axis, getattr(one.layout, axis), getattr(other.layout, axis)) for axis in fewer)
-        return ", ".join(f"{axis} {size} instead of {most}" if size > 1 else f"no {axis}" for axis, size, most in axes)
+    if name == "doublings":
+        return ", ".join(_fewer(one, other))
     return {
         "apart": "no tensor ranks apart from each other's fast links",
         "stages": f"pp {mine.stages} instead of {more.stages}",
         "experts": "experts within a node" if not mine.experts else "experts on fewer nodes",
-        "recomputed": "no recomputation",
         "odd": "a plainer schedule, cut or order of the axes",
     }[name]
 
 
-_AXES = ("cp", "pp", "tp")
-"""Axes that a copy of the model is cut by."""
+def _fewer(one: RunSpec, other: RunSpec) -> Iterator[str]:
+    """Yield what of the doublings of `other` the first layout has less of."""
+    for axis in ("cp", "pp", "tp"):
+        size, more = getattr(one.layout, axis), getattr(other.layout, axis)
+        if size < more:
+            yield f"no {axis}" if size == 1 else f"{axis} {size} instead of {more}"
+    if one.recompute.policy == "none" != other.recompute.policy:
+        yield "no recomputation"
