@@ -251,15 +251,16 @@ def _remarks(plans: Plans) -> Iterator[str]:
 
 def _notes(plans: Plans) -> list[str]:
     """Return sentences on the plan that is faster than the first, and on training with failures."""
-    from meshwright.planner.search.results import NEAR
-
     best, notes = plans.best, []
     if (faster := plans.faster) is not None:
         share = best.step_seconds / faster.step_seconds - 1
+        told_apart = faster.step_seconds < best.interval[0]
+        within = "" if told_apart else ", within what the interval can tell apart"
         notes.append(
-            f"The fastest, {brief(faster.spec)}, is predicted to be {share:.1%} faster; within {NEAR:.0%} "
-            f"the simplest is first: {plans.simpler}."
+            f"A simpler plan is first ({plans.simpler}): the fastest by this model, {brief(faster.spec)}, would "
+            f"gain {share:.1%}{within}."
         )
+    notes += plans.alternatives
     if plans.tokens is not None:
         training = best.training(plans.tokens)
         money = "" if training.usd is None else f", {show.text(training.usd)} USD"

@@ -76,6 +76,7 @@ class _ClusterTable(Record):
     power: Known = None
     host_link: Known = None
     capability: tuple[int, int] | None = None
+    host_memory: Known = None
     price: Known = None
     price_source: str = ""
     assumed: str = ""
@@ -98,6 +99,7 @@ class _ClusterTable(Record):
             self.power,
             self.host_link and self.host_link * _GIGA,
             self.capability,
+            self.host_memory and self.host_memory * _GIB,
         )
         node, nics = self.node, Network(self.nics, self.nic * _GIGABIT)
         levels = [Level(node.name, node.devices, Link(link.latency, node.bandwidth * _GIGA), kind=node.kind)]

@@ -151,6 +151,8 @@ class Device(Record):
     """Bytes per second between the device and its host's memory, one way, where they are known."""
     capability: tuple[int, int] | None = None
     """Compute capability of a GPU of NVIDIA's; None where it is not known."""
+    host_memory: Positive | None = None
+    """Bytes of its host's memory that are its share, where they are known."""
 
     @property
     def default_format(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
+from meshwright.planner.explain.alternatives import alternatives
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.island_plans import IslandChoice, choose_islands
@@ -20,7 +21,8 @@ from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import PlanRequest
-from meshwright.planner.search.results import NEAR, Progress, SearchCounts, TimedLayout, kind, simplicity
+from meshwright.planner.search.results import Progress, SearchCounts, TimedLayout, kind
+from meshwright.planner.search.simplest import NEAR, Ordering, simpler
 from meshwright.reliability.goodput import DAY
 from meshwright.reliability.training_time import TrainingTime, training_time
 from meshwright.spec import ModelSpec, RunSpec, UserError
@@ -103,6 +105,8 @@ class Plans:
     """Bytes of a device that a plan may need."""
     exchange_choice: IslandChoice | None = None
     """How islands of the first plan were chosen, where they were."""
+    policy_given: bool = False
+    """True if the recompute policy was not to be chosen."""
 
     @property
     def best(self) -> Plan:
@@ -114,15 +118,17 @@ class Plans:
         """Why the first plan is simpler than the fastest, in words; None where it is the fastest."""
         if self.faster is None:
             return None
-        (_, axes, *_), (_, more, *_) = mine, other = simplicity(self.best.spec), simplicity(self.faster.spec)
-        count = f"{axes} {'axis' if axes == 1 else 'axes'} larger than 1 instead of {more}"
-        reasons = "no pipeline", count, "no recomputation", "a plainer schedule, cut or order of axes"
-        return next(words for words, one, two in zip(reasons, mine, other, strict=True) if one != two)
+        return simpler(self.best.spec, self.faster.spec, Ordering(self.best.cluster))
 
     @property
     def model_found(self) -> ModelSpec | None:
         """The model, where the largest was asked for."""
         return self.best.spec.model if self.objective == "largest-model" else None
+
+    @cached_property
+    def alternatives(self) -> list[str]:
+        """Sentences on what besides the layout would be more than 10% better."""
+        return alternatives(self.best, self.capacity, self.policy_given)
 
     @cached_property
     def reasons(self) -> Explanation:
@@ -143,6 +149,7 @@ class Plans:
             "objective": self.objective,
             "note": self.note,
             "faster": None if self.faster is None else self.faster.figures() | {"simpler": self.simpler},
+            "alternatives": self.alternatives,
             "never_measured": self.best.never_measured,
             "parameters": model.parameters,
             "model_found": None if self.model_found is None else self.model_found.model_dump(mode="json"),
@@ -212,6 +219,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problem.capacity,
         exchange_choice=choice and choice.of(best),
+        policy_given="policy" in problems[-1].fixed,
     )
 
 
@@ -227,11 +235,12 @@ def _with_islands(
 
 
 def _simplest(plans: Sequence[Plan], rank: Callable[[Plan], tuple[int, float]]) -> Plan:
-    """The simplest of the plans near the first by `rank`, on as many devices."""
+    """The plan that changes least of those near the first by `rank`, on as many devices."""
     first = min(plans, key=rank)
     slowest, count = (1 + NEAR) * first.step_seconds, first.cluster.count
     near = [each for each in plans if each.cluster.count == count and each.step_seconds <= slowest]
-    return min(near, key=lambda each: (simplicity(each.spec), rank(each)))
+    ordering = Ordering(first.cluster)
+    return min(near, key=lambda each: (ordering.of(each.spec), rank(each)))
 
 
 def _in_time(plans: Sequence[Plan], tokens: float, most: float) -> list[Plan]:

@@ -180,17 +180,19 @@ def neighbour_lines(listed: Sequence[Neighbour], count: int, elsewhere: str) -> 
 
 
 def assumption_lines(listed: Sequence[Assumption]) -> list[str]:
-    """Changes of figures that would change the choice, a sentence for each figure."""
-    lines = []
+    """Changes of figures that would change the choice, a sentence for each figure, and one for all others."""
+    lines, rest = [], []
     for figure in listed:
         turns = [
             f"{turn.percent:+d}% and "
             + (f"'{turn.preferred}' is preferred" if turn.preferred else "nothing here fits")
             for turn in figure.turns
         ]
-        said = "; ".join(turns) or f"no change within {MOST}% either way"
-        lines += wrapped(f"{figure.name} ({figure.value}): {said}")
-    return lines
+        if turns:
+            lines += wrapped(f"{figure.name} ({figure.value}): {'; '.join(turns)}")
+        else:
+            rest.append(f"{figure.name} ({figure.value})")
+    return lines + (wrapped(f"no change within {MOST}% either way of {', '.join(rest)}") if rest else [])
 
 
 def wrapped(line: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.memory.generic import Memory
+from meshwright.planner.memory.host import host_bytes, host_room, offloads
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.results import AXES
 from meshwright.spec import UserError
@@ -27,6 +28,8 @@ def shortfall(problem: SearchProblem) -> str:
     least = problem.least_memory()
     if least is None:
         return _no_layout(problem)
+    if (words := _host_shortfall(problem)) is not None:
+        return words
     ways = "; ".join(_changes(problem, least)) or "no near change was found that would do"
     states = least.parameters + least.gradients + least.optimiser + least.buffers
     kept = least.activations + least.logits
@@ -38,6 +41,26 @@ def shortfall(problem: SearchProblem) -> str:
         f"{_gb(room(problem.cluster))} a plan may fill {_gb(problem.capacity)}, and {reason} (states "
         f"{_gb(states)}, activations and logits {_gb(kept)}, other {_gb(least.device - states - kept)}); "
         f"{ways}"
+    )
+
+
+def _host_shortfall(problem: SearchProblem) -> str | None:
+    """Why no layout fits its hosts, where some fit the devices; None where none does."""
+    cluster, train = problem.cluster, problem.base.train
+    room = host_room(cluster)
+    if room is None or not offloads(problem.base):
+        return None
+    unbound = replace(cluster, device=replace(cluster.device, host_memory=None))
+    found = replace(problem, cluster=unbound).search(1).best
+    if not found:
+        return None
+    key = "train.offload" if train.offload == "host" else "train.offload_activations"
+    node = min(cluster.host or cluster.node, cluster.count)
+    return (
+        f"{key}: the layouts that fit {problem.ranks:,} x {cluster.device.name} need more memory of their hosts "
+        f"than there is: the fastest {_gb(node * host_bytes(found[0].spec))} for {node} ranks of a node, "
+        f"where they may fill {_gb(node * room)}; give 'none', more devices, or a hardware file with another "
+        f"device.host_memory in bytes a device"
     )
 
 

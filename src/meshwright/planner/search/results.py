@@ -10,11 +10,10 @@ from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from meshwright.planner.search.simplest import Changes, Ordering
 from meshwright.spec import RunSpec
 
-NEAR = 0.02
-"""Share by which the predicted step of a simpler layout may be longer than the fastest, to be preferred."""
-_ROUNDING = 1 - 1e-9
+ROUNDING = 1 - 1e-9
 """Bounds, times and bytes are sums in another order than the exact ones."""
 AXES = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
 
@@ -28,15 +27,6 @@ def kind(spec: RunSpec) -> tuple[Any, ...]:
     layout = spec.layout
     inside = layout.cp, layout.tp, layout.pp, layout.ep, layout.etp
     return *inside, layout.zero == 3 and layout.pp == 1, spec.recompute.policy
-
-
-def simplicity(spec: RunSpec) -> tuple[bool, int, bool, int]:
-    """Sort key, the simplest first: a pipeline, axes larger than 1, recomputation, and how many of schedule,
-    cut and order of the axes are other than 1f1b, even and the default."""
-    layout = spec.layout
-    used = sum(getattr(layout, axis) > 1 for axis in AXES)
-    odd = [layout.schedule != "1f1b", layout.stages != "even", layout.order != "pp-replicate-dp-tp"]
-    return layout.pp > 1, used, spec.recompute.policy != "none", sum(odd)
 
 
 class TimedLayout(NamedTuple):
@@ -87,39 +77,21 @@ class SearchResult:
     counts: SearchCounts
     cutoff: float = inf
     """Seconds of the slowest of the best, once there are `top`."""
-    near: float = inf
-    """Seconds up to which a simpler layout is preferred to the fastest."""
     preferred: TimedLayout | None = None
-    """The fastest of the simplest layouts up to there."""
+    """The fastest of the simplest layouts near the best."""
     start: float = field(default_factory=time.perf_counter)
     best: list[TimedLayout] = field(default_factory=list)
-    again: bool = False
-    """True if layouts were passed over for a simpler one that is no longer near: search again."""
-    _passed_over: float = inf
-    """Least seconds of those that were passed over for a simpler one."""
-    _simple: dict[tuple[bool, int, bool, int], TimedLayout] = field(default_factory=dict)
-    """The fastest layout of each simplicity."""
     front: list[TimedLayout] = field(default_factory=list)
     """Layouts that no other timed one beats both in time and in memory, fastest first."""
 
-    def hopeful(self, bound: float, simplest: Callable[[], RunSpec] | None = None) -> bool:
-        """True if a layout that takes at least `bound` seconds can be among the best, or preferred to them.
-
-        It is no simpler than the one that `simplest` returns.
-        """
-        seconds = bound * (_ROUNDING / self.speedup)
-        if seconds <= self.cutoff or self.preferred is None or seconds > self.near:
-            return seconds <= self.cutoff
-        rank = simplicity(self.preferred.spec), self.preferred.seconds
-        if simplest is None or (simplicity(simplest()), seconds) <= rank:
-            return True
-        self._passed_over = min(self._passed_over, seconds)
-        return False
+    def hopeful(self, bound: float, changes: Changes | None = None) -> bool:
+        """True if a layout that takes at least `bound` seconds can be among the best; `changes` don't count."""
+        return bound * (ROUNDING / self.speedup) <= self.cutoff
 
     def offer(self, timed: TimedLayout) -> None:
         """Keep a timed layout if it is among the best, simple, or on the front."""
         self.counts.timed += 1
-        wanted = self.hopeful(timed.seconds * self.speedup, lambda: timed.spec)
+        wanted = self.hopeful(timed.seconds * self.speedup)
         if self.exact is not None:
             if not wanted:
                 return
@@ -139,16 +111,53 @@ class SearchResult:
         for each in sorted([*self.best, timed], key=attrgetter("order")):
             fastest.setdefault(kind(each.spec), each)
         self.best = list(fastest.values())[: self.top]
-        mine = simplicity(timed.spec)
-        self._simple[mine] = min(timed, self._simple.get(mine, timed), key=attrgetter("order"))
-        self.near = self.best[0].seconds * (1 + NEAR)
-        near = [rank for rank, each in self._simple.items() if each.seconds <= self.near]
-        before, self.preferred = self.preferred, self._simple[min(near)]
-        if before is not None and min(near) > simplicity(before.spec):
-            self.again = self.again or self._passed_over <= self.near
         if len(self.best) == self.top:
             self.cutoff = self.best[-1].seconds
         if self.any_will_do:
-            self.cutoff = self.near = -inf
+            self.cutoff = -inf
         if self.progress is not None and self.best[0] is timed:
             self.progress(timed, self.counts)
+
+
+@dataclass
+class Simplest:
+    """The fastest of the layouts that change least of those that take at most `most` seconds, so far."""
+
+    ordering: Ordering
+    most: float
+    exact: Callable[[RunSpec], float] | None
+    capacity: float
+    speedup: float
+    counts: SearchCounts
+    best: TimedLayout | None = None
+    changes: Changes | None = None
+    """Those of the best."""
+
+    def hopeful(self, bound: float, changes: Changes | None = None) -> bool:
+        """True if a layout that takes at least `bound` seconds and makes `changes` at least can be before the
+        best."""
+        seconds = bound * (ROUNDING / self.speedup)
+        if seconds > self.most or changes is None or self.best is None or self.changes is None:
+            return seconds <= self.most
+        return (changes, seconds) <= (self.changes, self.best.seconds)
+
+    def offer(self, timed: TimedLayout) -> None:
+        """Keep a timed layout if it is before the best."""
+        self.counts.timed += 1
+        if timed.seconds > self.most or not self._first(timed):
+            return
+        if self.exact is not None:
+            timed = timed._replace(memory=self.exact(timed.spec))
+        if timed.memory <= self.capacity:
+            self.keep(timed)
+
+    def keep(self, timed: TimedLayout) -> None:
+        """Keep a layout that fits, if it is near the fastest and before the best."""
+        if timed.seconds <= self.most and self._first(timed):
+            self.best, self.changes = timed, self.ordering.of(timed.spec)
+
+    def _first(self, timed: TimedLayout) -> bool:
+        """True if a layout is before the best, by its changes and then as the list of plans is ordered."""
+        if self.best is None or self.changes is None:
+            return True
+        return (self.ordering.of(timed.spec), timed.order) < (self.changes, self.best.order)

@@ -33,10 +33,18 @@ from meshwright.planner.cost.stages import (
     together,
 )
 from meshwright.planner.cost.step import ScheduleTimes, StepModel, StepTime
-from meshwright.planner.layout_space import DataMesh, LayerLayout, LayoutSpace, Sharding, StageSplit
+from meshwright.planner.layout_space import (
+    NO_CUT,
+    DataMesh,
+    LayerLayout,
+    LayoutSpace,
+    Sharding,
+    StageSplit,
+)
 from meshwright.planner.memory.generic import Generic, held_microbatches
 from meshwright.planner.memory.states import gradients_meet
-from meshwright.planner.search.results import SearchResult, TimedLayout
+from meshwright.planner.search.results import SearchResult, Simplest, TimedLayout
+from meshwright.planner.search.simplest import Changes, Ordering, oddities
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import RunSpec
 from meshwright.spec.pipeline_schedules import SCHEDULES
@@ -46,8 +54,9 @@ from meshwright.spec.stages import placed
 _COMMON = 8
 """Most tensor ranks, and most context ranks, of common layouts."""
 
-Branch = tuple[float, Callable[[], Iterable["Branch"]]]
-"""Seconds that a step of each of its layouts takes at least, and a function that splits it further."""
+Branch = tuple[float, Changes, Callable[[], Iterable["Branch"]]]
+"""Seconds that a step of each of its layouts takes at least, the changes that each makes at least, and a
+function that splits it further."""
 
 
 class Cut(NamedTuple):
@@ -66,6 +75,7 @@ class MeshBranch:
 
     def __init__(self, tree: SearchTree, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> None:
         self.tree, self.pp, self.blocks = tree, mesh.pp, blocks
+        self._changes = partial(tree.changes, inner, mesh.ep * mesh.etp, mesh)
         self.shardings = list(tree.space.shardings(inner, mesh))
         self.most_shared = list(tree.space.shardings(inner, mesh, most_shared=True))
         """The shardings of each stage of ZeRO with the least memory."""
@@ -79,6 +89,10 @@ class MeshBranch:
         self._finals: dict[tuple[Sharding, Contents], float] = {}
         cuda = tree.costs.cluster.device.kind != "cpu"
         self._fragmentation = 1 + tree.costs.stack.numbers.fragmentation if cuda else 1.0
+
+    def changes(self, cut: Cut) -> Changes:
+        """The changes that its layouts with a cut make."""
+        return self._changes(cut=cut.split)
 
     def states(self, sharding: Sharding, held: Contents, met: bool) -> float:
         """Bytes of a rank that holds such a part of the model, but for activations that its schedule holds.
@@ -164,7 +178,9 @@ class SearchTree:
     def __init__(
         self, space: LayoutSpace, costs: CostModel, memory: Generic, capacity: float, found: SearchResult
     ) -> None:
-        self.space, self.costs, self.memory, self.found = space, costs, memory, found
+        self.space, self.costs, self.memory = space, costs, memory
+        self.found: SearchResult | Simplest = found
+        self.ordering = Ordering(costs.cluster)
         self.capacity = capacity / (1 - 1e-9)  # of sums in another order than the exact ones
         self.model = model_contents(space.base)
         self._before = blocks_before(space.base.model)
@@ -187,7 +203,8 @@ class SearchTree:
                 yield from self._split_tokens(group)
             else:
                 seconds = microbatch_seconds(self._floor(lower_bounds.SharedFloor, group[0]), self.model)
-                yield self._step(group[0], seconds), partial(self._split_tokens, group)
+                changes = self.ordering.least(group[0].tp)
+                yield self._step(group[0], seconds), changes, partial(self._split_tokens, group)
 
     def _floor(self, kind: type[Floor], inner: LayerLayout) -> Floor:
         """Least costs of blocks with such axes, without recomputation."""
@@ -208,14 +225,15 @@ class SearchTree:
         for inner in group:
             floor = floors[inner[:-1]] = floors.get(inner[:-1]) or self._floor(Floor, inner)
             seconds = microbatch_seconds(floor, self.model, inner.recompute.policy)
-            yield self._step(inner, seconds), partial(self._split_layer, inner, floor, seconds)
+            changes = self.changes(inner)
+            yield self._step(inner, seconds), changes, partial(self._split_layer, inner, floor, seconds)
 
     def _split_layer(self, inner: LayerLayout, floor: Floor, seconds: float) -> Iterator[Branch]:
         """Layouts whose microbatches take `seconds` at least, by the ranks that experts are dealt out to."""
         messages = lower_bounds.ExpertMessages(floor, self.model)
         for ep, etp in self._experts:
             bound = self._step(inner, seconds + messages.seconds(ep, etp))
-            yield bound, partial(self._split_experts, inner, ep, etp)
+            yield bound, self.changes(inner, ep * etp), partial(self._split_experts, inner, ep, etp)
 
     def _split_experts(self, inner: LayerLayout, ep: int, etp: int) -> Iterator[Branch]:
         """Layouts with the same expert ranks, by meshes in which a rank with an equal share fits."""
@@ -236,9 +254,18 @@ class SearchTree:
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
             most = -(-base.model.layers // mesh.pp) * block
             bound = count * max(seconds / mesh.pp, most) + self.costs.stack.numbers.step
-            simplest = partial(self.space.spec, inner, mesh)
-            if self.found.hopeful(bound, simplest) and self._fits(inner, mesh, blocks):
-                yield bound, partial(self._split_mesh, inner, mesh, blocks)
+            changes = self.changes(inner, ep * etp, mesh)
+            if self.found.hopeful(bound, changes) and self._fits(inner, mesh, blocks):
+                yield bound, changes, partial(self._split_mesh, inner, mesh, blocks)
+
+    def changes(
+        self, inner: LayerLayout, experts: int = 1, mesh: DataMesh | None = None, cut: StageSplit = NO_CUT
+    ) -> Changes:
+        """The changes that each layout with such choices makes at least."""
+        if mesh is None:
+            return self.ordering.least(inner.tp, inner.cp, inner.recompute.policy, experts=experts)
+        odd = oddities(mesh.pp, cut.schedule, cut.stages, mesh.order)
+        return self.ordering.least(inner.tp, inner.cp, inner.recompute.policy, mesh.pp, experts, odd)
 
     def _fits(self, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> bool:
         """True if a rank with an equal share of the model fits under some sharding of a mesh."""
@@ -261,8 +288,9 @@ class SearchTree:
             whole = not SCHEDULES[cut.split.schedule].splits
             bound = lower_bounds.pace_bound(cut.setters, speed, spec.microbatches, whole)
             bound += self.costs.stack.numbers.step
-            if self.found.hopeful(bound, partial(branch.spec, cut=cut.split)):
-                yield bound, partial(self._split_cut, branch, cut)
+            changes = branch.changes(cut)
+            if self.found.hopeful(bound, changes):
+                yield bound, changes, partial(self._split_cut, branch, cut)
 
     def _cuts_of(self, pp: int) -> list[Cut]:
         """The cuts of a pipeline."""
@@ -284,7 +312,7 @@ class SearchTree:
             needs = self.memory.resident(spec, mesh.blocks, self.model).device
             if needs <= self.capacity:
                 step = StepTime(spec, self.costs, self.times, cut.placed)
-                if self.found.hopeful(step.bound, partial(mesh.spec, sharding, cut.split)):
+                if self.found.hopeful(step.bound, mesh.changes(cut)):
                     self.found.offer(TimedLayout(step.seconds, needs, spec))
 
     def _split_cut(self, mesh: MeshBranch, cut: Cut) -> Iterator[Branch]:
@@ -297,19 +325,20 @@ class SearchTree:
                 mesh.pipelines[key] = PipelineBranch(mesh, spec, cut.placed)
             pipeline = mesh.pipelines[key]
             bound = pipeline.steps.bound(spec, [0.0] * mesh.pp)
-            yield bound, partial(self._split_schedule, pipeline, cut, spec)
+            yield bound, mesh.changes(cut), partial(self._split_schedule, pipeline, cut, spec)
 
     def _split_schedule(self, pipeline: PipelineBranch, cut: Cut, spec: RunSpec) -> Iterator[Branch]:
         """The shardings of one schedule that fit."""
         fitting = pipeline.mesh.fitting(cut, spec, pipeline.mesh.shardings)
-        yield pipeline.least_seconds(spec, fitting), partial(self._simulate, pipeline, cut, spec, fitting)
+        bound, changes = pipeline.least_seconds(spec, fitting), pipeline.mesh.changes(cut)
+        yield bound, changes, partial(self._simulate, pipeline, cut, spec, fitting)
 
     def _simulate(
         self, pipeline: PipelineBranch, cut: Cut, spec: RunSpec, fitting: dict[Sharding, float]
     ) -> Iterator[Branch]:
         """Simulate a schedule, unless paths found since this was queued exclude it, and time shardings."""
-        simplest = partial(pipeline.mesh.spec, cut=cut.split)
-        if self.found.hopeful(pipeline.least_seconds(spec, fitting), simplest):
+        changes = pipeline.mesh.changes(cut)
+        if self.found.hopeful(pipeline.least_seconds(spec, fitting), changes):
             self.found.counts.simulated += 1
             for sharding, needs in fitting.items():
                 spec = pipeline.mesh.spec(sharding, cut.split)
