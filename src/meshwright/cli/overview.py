@@ -21,6 +21,7 @@ SUMMARIES = {
     "data show": "print samples as a run reads them, with the tokens that are trained on marked",
     "data verify": "hash every file of a folder of tokens again",
     "plan": "find the best layouts of a model on a cluster: time, memory, money",
+    "fit": "will a model fit some GPUs, trained or served: memory, and the commands that do it",
     "simulate": "time one step of the run's pipeline: bubble, activations, a timeline by rank",
     "explain": "explain a run's layout on a cluster: time, memory, links, and why not others",
     "dryrun": "run the real step of one rank of any world on fake tensors: memory, messages",
