@@ -61,9 +61,9 @@ if TYPE_CHECKING:
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
     "data_verify", "distil", "doctor", "dryrun", "evaluate", "explain", "export", "fit", "follow",
-    "generate", "goodput", "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan", "presets",
-    "profile", "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize", "train",
-    "validate", "verify",
+    "generate", "goodput", "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan",
+    "presets", "profile", "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize",
+    "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {

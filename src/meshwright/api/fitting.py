@@ -31,8 +31,8 @@ def fit(
 
     `model` is what `plan` takes; `overrides` are dotted keys with their texts. The answer has `advice`, a
     sentence; `training`, with the layout, the bytes of the fullest GPU, the probability that it fits, the
-    longest sequences, the largest microbatch and the command of each way; `serving`, the same of each format of
-    weights; `best`, and `to_json()`. Raises `UserError`.
+    longest sequences, the largest microbatch and the command of each way; `serving`, the same of each format
+    of weights; `best`, the way that is advised; and `to_json()`. Raises `UserError`.
     """
     memory = None if host_memory is None else 1e9 * host_memory
     return fit_of(FitRequest(model, gpu, count, seq_len, batch, memory, overrides))

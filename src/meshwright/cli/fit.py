@@ -44,8 +44,8 @@ def fit(call: Call) -> None:
         if told.get("command"):
             print(f"{each.way.name}: {told['command']}")
     for form, told in served:
-        for command in told.get("commands", ()):
-            print(f"serve {form.format}: {command}")
+        if told.get("commands"):
+            print(f"serve {form.format}: {' && '.join(told['commands'])}")
 
 
 def _trained(each: TrainingFit, told: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +90,9 @@ def _notes(found: Fits) -> Iterator[str]:
     served = found.serving[0]
     yield (
         f"Of {gigabytes(found.room)} of each {found.cluster.device.name}; (low to high) holds 9 of 10 cases. "
-        f"Sequences of {found.seq_len:,} tokens; served {show.count(served.batch, 'sequence')} at a time. "
-        f"longest: tokens of a sequence; largest mb: sequences of a microbatch, with full recomputation"
+        f"Sequences of {found.seq_len:,} tokens; a replica serves {show.count(served.batch, 'sequence')} "
+        f"at a time. longest: tokens of a sequence; largest mb: sequences of a microbatch; both with full "
+        f"recomputation"
     )
     for each in found.training:
         if each.reason is not None:

@@ -10,6 +10,7 @@ from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import room
+from meshwright.planner.fit.command import served_model
 from meshwright.planner.fit.serving import ServingFit, serving_fits
 from meshwright.planner.fit.training import TrainingFit, training_fit
 from meshwright.planner.fit.ways import WAYS
@@ -54,8 +55,8 @@ class FitRequest:
             )
         if not 1 <= self.count <= kind.node:
             raise UserError(
-                f"--count: {self.count} is not a number of GPUs of one node of {kind.name}; give 1 to {kind.node}, "
-                f"and for more `meshwright plan --cluster {kind.name} --gpus N`"
+                f"--count: {self.count} is not a number of GPUs of one node of {kind.name}; give 1 to "
+                f"{kind.node}, and for more `meshwright plan --cluster {kind.name} --gpus N`"
             )
         return kind.resized(self.count)
 
@@ -66,14 +67,13 @@ class FitRequest:
         asked = PlanRequest(
             self.model, cluster, gpus=self.count, seq_len=self.seq_len, overrides=self.overrides
         )
-        length = self.seq_len or asked.given_in("data").get("seq_len")
+        length, sequences = self.seq_len or asked.given_in("data").get("seq_len"), self.count * SEQUENCES
+        has_batch = "batch_tokens" in asked.given_in("train")
         if length is None:
-            (problem,), _ = replace(asked, batch_tokens=self.count * SEQUENCES * LONG).problems()
+            (problem,), _ = (asked if has_batch else replace(asked, batch_tokens=sequences * LONG)).problems()
             length = min(problem.base.data.seq_len, LONG)
             asked = replace(asked, seq_len=length)
-        if "batch_tokens" not in asked.given_in("train"):
-            asked = replace(asked, batch_tokens=self.count * SEQUENCES * length)
-        return asked
+        return asked if has_batch else replace(asked, batch_tokens=sequences * length)
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Fits:
 
 
 def fit(request: FitRequest) -> Fits:
-    """How each way of training and serving a model fits some GPUs. Raises `UserError`, also where no way can be
-    had at all."""
+    """How each way of training and serving a model fits some GPUs. Raises `UserError`, also where no way of
+    training can be had at all."""
     cluster = request.cluster()
     asked = request.planned(cluster)
     training = tuple(training_fit(way, asked, request.host_memory) for way in WAYS)
@@ -144,5 +144,6 @@ def fit(request: FitRequest) -> Fits:
     if problem is None:
         raise UserError(training[0].reason or "no way of training can be had")
     base = problem.base
-    serving = serving_fits(base.model, CostModel(cluster), request.batch, base.data.seq_len)
+    folder = served_model(asked)
+    serving = serving_fits(base.model, CostModel(cluster), request.batch, base.data.seq_len, folder)
     return Fits(base.model, cluster, base.data.seq_len, training, tuple(serving))

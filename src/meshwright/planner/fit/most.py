@@ -1,5 +1,5 @@
-"""The longest sequences and the largest microbatches of a training that fit: powers of two on any layout, by the
-search, and from the last of them on its layout, by bisection."""
+"""The longest sequences and the largest microbatches of a training that fit, with full recomputation: powers
+of two on any layout, by the search, and from the last of them on its layout, by bisection."""
 
 from __future__ import annotations
 

@@ -1,20 +1,21 @@
 """Serving a model on some GPUs: weights in bf16 or quantised, and the keys and values of a batch.
 
-A replica is cut over tensor ranks, and over pipeline ranks where heads do not let it be, and experts over the
-tensor ranks; the GPUs that are left have further replicas. Caches are pages of `PAGE_TOKENS` tokens, as those of
-`infer/paged_cache.py`; weights of linear layers in blocks have the bytes that `quantise` writes.
+A replica is cut over tensor ranks, and over pipeline ranks where heads do not let it be, and experts over
+the tensor ranks; the GPUs that are left have further replicas. Caches are pages of `PAGE_TOKENS` tokens, as
+those of `infer/paged_cache.py`; weights of linear layers in blocks have the bytes that `quantise` writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any, Literal
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import fits_probability, fitting, memory_interval, room, spread
 from meshwright.planner.fit.bisection import doubled
+from meshwright.planner.fit.command import serve_commands
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.rank_view import RankView, place_of, widths
@@ -54,6 +55,15 @@ class ServingFit:
     """Tokens of each sequence, prompt and continuation."""
     spec: RunSpec | None = None
     reason: str | None = None
+    model: str = "RUN"
+    """The folder that is served, or what stands for it."""
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands that write the weights and serve them; none where it does not fit."""
+        if self.spec is None or not self.fits:
+            return []
+        return serve_commands(self.spec, self.format, self.model, self.batch, self.length)
 
     def memory(self, batch: int, length: int) -> Memory:
         """Bytes of the fullest GPU with so many sequences of so many tokens."""
@@ -120,25 +130,32 @@ class ServingFit:
             "length": self.length,
             "longest_length": self.longest,
             "largest_batch": self.largest_batch,
+            "commands": self.commands,
         }
 
 
-def serving_fits(model: ModelSpec, costs: CostModel, batch: int, length: int) -> Iterator[ServingFit]:
+def serving_fits(
+    model: ModelSpec, costs: CostModel, batch: int, length: int, folder: str
+) -> Iterator[ServingFit]:
     """How serving fits in each format that this program writes, and the device computes or unpacks."""
-    for each in FORMATS:
-        if each != "fp8" or "fp8" in costs.cluster.device.peak:
-            yield _serving_fit(model, costs, each, batch, length)
+    for form in FORMATS:
+        if form == "fp8" and "fp8" not in costs.cluster.device.peak:
+            continue
+        unserved = ServingFit(form, costs, batch, length, model=folder)
+        if (reason := _not_written(model, form)) is not None:
+            yield replace(unserved, reason=reason)
+        else:
+            yield _on_fewest(unserved, model)
 
 
-def _serving_fit(model: ModelSpec, costs: CostModel, form: Format, batch: int, length: int) -> ServingFit:
-    """How serving in a format fits, on the fewest GPUs for a replica that do comfortably."""
-    if (reason := _not_written(model, form)) is not None:
-        return ServingFit(form, costs, batch, length, reason=reason)
-    found = [ServingFit(form, costs, batch, length, spec) for spec in _layouts(model, costs.cluster.count)]
+def _on_fewest(unserved: ServingFit, model: ModelSpec) -> ServingFit:
+    """How serving fits on the fewest GPUs for a replica that do comfortably, or else on the cut that needs
+    least."""
+    count = unserved.costs.cluster.count
+    found = [replace(unserved, spec=spec) for spec in _layouts(model, count)]
     if not found:
-        reason = f"layout: no cut of {model.heads} heads and {model.layers} layers is one of "
-        reason += f"{costs.cluster.count:,} GPUs; give another --count"
-        return ServingFit(form, costs, batch, length, reason=reason)
+        reason = f"no cut of {model.heads} heads and {model.layers} layers is one of {count:,} GPUs"
+        return replace(unserved, reason=f"{reason}; give another --count")
     enough = next((each for each in found if each.probability >= COMFORTABLE), None)
     return enough or min(found, key=lambda each: each.needs.device)
 
@@ -158,7 +175,8 @@ def _not_written(model: ModelSpec, form: Format) -> str | None:
 
 
 def _layouts(model: ModelSpec, count: int) -> Iterator[RunSpec]:
-    """The layouts of so many GPUs that the rules take, the fewest GPUs for a replica and tensor ranks first."""
+    """The layouts of so many GPUs that the rules take: the fewest GPUs for a replica first, and of these the
+    most tensor ranks."""
     length = min(model.max_seq_len, 512)  # rules ask for a batch, which serving has not
     for each in divisors(count):
         for tp in reversed(divisors(each)):

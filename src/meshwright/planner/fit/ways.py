@@ -39,11 +39,11 @@ class Way:
 _ON_DEVICE = {"train.offload": "none"}
 WAYS = (
     Way("full", "full fine-tuning", _ON_DEVICE),
-    Way("full-8bit", "full, AdamW in 8 bits", {"train.optimiser": "adamw8bit", **_ON_DEVICE}),
+    Way("full-8bit", "full, 8-bit AdamW", {"train.optimiser": "adamw8bit", **_ON_DEVICE}),
     Way("full-offload", "full, moments on the host", {"train.offload": "host"}),
     Way(
         "full-bf16",
-        "full, weights in bf16, AdamW in 8 bits",
+        "full in bf16, 8-bit AdamW",
         {"precision.master": "bf16", "train.optimiser": "adamw8bit", **_ON_DEVICE},
     ),
     Way("lora", "LoRA", {"lora.quantise": "none", **_ON_DEVICE}, adapters=True),
