@@ -112,8 +112,8 @@ def checked(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
 
 def hf_folder(folder: Path) -> Path:
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
-        "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+        "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
         "tie_word_embeddings": False,
     }  # fmt: skip
@@ -160,7 +160,7 @@ def test_each_command_is_of_the_run_that_was_planned(
         told, spec = checked(capsys, each.command), each.plan.spec.to_json()
         for table in ("model", "data", "lora", "recompute", "precision"):
             assert told[table] == spec[table], table
-        idle = {} if spec["layout"]["pp"] > 1 else {key: None for key in ("schedule", "virtual", "stages")}
+        idle = {} if spec["layout"]["pp"] > 1 else dict.fromkeys(("schedule", "virtual", "stages"))
         assert {**told["layout"], **idle} == {**spec["layout"], **idle}
         assert {**told["train"], "compile": None} == {**spec["train"], "compile": None}
         assert (told["lora"] is not None) == each.way.adapters
