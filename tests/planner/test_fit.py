@@ -84,7 +84,7 @@ def test_what_is_told_to_be_the_most_fits_and_more_does_not(count: int) -> None:
 
 
 def any_layout(each: TrainingFit, key: str, value: int) -> bool:
-    """Whether some layout with full recomputation fits with a key of such a value."""
+    """True if some layout with full recomputation fits with a key of such a value."""
     assert each.problem is not None
     base, fixed = each.problem.base, {**each.problem.fixed, "policy": "full"}
     length, sequences = base.data.seq_len, base.batch_sequences
@@ -100,7 +100,7 @@ def any_layout(each: TrainingFit, key: str, value: int) -> bool:
 
 
 def checked(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
-    """What `spec show` says of the run of a printed command, which `check` accepts."""
+    """The spec of the run of a printed command, which `check` accepts."""
     words = shlex.split(command)
     assert words[:2] == ["meshwright", "train"]
     assert main(["check", *words[2:]]) == 0
@@ -113,7 +113,8 @@ def checked(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
 def hf_folder(folder: Path) -> Path:
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
-        "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+        "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 1024,
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
         "tie_word_embeddings": False,
     }  # fmt: skip
@@ -259,7 +260,7 @@ def test_no_serving_of_what_is_not_written() -> None:
     ("how", "words"),
     [
         ({"gpu": "rtx-409"}, "--gpu: 'rtx-409' is neither .* did you mean 'rtx-4090'"),
-        ({"gpu": "cpu"}, "--gpu: cpu is 2 cores, which is no GPU"),
+        ({"gpu": "cpu"}, "--gpu: cpu has 2 cores, and not GPUs"),
         ({"count": 0}, "--count: 0 is not a number of GPUs of one node of rtx-4090; give 1 to 8"),
         ({"count": 9}, "--count: 9 .*meshwright plan --cluster rtx-4090"),
         ({"batch": 0}, "--batch: must be at least 1 sequence"),

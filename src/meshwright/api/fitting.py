@@ -1,4 +1,4 @@
-"""Whether a model fits some GPUs, trained or served."""
+"""The ways in which a model fits some GPUs, trained or served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model fits GPUs of one node: the answer to `meshwright fit`."""
+"""The answer to `meshwright fit`: which ways of training and serving a model fit GPUs of one node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS = ("cuda", "rocm")
 
 @dataclass(frozen=True)
 class FitRequest:
-    """Whether a model fits `count` GPUs of one node.
+    """A request for the ways in which a model fits `count` GPUs of one node.
 
     `model` is what `PlanRequest` takes, `gpu` a name of the catalogue, a hardware file or a `Cluster`;
     `seq_len` are tokens of a sequence, trained on or served; `batch` sequences are served at a time on a
@@ -50,9 +50,7 @@ class FitRequest:
         except UserError as error:
             raise UserError(str(error).replace("cluster:", "--gpu:", 1)) from None
         if kind.device.kind not in _KINDS:
-            raise UserError(
-                f"--gpu: {kind.name} is {kind.device.name}, which is no GPU; give one, as rtx-4090"
-            )
+            raise UserError(f"--gpu: {kind.name} has {kind.device.name}, and not GPUs; give such as rtx-4090")
         if not 1 <= self.count <= kind.node:
             raise UserError(
                 f"--count: {self.count} is not a number of GPUs of one node of {kind.name}; give 1 to "
