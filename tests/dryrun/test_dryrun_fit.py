@@ -49,6 +49,7 @@ def test_each_way_takes_the_bytes_of_a_dry_run(process: FakeCudaProcess, name: s
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "model", "gpu", "count"),
     [
@@ -60,6 +61,6 @@ def test_each_way_takes_the_bytes_of_a_dry_run(process: FakeCudaProcess, name: s
 def test_large_models_take_the_bytes_of_a_dry_run(
     process: FakeCudaProcess, name: str, model: str, gpu: str, count: int
 ) -> None:
-    fit = found(name, model, gpu, count, [("train.batch_tokens", str(4 * count * 4096))])
+    fit = found(name, model, gpu, count, [("train.batch_tokens", str(max(4, count) * 4096))])
     assert fit.fits and fit.plan is not None
     assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.1)
