@@ -20,7 +20,7 @@ from meshwright.planner.fit.fit import Fits
 from meshwright.planner.fit.serving import served
 from meshwright.planner.fit.training import TrainingFit
 from meshwright.planner.memory.exact import memory_model
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec, UserError, load
 
 GIB = 2**30
 GPU = cluster("rtx-4090")
@@ -207,17 +207,19 @@ def test_moments_on_the_host_are_bounded_by_its_memory() -> None:
     assert told[60.0].command is None
 
 
-def test_a_layout_that_shares_moments_is_taken_where_the_host_has_too_little() -> None:
-    keys = (("layout.dp", "2"),)
-    apart = way(fits("smollm2-135m", "rtx-4090", 2), "full-offload")
-    assert apart.plan is not None
-    one = 8 * apart.plan.spec.model.parameters
-    unshared = way(
-        api.fit("smollm2-135m", gpu=GPU, count=2, overrides=(*keys, ("layout.zero", "0"))), "full-offload"
-    )
-    assert unshared.host_bytes == pytest.approx(2 * one, rel=0.02)
-    shared = way(api.fit("smollm2-135m", gpu=GPU, count=2, host_memory=1.2 * one / 1e9), "full-offload")
-    assert shared.fits and shared.host_bytes == pytest.approx(one, rel=0.02)
+def test_moments_of_all_ranks_are_counted_once_for_each_that_has_them() -> None:
+    """Stages of a pipeline have theirs, uneven as they are; data ranks the same, unless they share them."""
+
+    def host_bytes(*keys: tuple[str, str]) -> float:
+        return way(api.fit("smollm2-135m", gpu=GPU, count=2, overrides=keys), "full-offload").host_bytes
+
+    whole = 8 * 134_515_008
+    assert host_bytes(("layout.dp", "2"), ("layout.zero", "1")) == pytest.approx(whole, rel=0.01)
+    assert host_bytes(("layout.dp", "2"), ("layout.zero", "0")) == pytest.approx(2 * whole, rel=0.01)
+    stages = host_bytes(("layout.pp", "2"))
+    assert stages == pytest.approx(
+        whole + 8 * 49152 * 576, rel=0.01
+    )  # the last stage has the tied weights, too
 
 
 # Serving -------------------------------------------------------------------------------------------------
@@ -281,6 +283,16 @@ def test_a_way_that_cannot_be_had_says_why() -> None:
     offload = way(found, "full-offload")
     assert not offload.fits and "whose bandwidth to its host is not known" in (offload.reason or "")
     assert way(found, "full").fits
+
+
+def test_a_spec_in_memory_is_taken_without_a_command() -> None:
+    keys = [("model.preset", "smollm2-135m"), ("data.seq_len", "1024"), ("train.batch_tokens", "16384")]
+    for adapters in ([], [("lora.rank", "4")]):
+        found = api.fit(load(None, [*keys, *adapters]), gpu=GPU)
+        assert found.seq_len == 1024 and found.best is way(found, "full")
+        lora, full = way(found, "lora").plan, way(found, "full").plan
+        assert lora is not None and lora.spec.lora is not None and full is not None and full.spec.lora is None
+        assert lora.spec.lora.rank == (4 if adapters else 16) and way(found, "lora").command is None
 
 
 def test_memory_is_that_of_the_plan() -> None:

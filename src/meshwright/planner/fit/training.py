@@ -14,12 +14,14 @@ from meshwright.planner.fit.command import train_command
 from meshwright.planner.fit.most import largest_micro_batch, longest_sequence
 from meshwright.planner.fit.ways import Way
 from meshwright.planner.memory.exact import memory_model
+from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.plan import Plan
+from meshwright.planner.rank_view import place_of
 from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import PlanRequest
-from meshwright.spec import UserError
+from meshwright.spec import RunSpec, UserError
 
 COMFORTABLE = 0.95
 """Probability to fit with which a layout is looked for first. Source: a choice, not a measurement."""
@@ -60,13 +62,19 @@ class TrainingFit:
     @cached_property
     def host_bytes(self) -> float:
         """Bytes of moments in the host's memory, for all GPUs together."""
-        away = None if self.plan is None else self.plan.offloaded
-        return 0.0 if away is None else away["node_bytes"]
+        if self.plan is None or self.plan.spec.train.offload == "none":
+            return 0.0
+        layout = self.plan.spec.layout
+        stages = (place_of(self.plan.spec, rank) for rank in range(layout.pp))
+        return layout.world_size // layout.pp * sum(moment_bytes(view, units(view)) for view in stages)
 
     @property
     def command(self) -> str | None:
-        """The command line that trains so; None where it does not fit."""
-        return train_command(self.plan.spec, self.request) if self.plan and self.fits else None
+        """The command line that trains so; None where it does not fit, and of a `RunSpec`, which has no
+        file."""
+        if self.plan is None or not self.fits or isinstance(self.request.model, RunSpec):
+            return None
+        return train_command(self.plan.spec, self.request)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; bytes are those of the fullest GPU."""
@@ -99,12 +107,9 @@ def training_fit(way: Way, request: PlanRequest, host_memory: float | None) -> T
     try:
         request = replace(request, overrides=way.overrides(request))
         (problem,), _ = request.problems()
-        plan = _planned(problem)
-        if host_memory is not None and _host_bytes(plan) > host_memory:  # shared among all ranks it is least
-            plan = _sharded(problem) or plan
+        return TrainingFit(way, request, problem, _planned(problem), None, host_memory)
     except UserError as error:
         return TrainingFit(way, request, reason=str(error))
-    return TrainingFit(way, request, problem, plan, None, host_memory)
 
 
 def _planned(problem: SearchProblem) -> Plan:
@@ -127,13 +132,3 @@ def _least(problem: SearchProblem) -> Plan:
         if best := search(problem.space(), problem.costs, size, 1, any_will_do=True, memory=memory).best:
             return Plan(best[0].spec, problem.costs)
         size *= _GROWTH
-
-
-def _host_bytes(plan: Plan) -> float:
-    return 0.0 if plan.offloaded is None else plan.offloaded["node_bytes"]
-
-
-def _sharded(problem: SearchProblem) -> Plan | None:
-    """The fastest plan whose states all data ranks share, if one fits."""
-    best = replace(problem, fixed={**problem.fixed, "zero": 3}).search(1).best
-    return Plan(best[0].spec, problem.costs) if best else None

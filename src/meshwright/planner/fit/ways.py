@@ -28,7 +28,7 @@ class Way:
         if self.adapters:
             keys = {} if "rank" in given else {"lora.rank": RANK}
             keys |= self.keys
-        elif given and request.run_file:
+        elif any(f"lora.{name}" not in dict(request.overrides) for name in given):  # the run file's own
             keys["lora"] = "none"
         left = [(key, text) for key, text in request.overrides if key not in keys]
         if not self.adapters:

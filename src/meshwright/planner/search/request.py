@@ -104,7 +104,8 @@ class PlanRequest:
 
     def given_in(self, table: str) -> dict[str, Any]:
         """Keys of a table, such as 'outer', that MODEL or the flags give. Raises `UserError`."""
-        return given_keys(table, self._tables(self._kind)[0], self.overrides)
+        tree, _ = self._tables(self._kind)
+        return given_keys(table, {table: tree.get(table) or {}}, self.overrides)
 
     @property
     def run_file(self) -> str:
