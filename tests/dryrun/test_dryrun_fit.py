@@ -63,4 +63,4 @@ def test_large_models_take_the_bytes_of_a_dry_run(
 ) -> None:
     fit = found(name, model, gpu, count, [("train.batch_tokens", str(max(4, count) * 4096))])
     assert fit.fits and fit.plan is not None
-    assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.1)
+    assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.05)
