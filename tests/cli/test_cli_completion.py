@@ -32,6 +32,7 @@ CASES = [
     ("meshwright train --train.compile tr", ["true"]),
     ("meshwright plan llama3-4", ["llama3-405b"]),
     ("meshwright plan --cluster h100-p", ["h100-pcie"]),
+    ("meshwright fit smollm2-135m --gpu rtx-4", ["rtx-4090"]),
     ("meshwright merge --method ti", ["ties"]),
     ("meshwright export run out --dtype bf", ["bfloat16"]),
     ("meshwright train --help rec", ["recompute", "recovery"]),

@@ -41,6 +41,7 @@ LIGHT = [
     [*GOODPUT, "--step-seconds", "5"],
     ["explain", "--layout.dp", "2", "--cluster", "h100", "--out", "/dev/null/plan.html"],
     ["explain", "--layout.dp", "2", "--cluster", "h100"],
+    ["fit", "gpt2", "--gpu", "rtx-3090"],
     ["clusters"],
     ["clusters", "h100-sxm", "--count", "64", "--json"],
     ["profile", "--out", "/no/such/folder/it.json"],

@@ -17,7 +17,7 @@ Checks: `verify_runs` compares one layout with one device, `sweeps` many; `diagn
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
-Predictions: `planning` and `dry_runs`. Pages of runs: `reports`.
+Predictions: `planning`, `fitting` and `dry_runs`. Pages of runs: `reports`.
 Loops of others: `engine` (`meshwright.Engine`), whose run is of `engine_spec`, with `engine_arguments`,
 `engine_callbacks` and `engine_checkpoints`; `verl_engine` is verl's interface to it.
 Run files for what somebody has: `run_files`. What a run reads: `training_samples`.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshwright.api.distillation import distil
     from meshwright.api.dry_runs import dryrun
     from meshwright.api.evaluation import evaluate
+    from meshwright.api.fitting import fit
     from meshwright.api.generation import generate
     from meshwright.api.launches import follow, launch, logs, status, stop
     from meshwright.api.models import (
@@ -59,10 +60,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
-    "data_verify", "distil", "doctor", "dryrun", "evaluate", "explain", "export", "follow", "generate",
-    "goodput", "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan", "presets",
-    "profile", "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize", "train",
-    "validate", "verify",
+    "data_verify", "distil", "doctor", "dryrun", "evaluate", "explain", "export", "fit", "follow",
+    "generate", "goodput", "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan",
+    "presets", "profile", "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize",
+    "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
@@ -71,6 +72,7 @@ _MODULES = {
     "distillation": ("distil",),
     "dry_runs": ("dryrun",),
     "evaluation": ("evaluate",),
+    "fitting": ("fit",),
     "generation": ("generate",),
     "launches": ("follow", "launch", "logs", "status", "stop"),
     "models": (

@@ -142,7 +142,7 @@ def _clusters() -> dict[str, str]:
 
 def _flag_values(flag: Flag) -> Rows:
     """Return the values of a flag; a row without a word stands for numbers and texts."""
-    if flag.name == "cluster":
+    if flag.name in ("cluster", "gpu"):
         return [*_clusters().items(), (FILE, "")]
     if flag.values is not None:
         return [*flag.values().items()]

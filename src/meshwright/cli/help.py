@@ -29,6 +29,7 @@ _STEP = ("model.preset", "data.seq_len", "train.batch_tokens", *_LAYOUT)
 COMMON = {
     "verify": (*_STEP, "precision.compute"),
     "plan": (*_LAYOUT, "layout.micro_batch", "layout.schedule", "recompute.policy", "train.optimiser"),
+    "fit": ("lora.rank", "lora.targets", "train.optimiser", *_LAYOUT, "recompute.policy"),
     "explain": (*_STEP, "recompute.policy"),
     "dryrun": (*_STEP, "recompute.policy"),
     "simulate": (

@@ -229,7 +229,7 @@ def _with_islands(
     """The searches with the islands that are asked for, and how they were chosen by number of devices."""
     if request.islands is None:
         return problems, {}
-    wanted, keys, limit = request.islands, request.given_outer(), request.max_exposed / 100
+    wanted, keys, limit = request.islands, request.given_in("outer"), request.max_exposed / 100
     chosen = [choose_islands(problem, wanted, keys, limit) for problem in problems]
     return [problem for problem, _ in chosen], {problem.ranks: choice for problem, choice in chosen}
 

@@ -68,9 +68,15 @@ def fits_probability(need: float, room: float, wider: float = 1.0) -> float:
     return 0.5 * (1 + erf((room - need) / (SIGMA_MEMORY * wider * need) / sqrt(2)))
 
 
-def fitting(room: float, wider: float = 1.0) -> float:
-    """Largest predicted need, in bytes, that fits into `room` bytes with probability `SURE`."""
-    return room / (1 + NormalDist().inv_cdf(SURE) * SIGMA_MEMORY * wider)
+def fitting(room: float, wider: float = 1.0, probability: float = SURE) -> float:
+    """Largest predicted need, in bytes, that fits into `room` bytes with a probability."""
+    return room / (1 + NormalDist().inv_cdf(probability) * SIGMA_MEMORY * wider)
+
+
+def memory_interval(need: float, wider: float = 1.0) -> tuple[float, float]:
+    """90% prediction interval, (low, high), of a predicted need of `need` bytes."""
+    half = _Z * SIGMA_MEMORY * wider
+    return need * (1 - half), need * (1 + half)
 
 
 def room(cluster: Cluster) -> float:

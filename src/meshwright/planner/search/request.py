@@ -69,8 +69,7 @@ class PlanRequest:
         Raises `UserError`.
         """
         stack = stack_named(self.stack)
-        kind = hardware.cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
-        kind = kind if self.price is None else replace(kind, price=self.price)
+        kind = self._kind if self.price is None else replace(self._kind, price=self.price)
         self._check(kind)
         sizes = sizes_of(self.gpus, kind)
         base, note = self._base_run(kind)
@@ -105,10 +104,20 @@ class PlanRequest:
         """Dotted keys with their texts, without those that are taken back."""
         return {key: text for key, text in self.overrides if text != "none"}
 
-    def given_outer(self) -> dict[str, Any]:
-        """Keys of `outer` that are given. Raises `UserError`."""
-        kind = hardware.cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
-        return given_keys("outer", self._tables(kind)[0], self.overrides)
+    def given_in(self, table: str) -> dict[str, Any]:
+        """Keys of a table, such as 'outer', that MODEL or the flags give. Raises `UserError`."""
+        tree, _ = self._tables(self._kind)
+        return given_keys(table, {table: tree.get(table) or {}}, self.overrides)
+
+    @property
+    def run_file(self) -> str:
+        """The run file, or the folder of a run, that MODEL is; empty for others. Raises `UserError`."""
+        return self._tables(self._kind)[1]
+
+    @property
+    def _kind(self) -> Cluster:
+        """The cluster, of whatever size."""
+        return hardware.cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
 
     @property
     def total_tokens(self) -> float | None:

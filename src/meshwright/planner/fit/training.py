@@ -1,0 +1,134 @@
+"""One way of training a model on some GPUs: the layout that the search finds, its memory, and what else fits.
+
+Where no layout fits, the one that needs least is found by the same search, with as much memory as it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from meshwright.planner.cost.uncertainty import fitting, memory_interval, room, spread
+from meshwright.planner.fit.command import train_command
+from meshwright.planner.fit.most import largest_micro_batch, longest_sequence
+from meshwright.planner.fit.ways import Way
+from meshwright.planner.memory.exact import memory_model
+from meshwright.planner.memory.states import moment_bytes, units
+from meshwright.planner.plan import Plan
+from meshwright.planner.rank_view import place_of
+from meshwright.planner.search.branch_and_bound import search
+from meshwright.planner.search.infeasible import shortfall
+from meshwright.planner.search.problem import SearchProblem
+from meshwright.planner.search.request import PlanRequest
+from meshwright.spec import RunSpec, UserError
+
+COMFORTABLE = 0.95
+"""Probability to fit with which a layout is looked for first. Source: a choice, not a measurement."""
+_GROWTH = 1.05
+"""Factor from one size of memory that is tried to the next, where the least that fits is looked for."""
+
+
+@dataclass(frozen=True)
+class TrainingFit:
+    """A way of training, and how it fits; `plan` is None where it cannot be had, for the `reason`."""
+
+    way: Way
+    request: PlanRequest
+    problem: SearchProblem | None = None
+    plan: Plan | None = None
+    reason: str | None = None
+    host_memory: float | None = None
+    """Bytes of the host's memory, where they are known."""
+
+    @property
+    def probability(self) -> float:
+        """Probability that it fits a GPU."""
+        return 0.0 if self.plan is None else self.plan.fits_probability
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits a GPU more likely than not, and the host, where its memory is known."""
+        enough = self.host_memory is None or self.host_bytes <= self.host_memory
+        return self.plan is not None and enough and self.probability >= 0.5
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bytes between which a GPU's need is in 9 of 10 cases."""
+        assert self.plan is not None
+        wider = spread(self.plan.cluster, self.plan.costs.stack)
+        return memory_interval(self.plan.memory.device, wider)
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Bytes of moments in the host's memory, for all GPUs together."""
+        if self.plan is None or self.plan.spec.train.offload == "none":
+            return 0.0
+        layout = self.plan.spec.layout
+        stages = (place_of(self.plan.spec, rank) for rank in range(layout.pp))
+        return layout.world_size // layout.pp * sum(moment_bytes(view, units(view)) for view in stages)
+
+    @property
+    def command(self) -> str | None:
+        """The command line that trains so; None where it does not fit, and of a `RunSpec`, which has no
+        file."""
+        if self.plan is None or not self.fits or isinstance(self.request.model, RunSpec):
+            return None
+        return train_command(self.plan.spec, self.request)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; bytes are those of the fullest GPU."""
+        found = {"way": self.way.name, "title": self.way.title, "fits": self.fits, "reason": self.reason}
+        if self.plan is None or self.problem is None:
+            return found
+        memory, spec = self.plan.memory, self.plan.spec
+        low, high = self.interval
+        return found | {
+            "bytes": {"low": low, "expected": memory.device, "high": high},
+            "fits_probability": self.probability,
+            "memory": memory.to_json(),
+            "layout": spec.layout.model_dump(mode="json"),
+            "layout_words": spec.layout.describe(),
+            "recompute": spec.recompute.policy,
+            "micro_batch": spec.micro_batch,
+            "seq_len": spec.data.seq_len,
+            "batch_tokens": spec.train.batch_tokens,
+            "longest_seq_len": longest_sequence(self.problem),
+            "largest_micro_batch": largest_micro_batch(self.problem),
+            "host_bytes": self.host_bytes,
+            "host_is_known": self.host_memory is not None,
+            "tokens_per_second": self.plan.tokens_per_second,
+            "command": self.command,
+        }
+
+
+def training_fit(way: Way, request: PlanRequest, host_memory: float | None) -> TrainingFit:
+    """How a way of training fits the request's GPUs; its reason says why it cannot be had."""
+    try:
+        request = replace(request, overrides=way.overrides(request))
+        (problem,), _ = request.problems()
+        return TrainingFit(way, request, problem, _planned(problem), None, host_memory)
+    except UserError as error:
+        return TrainingFit(way, request, reason=str(error))
+
+
+def _planned(problem: SearchProblem) -> Plan:
+    """The fastest plan that fits comfortably, else surely, else more likely than not, else the one that needs
+    least. Raises `UserError` where no layout is legal."""
+    comfortable = fitting(room(problem.cluster), spread(problem.cluster, problem.stack), COMFORTABLE)
+    for each in (replace(problem, limit=comfortable), problem, replace(problem, unsure=True)):
+        if best := each.search(1).best:
+            return Plan(best[0].spec, problem.costs)
+    return _least(problem)
+
+
+def _least(problem: SearchProblem) -> Plan:
+    """The layout that needs least, within `_GROWTH`. Raises `UserError` where none is legal."""
+    bound = problem.least_memory()
+    if bound is None:
+        raise UserError(shortfall(problem))
+    size, memory = bound.device, memory_model(problem.costs)
+    while True:
+        if best := search(problem.space(), problem.costs, size, 1, any_will_do=True, memory=memory).best:
+            return Plan(best[0].spec, problem.costs)
+        size *= _GROWTH
