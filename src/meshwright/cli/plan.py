@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from meshwright import api
 from meshwright.api.options import file_name, positive
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.plan_clusters import CLUSTER, PRICE, planned, show_clusters
-from meshwright.cli.runs import FROM, RUN, spec_of
+from meshwright.cli.runs import FROM, MODEL, spec_of
 from meshwright.hardware.find import cluster as cluster_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.planner.cluster_plans import ClusterPlans
@@ -49,12 +49,7 @@ def _fixed(text: str) -> list[tuple[str, str]]:
 
 @verb(
     "plan",
-    Argument(
-        "MODEL",
-        "a preset, a model's name (openai/gpt-oss-20b), an HF folder or config.json, or a run file",
-        required=False,
-        keys=True,
-    ),
+    MODEL,
     FROM,
     CLUSTER,
     PRICE,
@@ -312,12 +307,12 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
             print(f"  {name:<18} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
 
 
-@verb("explain", RUN, FROM, api.explain, JSON)
+@verb("explain", MODEL, FROM, api.explain, JSON)
 def explain(call: Call) -> None:
     """Explain the layout of a run on a cluster."""
     from meshwright.report.plan_text import text
 
     device = cluster_of(call.flags["cluster"]).device
-    spec = spec_of(call, kind=device.kind, ours=stack_named(call.flags["stack"]).ours)
+    spec = spec_of(call, kind=device.kind, ours=stack_named(call.flags["stack"]).ours, models=True)
     explanation = api.explain(spec, **call.flags)
     show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

@@ -141,10 +141,12 @@ def model_tables(word: str) -> tuple[dict[str, Any], str]:
     path = Path(word)
     if word in PRESETS:
         return {"model": {"preset": word}}, ""
-    if path.suffix == ".toml" or (path / "run.json").is_file():
+    if (path / "run.json").is_file():
         return read_tree(path), word
     if path.name == "config.json" or (path / "config.json").is_file():
         return {"model": {"hf": word}}, ""
+    if path.suffix == ".toml" or path.is_file():
+        return read_tree(path), word
     if not path.exists() and (preset := preset_named(word)) is not None:
         return {"model": {"preset": preset}}, ""
     raise UserError(f"MODEL: '{word}' {_unknown(word)}")
