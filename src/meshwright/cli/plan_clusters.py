@@ -139,7 +139,8 @@ def _remarks(found: ClusterPlans) -> Iterator[str]:
     yield f"Low and high are of {of}, in 9 of 10 cases."
     if found.undecided:
         better = "cheaper" if best.objective == "cost" else "faster"
-        names = " or ".join(found.undecided)
+        *others, last = found.undecided
+        names = f"{', '.join(others)} or {last}" if others else last
         yield f"Within these intervals {names} may be {better} than {first}."
     known = set(best.best.never_measured)
     for name, plans in found.found.items():

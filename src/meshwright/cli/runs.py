@@ -29,7 +29,7 @@ MODEL = Argument(
     required=False,
     keys=True,
 )
-"""What verbs take that ask about a run which need not be ready to train."""
+"""The word of verbs that ask about a run, which need not be ready to train."""
 NPROC = Flag(
     "nproc",
     "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's world "

@@ -168,7 +168,7 @@ def _plan_on(request: PlanRequest, name: str, progress: Progress | None) -> Plan
 
 
 def figure(plans: Plans) -> float:
-    """What the objective compares, of the first plan.
+    """The figure of the first plan that the objective compares.
 
     That is USD of the tokens that are asked about, or of 10^9, for the objective 'cost', and else seconds of
     10^9 tokens.
