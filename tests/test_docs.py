@@ -23,6 +23,7 @@ from meshwright.rank.failure import KINDS
 from meshwright.spec import load
 from meshwright.spec.errors import CRASH_LOOP, REQUEUE
 from meshwright.spec.load import from_tree, read_tree
+from meshwright.spec.model_names import preset_named
 from meshwright.spec.schema import Key, known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +73,11 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def tree_of(call: Call) -> dict[str, Any]:
-    """Content of a command's run file, such as the run.toml of docs/train.md; a folder says nothing."""
+    """Content of a command's run file, such as the run.toml of docs/train.md, or a model's name as its preset;
+    a folder says nothing."""
     path = call.path()
+    if path is not None and (preset := preset_named(call.words[0])) is not None:
+        return {"model": {"preset": preset}}
     if path is None or path.suffix != ".toml" or "have" in call.flags:  # a file that init writes
         return {}
     if path.name == "run.toml":

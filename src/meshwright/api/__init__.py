@@ -17,7 +17,7 @@ Checks: `verify_runs` compares one layout with one device, `sweeps` many; `diagn
 Trained models: `generation` with `prompt_files` and `prompt_remarks`, `chats`, `evaluation`, `quantisation`,
 `distillation` of a teacher's answers, `weights` for means and merges, and `models` for checkpoints,
 exports and imports.
-Predictions: `planning`, `fitting` and `dry_runs`. Pages of runs: `reports`.
+Predictions: `planning`, `cluster_plans`, `fitting` and `dry_runs`. Pages of runs: `reports`.
 Loops of others: `engine` (`meshwright.Engine`), whose run is of `engine_spec`, with `engine_arguments`,
 `engine_callbacks` and `engine_checkpoints`; `verl_engine` is verl's interface to it.
 Run files for what somebody has: `run_files`. What a run reads: `training_samples`.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api.chaos_runs import chaos
+    from meshwright.api.cluster_plans import plan_clusters
     from meshwright.api.diagnosis import doctor
     from meshwright.api.distillation import distil
     from meshwright.api.dry_runs import dryrun
@@ -62,12 +63,14 @@ __all__ = [
     "average", "chaos", "checkpoint_list", "checkpoint_verify", "compare_quantisation", "data_show",
     "data_verify", "distil", "doctor", "dryrun", "evaluate", "explain", "export", "fit", "follow",
     "generate", "goodput", "import_hf", "init", "launch", "load_hf", "load_run", "logs", "merge", "plan",
+    "plan_clusters",
     "presets", "profile", "quantise", "report", "run_from", "simulate", "status", "stop", "sweep", "tokenize",
     "train", "validate", "verify",
 ]  # fmt: skip
 
 _MODULES = {
     "chaos_runs": ("chaos",),
+    "cluster_plans": ("plan_clusters",),
     "diagnosis": ("doctor",),
     "distillation": ("distil",),
     "dry_runs": ("dryrun",),

@@ -7,7 +7,6 @@ Verbs on runs: `init` writes their file, `train`, `launch` (with status, logs an
 arguments that name a run), `chaos`, `distil`, `verify`, `spec`; `doctor` examines hosts before one.
 Verbs on trained models: `models` (generate, export, import, checkpoint), `evaluate`, `quantise`, and
 `weights` (average, merge). Pages of runs: `report`.
-Verbs that predict: `plan` (plan, explain), `fit`, `simulate`, `dryrun` (with the
-tables of `dryrun_timeline`), `goodput`, `validate`, and `hardware`
-(profile, clusters).
+Verbs that predict: `plan` (plan, explain), with `plan_clusters` for several clusters, `fit`, `simulate`,
+`dryrun` (with the tables of `dryrun_timeline`), `goodput`, `validate`, and `hardware` (profile, clusters).
 """

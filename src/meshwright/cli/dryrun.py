@@ -10,7 +10,7 @@ from meshwright import api
 from meshwright.cli import output as show
 from meshwright.cli.dryrun_timeline import timeline_line, timeline_tables
 from meshwright.cli.parser import JSON, Call, verb
-from meshwright.cli.runs import FROM, RUN, spec_of
+from meshwright.cli.runs import FROM, MODEL, spec_of
 from meshwright.report.format import size
 
 MOST_KERNELS = 12
@@ -19,10 +19,10 @@ MOST_NAME = 52
 """Characters of a kernel's name, with which a row of a terminal has room for the rest."""
 
 
-@verb("dryrun", RUN, FROM, api.dryrun, JSON)
+@verb("dryrun", MODEL, FROM, api.dryrun, JSON)
 def dryrun(call: Call) -> int:
     """Show what a rank holds and sends in one step."""
-    spec = spec_of(call, kind=call.flags["device"])
+    spec = spec_of(call, kind=call.flags["device"], models=True)
     result = api.dryrun(spec, **call.flags)
     show.result(call, result, _show)
     found = [race for row in result["ranks"] for race in row.get("device_work", {}).get("races", ())]

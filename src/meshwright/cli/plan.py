@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from meshwright import api
 from meshwright.api.options import file_name, positive
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
-from meshwright.cli.runs import FROM, RUN, spec_of
+from meshwright.cli.parser import JSON, Call, Flag, verb
+from meshwright.cli.plan_clusters import CLUSTER, PRICE, planned, show_clusters
+from meshwright.cli.runs import FROM, MODEL, spec_of
 from meshwright.hardware.find import cluster as cluster_of
 from meshwright.hardware.hardware_file import check_writable
+from meshwright.planner.cluster_plans import ClusterPlans
 from meshwright.planner.cost.software import stack_named
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
@@ -47,8 +49,10 @@ def _fixed(text: str) -> list[tuple[str, str]]:
 
 @verb(
     "plan",
-    Argument("MODEL", "a preset, an HF folder or config.json, or a run file", required=False, keys=True),
+    MODEL,
     FROM,
+    CLUSTER,
+    PRICE,
     api.plan,
     Flag(
         "fix",
@@ -77,14 +81,18 @@ def plan(call: Call) -> None:
     limit = flags["max_memory"] = 1e9 * flags["max_memory"] if flags["max_memory"] else None
     model, overrides = _planned_model(call)
     call = replace(call, overrides=overrides)
-    plans = api.plan(model, **flags, overrides=_overrides(call, fixed), finished=_print_devices)
+    flags |= {"overrides": _overrides(call, fixed), "finished": _print_devices}
+    found = planned(model, brief, **flags)
+    plans = found.best if isinstance(found, ClusterPlans) else found
     if write is not None:
         _write(plans.best.spec, write)
     if out is not None:
         _write_page(plans, out)
     if call.json:
-        show.result(call, plans.to_json(why=why))
+        show.result(call, found.to_json(why=why))
         return
+    if isinstance(found, ClusterPlans):
+        show_clusters(found, brief)
     _show(plans, limit, why)
     written = [path for path in (write, out) if path is not None]
     print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
@@ -304,12 +312,12 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
             print(f"  {name:<18} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
 
 
-@verb("explain", RUN, FROM, api.explain, JSON)
+@verb("explain", MODEL, FROM, api.explain, JSON)
 def explain(call: Call) -> None:
     """Explain the layout of a run on a cluster."""
     from meshwright.report.plan_text import text
 
     device = cluster_of(call.flags["cluster"]).device
-    spec = spec_of(call, kind=device.kind, ours=stack_named(call.flags["stack"]).ours)
+    spec = spec_of(call, kind=device.kind, ours=stack_named(call.flags["stack"]).ours, models=True)
     explanation = api.explain(spec, **call.flags)
     show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

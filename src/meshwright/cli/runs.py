@@ -17,10 +17,19 @@ from meshwright.rank.env import resolve, sets_layout
 from meshwright.rank.launchers import ranks_flag
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree, read_tree
+from meshwright.spec.model_names import model_tables
 from meshwright.spec.rules import ranks_match
 from meshwright.units import counted
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
+MODEL = Argument(
+    "MODEL",
+    "a preset, a model's name (openai/gpt-oss-20b), an HF folder or config.json, a run file (TOML), or the "
+    "folder of a run",
+    required=False,
+    keys=True,
+)
+"""The word of verbs that ask about a run, which need not be ready to train."""
 NPROC = Flag(
     "nproc",
     "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's world "
@@ -75,15 +84,19 @@ ADAPTER = Flag(
 
 
 def spec_of(
-    call: Call, ranks: int | None = None, kind: DeviceKind | None = None, ours: bool = True
+    call: Call,
+    ranks: int | None = None,
+    kind: DeviceKind | None = None,
+    ours: bool = True,
+    models: bool = False,
 ) -> RunSpec:
     """Return the spec of a command line, with its layout fitted to the number of processes.
 
-    `ranks`, the number that a launcher has started, takes the place of --nproc; `kind` is that of the
-    devices that the run is asked about, by default this machine's, and `ours` is false where it is asked
-    about as another program's.
+    With `models`, its first word may be any that `model_tables` takes. `ranks`, the number that a launcher
+    has started, takes the place of --nproc; `kind` is that of the devices that the run is asked about, by
+    default this machine's, and `ours` is false where it is asked about as another program's.
     """
-    tree, overrides, nproc, source = asked(call, ranks, kind, ours)
+    tree, overrides, nproc, source = asked(call, ranks, kind, ours, models)
     if ranks is None or not sets_layout(tree, overrides):
         return resolve(tree, overrides, nproc, source)
     spec = from_tree(tree, overrides, source)
@@ -92,16 +105,22 @@ def spec_of(
 
 
 def asked(
-    call: Call, ranks: int | None = None, kind: DeviceKind | None = None, ours: bool = True
+    call: Call,
+    ranks: int | None = None,
+    kind: DeviceKind | None = None,
+    ours: bool = True,
+    models: bool = False,
 ) -> tuple[dict[str, Any], Overrides, int | str | None, str]:
     """Return the run file's content, the dotted flags, the number of processes, and the file's name.
 
     The flags have what this machine's devices decide of keys that are left open.
     """
-    path = call.path()
-    tree = read_tree(path) if path else {}
+    tree: dict[str, Any] = {}
+    source = call.words[0] if call.words else ""
+    if source:
+        tree, source = model_tables(source) if models else (read_tree(Path(source)), source)
     overrides = with_device_defaults(tree, call.overrides, kind, ours)
-    return tree, overrides, ranks or call.flags.get("nproc"), str(path or "")
+    return tree, overrides, ranks or call.flags.get("nproc"), source
 
 
 @verb(

@@ -9,7 +9,7 @@ from meshwright import api
 from meshwright.api.options import number, positive
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, verb
-from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.runs import MODEL, spec_of
 from meshwright.report.format import percent, size
 from meshwright.spec import UserError
 from meshwright.units import seconds
@@ -20,7 +20,7 @@ MOST_RANKS = 16
 
 @verb(
     "simulate",
-    RUN,
+    MODEL,
     api.simulate,
     Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", positive),
     Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", positive),
@@ -32,7 +32,7 @@ MOST_RANKS = 16
 )
 def simulate(call: Call) -> None:
     """Time one step of a run's pipeline and show it."""
-    spec = spec_of(call)
+    spec = spec_of(call, models=True)
     flags, durations = call.flags, _durations(call.flags)
     from meshwright.planner.simulated_pipeline import Machine
 

@@ -21,11 +21,10 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.compiled import COMPILE, COMPILED_ON, is_open, with_compiled_blocks
-from meshwright.spec.errors import did_you_mean
-from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_keys, read_tree
+from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_keys
+from meshwright.spec.model_names import model_tables
 from meshwright.spec.other_models import refuse_other_models
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, WHOLE_SCHEDULE
-from meshwright.spec.presets import PRESETS
 from meshwright.units import amount, duration
 
 _MOST_SHOWN = 20
@@ -36,14 +35,15 @@ _MOST_SHOWN = 20
 class PlanRequest:
     """A request for the `top` best layouts of a model on a cluster.
 
-    `model` is a preset, an HF folder or config.json, a run file or folder, or a `RunSpec` whose layout is
-    ignored; `cluster` a name of the catalogue, a hardware file or a `Cluster`, of `gpus` devices or of any
-    power-of-two number of nodes within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes of a
-    device, `price` in USD for a device and hour, `tokens` what is trained on in all, `within` the longest
-    time for it, as '30d' or in seconds, and `max_stages` the most stages of a pipeline. `overrides` are
-    dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed. `islands` are as
-    many as are wanted, or 'auto', and their exchanges are chosen so that at most `max_exposed` percent of the
-    time is spent waiting for them; keys of `outer` that are given stay.
+    `model` is what `model_tables` takes (a preset or another name of a model, an HF folder or
+    config.json, a run file or folder), or a `RunSpec` whose layout is ignored; `cluster` a name of the
+    catalogue, a hardware file or a `Cluster`, of `gpus` devices or of any power-of-two number of nodes
+    within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes of a device, `price` in USD
+    for a device and hour, `tokens` what is trained on in all, `within` the longest time for it, as '30d'
+    or in seconds, and `max_stages` the most stages of a pipeline. `overrides` are dotted keys with their
+    texts: those of the layout and `recompute.policy` are kept fixed. `islands` are as many as are wanted,
+    or 'auto', and their exchanges are chosen so that at most `max_exposed` percent of the time is spent
+    waiting for them; keys of `outer` that are given stay.
     """
 
     model: str | Path | RunSpec
@@ -257,21 +257,10 @@ class PlanRequest:
         """
         if isinstance(self.model, RunSpec):
             return self.model.to_json(), ""
-        name, path = str(self.model), Path(self.model)
-        precision = {"compute": cluster.device.default_format}
-        if name in PRESETS:
-            return {"model": {"preset": name}, "precision": precision}, ""
-        if path.suffix == ".toml" or (path / "run.json").is_file():
-            tree = read_tree(path)
-            if isinstance(given := tree.get("precision", {}), dict):
-                tree["precision"] = {**precision, **given}
-            return tree, name
-        if path.name == "config.json" or (path / "config.json").is_file():
-            return {"model": {"hf": name}, "precision": precision}, ""
-        hint = did_you_mean(name, PRESETS) or f"; the presets are {', '.join(PRESETS)}"
-        raise UserError(
-            f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
-        )
+        tree, source = model_tables(str(self.model))
+        if isinstance(given := tree.get("precision", {}), dict):
+            tree["precision"] = {"compute": cluster.device.default_format, **given}
+        return tree, source
 
 
 def _check_pipelines(problems: Sequence[SearchProblem]) -> None:

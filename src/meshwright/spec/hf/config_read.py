@@ -10,7 +10,7 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import user_path
 from meshwright.spec.hf.config_keys import MLA_KEYS, Keys
 from meshwright.spec.hf.config_rope import read_rope
-from meshwright.spec.hf.families import FAMILIES
+from meshwright.spec.hf.families import FAMILIES, SAME_AS
 from meshwright.spec.hf.family import Family
 from meshwright.spec.hf.json_object import COUNT, FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf.other_layers import OTHER_INPUTS, OTHER_LAYERS
@@ -66,6 +66,7 @@ def other_weights(folder: Path) -> list[str]:
 def model_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` for a config of any family."""
     name = config.values.get("model_type")
+    name = SAME_AS.get(name, name) if isinstance(name, str) else name
     if isinstance(name, str) and name in OTHER_LAYERS:
         layers = f"it has {OTHER_LAYERS[name]} layers, which this decoder does not compute"
         raise config.wrong("model_type", f"{layers}; give a model of attention layers alone")

@@ -254,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", "deepseek2", _llama(4096), experts=_DEEPSEEK_EXPERTS,
         expert_switches=_SIGMOIDS, deepseek_router="v3", latents=True, kv_heads=128,
-        models="DeepSeek-V3, DeepSeek-R1, Moonlight",
+        models="DeepSeek-V3, DeepSeek-R1, Moonlight, Kimi K2",
     ),
     "olmoe": Family(
         "OlmoeForCausalLM", "olmoe", _llama(4096, 1e-5), fixed={"qk_norm": True, "qk_norm_over": "all"},
@@ -305,6 +305,9 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """`model_type` of a config, and `model.family` -> its row."""
 assert tuple(FAMILIES) == get_args(FamilyName)
+
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""`model_type` of configs whose models are those of another one: keys, layers and names of tensors."""
 
 
 def stored_shared_ffn(moe: MoeSpec, family: Family) -> int:
