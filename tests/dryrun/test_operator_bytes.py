@@ -25,6 +25,7 @@ from meshwright.planner.cost.operator_bytes import (
     head_bytes,
     unit_copies,
 )
+from meshwright.planner.cost.software import Hosting
 from meshwright.planner.plan import estimate
 from meshwright.spec import RunSpec, load
 
@@ -181,7 +182,7 @@ def test_the_host_launches_the_operators_that_plans_count(
     spec = run(**flags)
     blocks = estimate(spec, cluster("h100", spec.layout.world_size)).costs.blocks(spec)
     (kind,) = spec.model.kinds
-    each = {"eager": 1.0, "compiled": 1.0}
+    each: dict[Hosting, float] = {"eager": 1.0, "compiled": 1.0}
     again = spec.recompute.policy == "full"
     repeated = ("attention", "matmul") if again else ()
     count = counted_host_seconds(spec, kind, len(blocks.separate_products(kind)), each, repeated).ahead

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.cost.breakdown import PassSeconds
 from meshwright.planner.cost.operator_bytes import block_kernels
-from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.software import Hosting, SoftwareStack
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
 
@@ -62,7 +62,7 @@ def host_seconds(stack: SoftwareStack, kind: LayerKind, launch: float, again: bo
 
 
 def counted_host_seconds(
-    spec: RunSpec, kind: LayerKind, products: int, launch: Mapping[str, float], repeated: Collection[str]
+    spec: RunSpec, kind: LayerKind, products: int, launch: Mapping[Hosting, float], repeated: Collection[str]
 ) -> HostSeconds:
     """Seconds of this program's host beside a GPU, whose operators are those that a dry run records.
 
