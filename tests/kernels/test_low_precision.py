@@ -244,6 +244,8 @@ def test_sides_that_kernels_do_not_take_are_left_to_rounded_operands(
         ((8, 0), "fp8", "bf16"),
         ((9, 0), "mxfp8", "fp8 or fp8-rowwise or fp8-blockwise"),
         ((8, 9), "nvfp4", "fp8"),
+        ((7, 0), "fp8", "fp16"),
+        ((7, 0), "bf16", "fp16"),
     ],
 )
 def test_a_gpu_without_the_format_is_told(capability: tuple[int, int], recipe: str, instead: str) -> None:

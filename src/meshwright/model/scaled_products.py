@@ -276,6 +276,17 @@ def _grouped(rows: Cast, weights: Cast, groups: RowGroups) -> Tensor:
     )
 
 
+def _check_bf16(precision: PrecisionSpec, device: torch.device) -> None:
+    """Raise `UserError` for bf16 on a GPU of NVIDIA's that has no products of it."""
+    if precision.compute != "bf16" or device.type != "cuda" or torch.version.hip:
+        return
+    if (own := torch.cuda.get_device_capability(device)) < (8, 0):
+        raise UserError(
+            "precision.compute: 'bf16' needs a GPU of compute capability 8.0, and "
+            f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try fp16"
+        )
+
+
 def products_of(precision: PrecisionSpec, device: torch.device, tells: bool = True) -> Products:
     """The products of a run on a device; with `tells` a warning says which have no kernel.
 
@@ -284,15 +295,17 @@ def products_of(precision: PrecisionSpec, device: torch.device, tells: bool = Tr
     if precision.qat is not None:
         return FakeQuantised(precision)
     if not precision.low:
+        _check_bf16(precision, device)
         return Products()
     if device.type != "cuda":
         return LowPrecision(precision)
     if (own := torch.cuda.get_device_capability(device)) < CAPABILITY[precision.compute]:
         fits = [recipe for recipe, least in CAPABILITY.items() if own >= least]
+        plain = "bf16" if own >= (8, 0) else "fp16"
         needed = ".".join(map(str, CAPABILITY[precision.compute]))
         raise UserError(
             f"precision.compute: {precision.compute!r} needs a GPU of compute capability {needed}, and "
-            f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try {' or '.join(fits or ['bf16'])}"
+            f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try {' or '.join(fits or [plain])}"
         )
     if has_kernels(precision, own):
         return KernelProducts(precision, own, tells)

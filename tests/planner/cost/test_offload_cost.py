@@ -70,8 +70,8 @@ def test_what_has_no_known_cost_is_refused(where: str, kind: str, says: str) -> 
 def test_the_search_finds_what_fits_with_offloaded_moments() -> None:
     wish = {"gpus": 4, "batch_tokens": "1M", "seq_len": 2048}
     with pytest.raises(UserError, match="nothing fits"):
-        api.plan("llama3-8b", "l4", **wish)
-    found = api.plan("llama3-8b", "l4", overrides=[("train.offload", "host")], **wish)
+        api.plan("llama3-8b", "rtx-4090", **wish)
+    found = api.plan("llama3-8b", "rtx-4090", overrides=[("train.offload", "host")], **wish)
     assert found.best.offloaded is not None and found.best.fits(found.capacity)
 
 
