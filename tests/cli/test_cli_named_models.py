@@ -34,7 +34,7 @@ def test_a_model_is_asked_about_as_its_preset_is(
         assert main([verb, *model, *flags, *LENGTHS, "--json"]) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         if verb == "dryrun":
-            return {"wire": found["ranks"][0]["wire"], "counts": found["counts"]["step"]}
+            return {key: found["ranks"][0][key] for key in ("wire", "peak", "units")}
         return {key: found[key] for key in found.keys() & {"step_seconds", "memory", "peak_activations"}}
 
     wanted = told("--model.preset", "smollm2-135m")
