@@ -73,8 +73,8 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def tree_of(call: Call) -> dict[str, Any]:
-    """Content of a command's run file, such as the run.toml of docs/train.md, or a model's name as its preset;
-    a folder says nothing."""
+    """Content of a command's run file, such as the run.toml of docs/train.md, or the preset of a name; a
+    folder says nothing."""
     path = call.path()
     if path is not None and (preset := preset_named(call.words[0])) is not None:
         return {"model": {"preset": preset}}

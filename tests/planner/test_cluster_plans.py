@@ -31,8 +31,10 @@ def test_each_cluster_is_planned_as_alone_and_the_cheapest_is_first() -> None:
     assert told == list(alone) and not found.refused
     for name, plans in found.found.items():
         assert plans.best.spec == alone[name].best.spec and plans.best.cluster == alone[name].best.cluster
-    costs = [plans.best.cost_per_token for plans in found.found.values()]
-    assert costs == sorted(costs) and costs[0] == min(plans.best.cost_per_token for plans in alone.values())
+    costs = [plans.best.cost_per_token or 0.0 for plans in found.found.values()]
+    assert costs == sorted(costs) and costs[0] == min(
+        plans.best.cost_per_token or 0.0 for plans in alone.values()
+    )
     assert figure(found.best) == pytest.approx(1e9 * costs[0])
 
 
