@@ -48,6 +48,21 @@ def test_each_way_takes_the_bytes_of_a_dry_run(process: FakeCudaProcess, name: s
     assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["full", "qlora"])
+def test_so_does_a_model_with_experts(process: FakeCudaProcess, name: str) -> None:
+    fit = found(name, "moe-small", "rtx-4090", 2, [("model.layers", "2"), ("train.batch_tokens", "16384")])
+    assert fit.fits and fit.plan is not None
+    assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.05)
+
+
+def test_so_do_long_packed_sequences(process: FakeCudaProcess) -> None:
+    """A mask of all scores would take as much as the rest again; flash kernels need none."""
+    keys = [("model.layers", "2"), ("data.seq_len", "32768"), ("train.batch_tokens", "65536")]
+    fit = found("lora", "llama3.2-1b", "h100", 1, keys)
+    assert fit.fits and fit.plan is not None and fit.plan.spec.data.document_mask
+    assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.05)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -225,6 +225,5 @@ def test_a_plan_has_the_peak_of_a_dry_run_on_a_faked_gpu(process: FakeCudaProces
         masked = "preference__loss" in flags
         given = {"train__batch_tokens": 64 * 8192} | flags
         spec = llama(**given, data__document_mask=str(masked).lower())
-        mask = 2 * 8192**2 if masked else 0  # of all scores, which is planned, and which a GPU does not keep
         found = process.call(peak_on_gpu, spec)
-        assert planned(spec).allocated - mask == pytest.approx(found, rel=0.01), flags
+        assert planned(spec).allocated == pytest.approx(found, rel=0.01), flags

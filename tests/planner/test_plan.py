@@ -300,8 +300,10 @@ def test_the_longest_context_fits_and_twice_of_it_does_not() -> None:
     found = api.plan("llama3-8b", "h100", objective="longest-context", top=1, **wish)
     length = found.best.spec.data.seq_len
     assert length >= 2048
+    twice = api.plan("llama3-8b", "h100", seq_len=2 * length, top=1, **wish).best  # less sure: keys are fixed
+    assert twice.fits_probability < SURE <= found.best.fits_probability
     with pytest.raises(UserError, match="nothing fits"):
-        api.plan("llama3-8b", "h100", seq_len=2 * length, **wish)
+        api.plan("llama3-8b", "h100", seq_len=4 * length, **wish)
 
 
 def test_intervals_and_probabilities() -> None:

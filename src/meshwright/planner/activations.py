@@ -47,7 +47,13 @@ from meshwright.planner.activations_linear import (
 )
 from meshwright.planner.activations_lora import adapters_everything, adapters_kept
 from meshwright.planner.activations_sizes import Sizes
-from meshwright.planner.rank_view import added_by_products, embedding_is_trained, sum_width, training_of
+from meshwright.planner.rank_view import (
+    added_by_products,
+    embedding_is_trained,
+    sum_width,
+    takes_flash,
+    training_of,
+)
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layers import LayerKind, RopeSpec
 from meshwright.spec.sections import SelectiveRecompute
@@ -144,7 +150,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     peaks = backward_peaks(s, last, cpu)
     in_layer = max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention) + peaks.kept
     tables = {kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds}
-    masks = {window: b * _mask(spec, window) for window in windows}
+    masks = {window: b * _mask(spec, window, cpu) for window in windows}
     host = 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0
     own = model.kind_of(last)
     further = further_kept(s, _block(s, last), tables[own.rope] + masks[own.window] + host, cpu)
@@ -285,19 +291,22 @@ def _attention_maps(s: Sizes) -> int:
     return s.queries + s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim) + latents + shared
 
 
-def _mask(spec: RunSpec, window: int | None) -> int:
-    """Elements of the mask of scores: one for each sample with several documents, one for a window."""
+def _mask(spec: RunSpec, window: int | None, cpu: bool) -> int:
+    """Elements of the mask of scores: one for each sample with several documents, one for a window.
+
+    The flash kernels of GPUs take the ends of documents in its place.
+    """
     length = spec.data.seq_len
-    if spec.layout.cp > 1:
+    if spec.layout.cp > 1 or (not cpu and takes_flash(spec)):
         return 0
     if spec.data.pack and spec.data.document_mask:
         return spec.micro_batch * length**2
     return length**2 if window is not None and window < length else 0
 
 
-def at_mask(s: Sizes) -> int:
+def at_mask(s: Sizes, cpu: bool) -> int:
     """Bytes besides the masks while the last is made: which keys are visible, and which are not."""
-    return 2 * max(_mask(s.spec, kind.window) for kind in s.kinds)
+    return 2 * max(_mask(s.spec, kind.window, cpu) for kind in s.kinds)
 
 
 def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:

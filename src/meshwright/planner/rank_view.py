@@ -39,6 +39,10 @@ class Widths:
     exact: int
 
 
+FLASH_CHANNELS = 256
+"""Channels of the widest heads that flash kernels take."""
+
+
 def widths(spec: RunSpec) -> Widths:
     """The widths of a run's formats in bytes; fp64 is used throughout where it computes."""
     compute = DTYPE_BYTES[spec.precision.base]
@@ -75,6 +79,13 @@ def loss_by_kernel(spec: RunSpec, cpu: bool) -> bool:
     """True if kernels take the loss of the logits where they lie (`kernels/cross_entropy.py`): on a GPU, but
     in fp64, and without a teacher."""
     return not cpu and widths(spec).compute < 8 and spec.distil is None
+
+
+def takes_flash(spec: RunSpec) -> bool:
+    """True if the flash kernels of a GPU take the run's attention (`kernels/attention_flash.py`)."""
+    model = spec.model
+    fits = model.head_dim % 8 == 0 and model.head_dim <= FLASH_CHANNELS
+    return widths(spec).compute == 2 and fits and model.attention_softcap is None
 
 
 def moment_width(spec: RunSpec) -> float:

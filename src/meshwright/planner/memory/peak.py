@@ -214,7 +214,7 @@ class _Step:
         self.gather("embed", blocks[0])
         if not self.joined:
             self.release(self.groups["embed"])
-        self.look(at_mask(self.sizes))
+        self.look(at_mask(self.sizes, self.on_cpu))
         for layer, name in enumerate(blocks):
             self.gather(name, blocks[layer + 1] if name != blocks[-1] else self.after_blocks)
             self.release(self.passed(name))
