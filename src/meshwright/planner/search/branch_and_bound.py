@@ -24,8 +24,8 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.memory.host import fits_host, offloads
-from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search import simplest
+from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import Progress, SearchCounts, SearchResult, Simplest, TimedLayout
 from meshwright.planner.search.tree import Branch, SearchTree
 from meshwright.spec import RunSpec
