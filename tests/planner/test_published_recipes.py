@@ -119,7 +119,7 @@ QUICK = {"Llama 3 8B, 8 H100", "Llama 2 7B, 8 H100", "Llama 2 13B, 16 H100", "Ll
 
 
 def outcome(recipe: Recipe) -> str:
-    """What becomes of a recipe."""
+    """`FIRST`, `NEAR` or `SLOWER`."""
     found = recipe.problem().search(1)
     assert found.preferred is not None
     if recipe.is_of(found.preferred.spec):

@@ -1,4 +1,4 @@
-"""What besides the layout would make a plan better: estimates beside those of the changed runs."""
+"""Choices besides the layout that would make a plan better: estimates beside those of the changed runs."""
 
 from __future__ import annotations
 

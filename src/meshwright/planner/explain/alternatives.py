@@ -1,4 +1,5 @@
-"""What besides its layout would make a plan more than 10% better: precision, recomputation, islands, devices.
+"""Choices besides its layout that would make a plan more than 10% better: precision, recomputation, islands,
+fewer devices.
 
 Each is estimated on the plan's own layout, so that a search with it may find more.
 """
