@@ -66,9 +66,9 @@ def _recomputation(best: Candidate, capacity: float) -> Iterator[str]:
         other = Candidate(best.spec.model_copy(update=changes), best.costs)
         if _legal(other.spec) and other.fits(capacity):
             faster[name] = max(best.seconds / other.seconds - 1, faster.get(name, 0.0))
-    name = max(faster, key=faster.__getitem__, default=None)
-    if name is not None and faster[name] > WORTH:
-        yield f"With --recompute.policy {name} the first would be {faster[name]:.1%} faster."
+    found = max(faster, key=faster.__getitem__, default=None)
+    if found is not None and faster[found] > WORTH:
+        yield f"With --recompute.policy {found} the first would be {faster[found]:.1%} faster."
 
 
 def _islands(best: Candidate) -> Iterator[str]:
