@@ -1,12 +1,14 @@
-"""Layouts that others published: are they within 5% by the model's own cost, and are they then the first plan?
+"""Layouts that others published: are they within 5% by the model's own cost, and then the first plan?
 
 Each is planned for the program that it was published for. `OUTCOMES` states what holds today: a recipe is
-`FIRST`; or `NEAR`, within 5% of the fastest while something simpler is too; or `SLOWER` than that by the model.
+`FIRST`; or `NEAR`, within 5% of the fastest while something simpler is too; or `SLOWER` by the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +25,7 @@ GPT_1T = {"layers": 128, "hidden": 25600, "heads": 160, "kv_heads": 160, "ffn": 
 
 
 class Recipe(NamedTuple):
-    """A published layout: the model on a cluster of devices, its batch in sequences, the program, the axes."""
+    """A published layout: a model on a cluster, its batch in sequences, the program, and the axes."""
 
     model: str
     cluster: str
@@ -32,7 +34,7 @@ class Recipe(NamedTuple):
     sequences: int
     stack: str
     axes: dict[str, int]
-    keys: dict[str, Any] = {}
+    keys: Mapping[str, Any] = MappingProxyType({})
 
     def problem(self, **fixed: int) -> SearchProblem:
         """The search for plans, or for plans with such axes."""
@@ -50,8 +52,7 @@ class Recipe(NamedTuple):
         return all(getattr(spec.layout, axis) == size for axis, size in wanted.items())
 
 
-# NeMo: NVIDIA's "Performance Summary for Large Language Models", of the release that is named. Megatron-Bridge's
-# summary has the same layouts of Llama 3.1 405B and Llama 3 70B on B200.
+# NeMo: NVIDIA's "Performance Summary for Large Language Models", of the release that is named.
 RECIPES = {
     # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: FSDP alone
     "Llama 3 8B, 8 H100": Recipe("llama3-8b", "h100-96", 8, 8192, 16, "fsdp-compiled", {}),
@@ -118,7 +119,7 @@ QUICK = {"Llama 3 8B, 8 H100", "Llama 2 7B, 8 H100", "Llama 2 13B, 16 H100", "Ll
 
 
 def outcome(recipe: Recipe) -> str:
-    """What becomes of a recipe."""
+    """`FIRST`, `NEAR` or `SLOWER`."""
     found = recipe.problem().search(1)
     assert found.preferred is not None
     if recipe.is_of(found.preferred.spec):

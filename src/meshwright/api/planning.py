@@ -141,8 +141,8 @@ def plan(
 ) -> Plans:  # fmt: skip
     """Return the `top` best layouts of a model on a cluster; `PlanRequest` describes the arguments.
 
-    They differ in the size of an axis, the ZeRO stage or the recompute policy; the first is the simplest of
-    those within 2% of the fastest, which is `faster` where that is another one.
+    They differ in the size of an axis, the ZeRO stage or the recompute policy; the first changes least
+    of those within 5% of the fastest, which is `faster` where that is another one.
     `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
     of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
     also where nothing fits.

@@ -258,15 +258,16 @@ def _remarks(plans: Plans) -> Iterator[str]:
 
 
 def _notes(plans: Plans) -> list[str]:
-    """Return sentences on the plan that is faster than the first, and on training with failures."""
+    """Return sentences on the plan that is faster than the first, what else would be better, and training
+    with failures."""
     best, notes = plans.best, []
     if (faster := plans.faster) is not None:
         share = best.step_seconds / faster.step_seconds - 1
         told_apart = faster.step_seconds < best.interval[0]
         within = "" if told_apart else ", within what the interval can tell apart"
         notes.append(
-            f"A simpler plan is first ({plans.simpler}): the fastest by this model, {brief(faster.spec)}, would "
-            f"gain {share:.1%}{within}."
+            f"A simpler plan is first ({plans.simpler}): the fastest by this model, {brief(faster.spec)}, "
+            f"would gain {share:.1%}{within}."
         )
     notes += plans.alternatives
     if plans.tokens is not None:

@@ -9,10 +9,14 @@ import pytest
 from meshwright import api
 from meshwright.hardware.find import cluster
 from meshwright.planner.activations import activations
+from meshwright.planner.cost.software import MESHWRIGHT
 from meshwright.planner.explain.candidate import Candidate
+from meshwright.planner.memory.host import host_bytes
 from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.plan import estimate
 from meshwright.planner.rank_view import place_of
+from meshwright.planner.search.infeasible import shortfall
+from meshwright.planner.search.problem import SearchProblem
 from meshwright.report.plan_text import offload
 from meshwright.spec import RunSpec, UserError
 
@@ -121,3 +125,21 @@ def test_the_search_finds_what_fits_with_offloaded_activations() -> None:
         api.plan("llama3-8b", "h100", overrides=fixed, **wish)
     found = api.plan("llama3-8b", "h100", overrides=[*fixed, ("train.offload_activations", "host")], **wish)
     assert found.best.offloaded_activations is not None and found.best.fits(found.capacity)
+
+
+def test_a_plan_that_its_hosts_have_no_memory_for_is_not_offered() -> None:
+    """With less than the fastest takes another one is, and with hardly any none."""
+    known, keys = cluster("rtx-4090", 8), {"pp": 1, "cp": 1, "tp": 1, "policy": "none"}
+
+    def with_host(size: float | None) -> SearchProblem:
+        device = replace(known.device, host_memory=size)
+        return SearchProblem(spec_of(offload="host"), replace(known, device=device), MESHWRIGHT, keys)
+
+    (free,) = with_host(None).search(1).best
+    most = host_bytes(free.spec) / 0.9
+    assert with_host(1.01 * most).search(1).best[0].spec == free.spec
+    assert all(host_bytes(each.spec) <= 0.8 * 0.9 * most for each in with_host(0.8 * most).search(5).best)
+    none = with_host(1000.0)
+    assert not none.search(1).best
+    said = shortfall(none)
+    assert said.startswith("train.offload: the layouts that fit 8 x RTX 4090 24 GB need more memory of their")

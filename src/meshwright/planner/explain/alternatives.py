@@ -1,4 +1,5 @@
-"""What besides its layout would make a plan more than 10% better: precision, recomputation, islands, devices.
+"""Choices besides its layout that would make a plan more than 10% better: precision, recomputation, islands,
+fewer devices.
 
 Each is estimated on the plan's own layout, so that a search with it may find more.
 """
@@ -32,33 +33,42 @@ def alternatives(best: Candidate, capacity: float, policy_given: bool) -> list[s
 
 def _precision(best: Candidate, capacity: float) -> Iterator[str]:
     """Yield what the other of bf16 and fp8 would change."""
-    now = best.spec.precision.compute
-    other = "bf16" if best.spec.precision.low else "fp8"
-    if other not in best.cluster.device.peak or now not in ("bf16", "fp16") and other == "fp8":
+    now, low = best.spec.precision.compute, best.spec.precision.low
+    other = "bf16" if low else "fp8"
+    if other not in best.cluster.device.peak or not (low or now in ("bf16", "fp16")):
         return
-    precision = best.spec.precision.model_copy(update={"compute": other})
-    spec = best.spec.model_copy(update={"precision": precision})
-    if not _legal(spec):
+    changed = [each for each in _in_format(best, other) if each.fits(capacity)]
+    if not changed:
         return
-    changed = Candidate(spec, CostModel(best.cluster, best.costs.stack))
-    gain = best.seconds / changed.seconds - 1
-    if changed.fits(capacity) and gain > (0.0 if other == "bf16" else WORTH):
-        slower = f": {now} is slower here" if other == "bf16" else ""
+    gain = best.seconds / min(each.seconds for each in changed) - 1
+    if gain > (0.0 if low else WORTH):
+        slower = f": {now} is slower here" if low else ""
         yield f"In {other} (--precision.compute {other}) the first would be {gain:.1%} faster{slower}."
+
+
+def _in_format(best: Candidate, format: str) -> Iterator[Candidate]:
+    """Yield a plan in another format, with blocks as they are and the other of compiled and not."""
+    precision = best.spec.precision.model_copy(update={"compute": format})
+    costs = CostModel(best.cluster, best.costs.stack)
+    for compiled in (True, False) if best.costs.counted else (best.spec.train.compile,):
+        train = best.spec.train.model_copy(update={"compile": compiled})
+        spec = best.spec.model_copy(update={"precision": precision, "train": train})
+        if _legal(spec):
+            yield Candidate(spec, costs)
 
 
 def _recomputation(best: Candidate, capacity: float) -> Iterator[str]:
     """Yield the recompute policy that would be better than the one that was given."""
     faster: dict[str, float] = {}
     layout, given = best.spec.layout, best.spec.recompute.policy
-    for name, size in product(POLICIES.keys() - {given}, divisors(layout.micro_batch)):
+    for name, size in product(POLICIES.keys() - {given}, divisors(best.spec.micro_batch)):
         changes = {"recompute": POLICIES[name], "layout": layout.model_copy(update={"micro_batch": size})}
         other = Candidate(best.spec.model_copy(update=changes), best.costs)
         if _legal(other.spec) and other.fits(capacity):
             faster[name] = max(best.seconds / other.seconds - 1, faster.get(name, 0.0))
-    name = max(faster, key=faster.__getitem__, default=None)
-    if name is not None and faster[name] > WORTH:
-        yield f"With --recompute.policy {name} the first would be {faster[name]:.1%} faster."
+    found = max(faster, key=faster.__getitem__, default=None)
+    if found is not None and faster[found] > WORTH:
+        yield f"With --recompute.policy {found} the first would be {faster[found]:.1%} faster."
 
 
 def _islands(best: Candidate) -> Iterator[str]:
@@ -85,8 +95,8 @@ def _fewer_devices(best: Candidate, capacity: float) -> Iterator[str]:
     gain = half.tokens_per_second * 2 / best.tokens_per_second - 1
     if half.fits(capacity) and gain > WORTH:
         yield (
-            f"On {half.cluster.count:,} devices each would do {gain:.1%} more: the same tokens cost less, and "
-            f"take {2 / (1 + gain):.2f} times as long."
+            f"On {half.cluster.count:,} devices each would do {gain:.1%} more: the same tokens cost less, "
+            f"and take {2 / (1 + gain):.2f} times as long."
         )
 
 

@@ -5,7 +5,8 @@ is split into its choices (`planner/search/tree.py`), until it is a pipeline who
 which times all its shardings at once. When the least of the first branch is above the k-th best time so far,
 no other can be among the best k (Land & Doig 1960). Branches whose least memory is above the device's are
 dropped as they come up, and where that of all layouts is above it, nothing is searched. A first pass over
-common layouts finds good plans early, which cut most of the second pass.
+common layouts finds good plans early, which cut most of the second pass. A last pass finds the layout that
+changes least of those near the fastest (`planner/search/simplest.py`): its queue is in the order of changes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.memory.host import fits_host, offloads
-from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search import simplest
+from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import Progress, SearchCounts, SearchResult, Simplest, TimedLayout
 from meshwright.planner.search.tree import Branch, SearchTree
 from meshwright.spec import RunSpec

@@ -56,9 +56,10 @@ def _host_shortfall(problem: SearchProblem) -> str | None:
         return None
     key = "train.offload" if train.offload == "host" else "train.offload_activations"
     node = min(cluster.host or cluster.node, cluster.count)
+    least = _gb(node * host_bytes(found[0].spec))
     return (
-        f"{key}: the layouts that fit {problem.ranks:,} x {cluster.device.name} need more memory of their hosts "
-        f"than there is: the fastest {_gb(node * host_bytes(found[0].spec))} for {node} ranks of a node, "
+        f"{key}: the layouts that fit {problem.ranks:,} x {cluster.device.name} need more memory of their "
+        f"hosts than there is: the fastest {least} for {node} ranks of a node, "
         f"where they may fill {_gb(node * room)}; give 'none', more devices, or a hardware file with another "
         f"device.host_memory in bytes a device"
     )

@@ -85,7 +85,8 @@ class SearchResult:
     """Layouts that no other timed one beats both in time and in memory, fastest first."""
 
     def hopeful(self, bound: float, changes: Changes | None = None) -> bool:
-        """True if a layout that takes at least `bound` seconds can be among the best; `changes` don't count."""
+        """True if a layout that takes at least `bound` seconds can be among the best, whatever it
+        changes."""
         return bound * (ROUNDING / self.speedup) <= self.cutoff
 
     def offer(self, timed: TimedLayout) -> None:

@@ -23,7 +23,7 @@ DEFAULT_ORDER = "pp-replicate-dp-tp"
 
 
 class Changes(NamedTuple):
-    """What a layout changes from plain data parallelism, the gravest first; a sort key."""
+    """Sort key: the changes of a layout from plain data parallelism, the gravest first."""
 
     apart: int = 0
     """Tensor ranks that no fast link of a node joins, less one."""
@@ -37,7 +37,7 @@ class Changes(NamedTuple):
     """Ranks of experts, and parts of each, that are dealt out over more than a node, less one. Within a node
     they fold out of data ranks, and cost nothing."""
     odd: int = 0
-    """How many of schedule, cut and order of the axes are other than 1f1b, even and the default."""
+    """How many of schedule, cut, order of the axes and replicas are not 1f1b, even, the default and 1."""
 
 
 class Ordering:
@@ -59,7 +59,7 @@ class Ordering:
     def of(self, spec: RunSpec) -> Changes:
         """The changes that a run's layout makes."""
         at = spec.layout
-        odd = oddities(at.pp, at.schedule, at.stages, at.order)
+        odd = oddities(at.pp, at.schedule, at.stages, at.order) + (at.replicate > 1)
         return self.least(at.tp, at.cp, spec.recompute.policy, at.pp, at.ep * at.etp, odd)
 
 
@@ -71,7 +71,7 @@ def oddities(pp: int, schedule: str, stages: object, order: str) -> int:
 
 
 def simpler(one: RunSpec, other: RunSpec, ordering: Ordering) -> str:
-    """What the first of two layouts changes less than the other, in words."""
+    """Words for what the first of two layouts changes less than the other."""
     mine, more = ordering.of(one), ordering.of(other)
     name = next(name for name in Changes._fields if getattr(mine, name) < getattr(more, name))
     if name == "doublings":
@@ -80,7 +80,7 @@ def simpler(one: RunSpec, other: RunSpec, ordering: Ordering) -> str:
         "apart": "no tensor ranks apart from each other's fast links",
         "stages": f"pp {mine.stages} instead of {more.stages}",
         "experts": "experts within a node" if not mine.experts else "experts on fewer nodes",
-        "odd": "a plainer schedule, cut or order of the axes",
+        "odd": "a plainer schedule, cut, order of the axes or sharding",
     }[name]
 
 
