@@ -14,6 +14,7 @@ from meshwright.planner.fit.command import served_model
 from meshwright.planner.fit.serving import ServingFit, serving_fits
 from meshwright.planner.fit.training import TrainingFit, training_fit
 from meshwright.planner.fit.ways import WAYS
+from meshwright.planner.memory.host import host_room
 from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import Overrides
@@ -32,7 +33,8 @@ class FitRequest:
 
     `model` is what `PlanRequest` takes, `gpu` a name of the catalogue, a hardware file or a `Cluster`;
     `seq_len` are tokens of a sequence, trained on or served; `batch` sequences are served at a time on a
-    replica, and `host_memory` are bytes of the node's memory, for moments that are kept there.
+    replica, and `host_memory` are bytes of the node's memory, for moments that are kept there; the default
+    is the catalogue's share of these GPUs.
     """
 
     model: str | Path | RunSpec
@@ -57,6 +59,13 @@ class FitRequest:
                 f"{kind.node}, and for more `meshwright plan --cluster {kind.name} --gpus N`"
             )
         return kind.resized(self.count)
+
+    def room_of_host(self, cluster: Cluster) -> float | None:
+        """Bytes of the host's memory for these GPUs together; None where they are not known."""
+        if self.host_memory is not None:
+            return self.host_memory
+        share = host_room(cluster)
+        return None if share is None else self.count * share
 
     def planned(self, cluster: Cluster) -> PlanRequest:
         """The request for a layout, with a length and a batch. Raises `UserError`."""
@@ -136,8 +145,10 @@ def fit(request: FitRequest) -> Fits:
     """How each way of training and serving a model fits some GPUs. Raises `UserError`, also where no way of
     training can be had at all."""
     cluster = request.cluster()
-    asked = request.planned(cluster)
-    training = tuple(training_fit(way, asked, request.host_memory) for way in WAYS)
+    # what a layout takes of the host is told beside it, also where that is too much
+    boundless = replace(cluster, device=replace(cluster.device, host_memory=None))
+    asked = request.planned(boundless)
+    training = tuple(training_fit(way, asked, request.room_of_host(cluster)) for way in WAYS)
     problem = next((each.problem for each in training if each.problem is not None), None)
     if problem is None:
         raise UserError(training[0].reason or "no way of training can be had")
