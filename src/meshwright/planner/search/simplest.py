@@ -18,6 +18,8 @@ NEAR = 0.05
 
 It is about the mean error of the step on published runs that a fit has not seen: below it an order by
 predicted seconds says little."""
+_RECOMPUTED = {"none": 2, "selective": 3, "full": 4}
+"""Policy of recomputation -> its part of `Changes.doublings`."""
 DEFAULT_ORDER = "pp-replicate-dp-tp"
 """The order of the axes that a layout has which names none."""
 
@@ -27,10 +29,11 @@ class Changes(NamedTuple):
 
     apart: int = 0
     """Tensor ranks that no fast link of a node joins, less one."""
-    doublings: int = 1
-    """Two to the power of how many changes there are: one for each doubling of tensor or pipeline ranks, two
-    for each of context ranks, which change what attention does, and one for recomputation. With fewer of them
-    a copy of the model is on fewer devices, and more of them are left to the data axis."""
+    doublings: int = 2
+    """Two to the power of how many changes there are, and once more: one for each doubling of tensor or
+    pipeline ranks, two for each of context ranks, which change what attention does, one for full recomputation
+    and about half of one for selective. With fewer of them a copy of the model is on fewer devices, and more of
+    them are left to the data axis."""
     stages: int = 1
     """Pipeline ranks."""
     experts: int = 0
@@ -53,7 +56,7 @@ class Ordering:
         """The changes of a layout of which so much is known, where the rest is plain."""
         apart = tp - 1 if tp > self._joined else 0
         far = experts - 1 if experts > self._node else 0
-        doublings = tp * cp**2 * pp * (1 if policy == "none" else 2)
+        doublings = tp * cp**2 * pp * _RECOMPUTED[policy]
         return Changes(apart, doublings, pp, far, odd)
 
     def of(self, spec: RunSpec) -> Changes:
@@ -90,5 +93,6 @@ def _fewer(one: RunSpec, other: RunSpec) -> Iterator[str]:
         size, more = getattr(one.layout, axis), getattr(other.layout, axis)
         if size < more:
             yield f"no {axis}" if size == 1 else f"{axis} {size} instead of {more}"
-    if one.recompute.policy == "none" != other.recompute.policy:
-        yield "no recomputation"
+    mine, theirs = one.recompute.policy, other.recompute.policy
+    if _RECOMPUTED[mine] < _RECOMPUTED[theirs]:
+        yield "no recomputation" if mine == "none" else "selective instead of full recomputation"
