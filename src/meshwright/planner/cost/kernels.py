@@ -115,7 +115,9 @@ class KernelCosts:
         name = computed(self.device, "bf16" if format in ("fp8", "fp4") else format)
         rate = self.device.peak[name] * self.device.clock(name)
         kernel = kernel or self._attention
-        rate *= self._relative(kernel) * _of_heads(kernel, channels)
+        rate *= self._relative(kernel)
+        if self.device.kind != "cpu":
+            rate *= _of_heads(kernel, channels)
         rate *= rates.attention_backward if backward else rates.attention
         return flops * (1 + _SHORT / length) / rate
 

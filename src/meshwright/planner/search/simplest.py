@@ -32,9 +32,9 @@ class Changes(NamedTuple):
     doublings: int = 2
     """Two to the power of how many changes there are, and once more.
 
-    There is one for each doubling of tensor or pipeline ranks, two for each of context ranks, which change what
-    attention does, one for full recomputation and about half of one for selective. With fewer of them a copy of
-    the model is on fewer devices, and more of them are left to the data axis.
+    There is one for each doubling of tensor or pipeline ranks, two for each of context ranks, which change
+    what attention does, one for full recomputation and about half of one for selective. With fewer of them a
+    copy of the model is on fewer devices, and more of them are left to the data axis.
     """
     stages: int = 1
     """Pipeline ranks."""
