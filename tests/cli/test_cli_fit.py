@@ -23,7 +23,7 @@ def test_advice_comes_first_and_tables_are_short(capsys: pytest.CaptureFixture[s
     )
     lines = [*advice.splitlines(), *training.splitlines(), *serving.splitlines(), *notes.splitlines()]
     assert max(map(len, lines)) <= 100 and len(training.splitlines() + serving.splitlines()) <= 20
-    assert "of the host's memory, which is not known; give --host-memory GB" in " ".join(notes.split())
+    assert "takes 64.2 GB of the host's memory, of 61.8 GB: too little" in " ".join(notes.split())
     told = dict(line.split(": ", 1) for line in commands.splitlines())
     assert [*told] == ["lora", "qlora", "serve bf16", "serve int8", "serve int4"]
     assert told["qlora"].startswith(

@@ -9,6 +9,7 @@ share that is left where parameters are frozen.
 Messages: `collectives` times one, `published_messages` lists those of other programs, `data_parallel`
 those of parameters and gradients, `tensor_overlap` those that products hide, `exchange` those of ranks that
 step apart, and `expert_balance` is how uneven experts are.
-Host memory: `offload` of moments, `activation_copies` of activations. `muon` is the update by Muon.
+The host: `host` launches operators, and its memory takes moments (`offload`) and activations
+(`activation_copies`). `muon` is the update by Muon.
 `software` has the programs whose runs were measured, `uncertainty` the intervals.
 """
