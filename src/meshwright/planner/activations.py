@@ -45,7 +45,7 @@ from meshwright.planner.activations_linear import (
     linear_inputs,
     output_again,
 )
-from meshwright.planner.activations_lora import adapters_everything, adapters_kept
+from meshwright.planner.activations_lora import adapters_everything, adapters_kept, adapts_down
 from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.rank_view import (
     added_by_products,
@@ -315,7 +315,8 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     trained = training_of(s.spec, layer).trains_layer("mlp.down", "mlp.shared.down")
     if not trained or (added_by_products(s.spec) and sum_width(s.spec) == s.width.compute):
         weight = 0  # its gradient is where it is packed
-    at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
+    inputs = 3 if adapts_down(s, layer) else 1  # two gradients of its input, and their sum
+    at_down = s.gathered + inputs * s.inner(layer) + weight  # gradients of its input and of its weight
     found = s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
     return found if s.rounded is None else max(found, at_rounded_gradients(s, layer))
 

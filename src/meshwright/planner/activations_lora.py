@@ -36,6 +36,11 @@ def adapters_everything(s: Sizes, layer: int) -> int:
     return kept + _keys(s, layer)
 
 
+def adapts_down(s: Sizes, layer: int) -> bool:
+    """True if the last map of a block's feed-forward layer has adapters, which give its input a gradient, too."""
+    return any(each.name.split(".", 2)[-1].startswith("mlp.down") for each, _ in _adapted(s, layer))
+
+
 def _not_kept(s: Sizes, layer: int) -> int:
     """Elements of inputs that layers keep elsewhere, and do not where they are given what is left of them."""
     rescaled = [each for each, _ in _adapted(s, layer) if len(each.adapters) > 2]
