@@ -37,7 +37,7 @@ def adapters_everything(s: Sizes, layer: int) -> int:
 
 
 def adapts_down(s: Sizes, layer: int) -> bool:
-    """True if the last map of a block's feed-forward layer has adapters, which give its input a gradient, too."""
+    """True if a block's `mlp.down` has adapters, which give its input a gradient, too."""
     return any(each.name.split(".", 2)[-1].startswith("mlp.down") for each, _ in _adapted(s, layer))
 
 
