@@ -301,3 +301,14 @@ def test_memory_is_that_of_the_plan() -> None:
     spec: RunSpec = each.plan.spec
     needs = memory_model(CostModel(SMALL.resized(1))).peak(spec)
     assert each.to_json()["bytes"]["expected"] == needs.device
+
+
+def test_a_run_file_that_takes_tables_back_is_asked_about_too(tmp_path: Path) -> None:
+    """As those that `plan --write` writes do."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'lora = "none"\nmodel = { preset = "tiny" }\ndata = { corpus = "synthetic", seq_len = 64 }\n'
+        "train = { batch_tokens = 512, steps = 2 }\n"
+    )
+    found = api.fit(file, gpu=GPU)
+    assert way(found, "lora").fits and way(found, "full").fits

@@ -69,15 +69,16 @@ def given_keys(table: str, tree: dict[str, Any], overrides: Overrides) -> dict[s
 
     Raises `UserError`.
     """
-    return _alone(table, tree.get(table, {}), overrides).model_dump(exclude_unset=True)
+    found = _alone(table, tree.get(table, {}), overrides)
+    return {} if found is None else found.model_dump(exclude_unset=True)
 
 
-def _alone(table: str, tree: dict[str, Any], overrides: Overrides) -> FrozenModel:
-    """Validate a table by itself."""
+def _alone(table: str, tree: dict[str, Any], overrides: Overrides) -> FrozenModel | None:
+    """Validate a table by itself; None for one that is taken back."""
     fields: dict[str, Any] = {table: (RunSpec.model_fields[table].annotation, ...)}
     alone = create_model("Alone", __base__=FrozenModel, **fields)
     given = [(key, text) for key, text in overrides if key.startswith(f"{table}.")]
-    found: FrozenModel = getattr(_validated(alone, {table: tree}, given), table)
+    found: FrozenModel | None = getattr(_validated(alone, {table: tree}, given), table)
     return found
 
 

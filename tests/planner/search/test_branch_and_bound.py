@@ -419,3 +419,20 @@ def test_the_best_so_far_is_told_as_it_is_found() -> None:
     times = [each.seconds for each in found.front]
     needs = [each.memory for each in found.front]
     assert times == sorted(times) and needs == sorted(needs, reverse=True)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 2}, {"rank": 2, "quantise": "nf4", "targets": ["q_proj"]}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_search_finds_what_brute_force_does_where_weights_are_frozen(
+    lora: dict[str, Any], ranks: int
+) -> None:
+    """Whose backward takes less than that of all weights, which bounds may not count."""
+    tree = run(DENSE, 256, 8).to_json()
+    tree["lora"], tree["precision"]["compute"] = lora, "bf16"
+    on, space = CostModel(cluster("rtx-4090", ranks)), LayoutSpace(RunSpec.model_validate(tree), ranks, {})
+    every = [TimedLayout(step_time(spec, on).seconds, 0.0, spec) for spec in every_spec(space)]
+    fastest = min(each.seconds for each in every)
+    for top in (1, 3):
+        found = search(space, on, 24e9, top)
+        assert found.best[0].seconds == pytest.approx(fastest, rel=1e-9)
+        assert_first(found.preferred, every, on, simplest.NEAR)

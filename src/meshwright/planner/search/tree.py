@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost import lower_bounds
+from meshwright.planner.cost.breakdown import PassSeconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.lower_bounds import Floor, StageShape, microbatch_seconds
 from meshwright.planner.cost.model import CostModel
@@ -248,7 +249,7 @@ class SearchTree:
                 key = mesh.pp > 1, mesh.order, mesh.pp if mesh.order == "replicate-dp-pp-tp" else 0
             if key not in known:
                 blocks = self.costs.blocks(self.space.spec(inner, mesh, sharding))
-                quickest = min(blocks.seconds(kind).total for kind in blocks.kinds)
+                quickest = min(self._least_of_block(blocks.seconds(kind)) for kind in blocks.kinds)
                 known[key] = blocks, microbatch_seconds(blocks, self.model), quickest
             blocks, seconds, block = known[key]
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
@@ -257,6 +258,10 @@ class SearchTree:
             changes = self.changes(inner, ep * etp, mesh)
             if self.found.hopeful(bound, changes) and self._fits(inner, mesh, blocks):
                 yield bound, changes, partial(self._split_mesh, inner, mesh, blocks)
+
+    def _least_of_block(self, passes: PassSeconds) -> float:
+        """Seconds of a block at least, of which frozen parameters may leave no backward."""
+        return passes.total if self.model.trained is None else passes.forward.total
 
     def changes(
         self, inner: LayerLayout, experts: int = 1, mesh: DataMesh | None = None, cut: StageSplit = NO_CUT
