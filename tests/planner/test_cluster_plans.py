@@ -90,6 +90,9 @@ def test_where_none_does_the_reasons_are_told_once() -> None:
         ("h100,h100", None, "--cluster: 'h100' is given twice; give each once"),
         ("h100,a100,h100-sxm", 8, "'h100' is given twice, the second time as 'h100-sxm'"),
         ("h100,,a100", None, "a name is missing between commas"),
+        ("h100:0,a100", None, "--cluster: 'h100:0' has no number of devices behind its colon"),
+        ("h100:64..8,a100", None, "'h100:64..8' has no number of devices .* such as 8..64"),
+        ("h100:many,a100", None, "'h100:many' has no number behind its colon; give such as h100:8"),
         ("h100:8,a100:8", 16, "--gpus: 16 is given, and each cluster has a number of its own; leave it out"),
     ],
 )

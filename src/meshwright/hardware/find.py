@@ -15,6 +15,11 @@ def catalogue() -> dict[str, Cluster]:
     return dict(CLUSTERS)
 
 
+def is_catalogued(name: str) -> bool:
+    """True for a name of the catalogue, or another one for it."""
+    return ALIASES.get(name.lower(), name.lower()) in CLUSTERS
+
+
 def cluster(name: str, count: int | None = None) -> Cluster:
     """A cluster of the catalogue, or of a hardware file (JSON), resized to `count` devices if given.
 
@@ -22,8 +27,8 @@ def cluster(name: str, count: int | None = None) -> Cluster:
     """
     if name.endswith(".json") or (Path(name).is_file() and name not in CLUSTERS):
         known = read(Path(name))
-    elif (key := ALIASES.get(name.lower(), name.lower())) in CLUSTERS:
-        known = CLUSTERS[key]
+    elif is_catalogued(name):
+        known = CLUSTERS[ALIASES.get(name.lower(), name.lower())]
     else:
         hint = did_you_mean(name.lower(), [*CLUSTERS, *ALIASES])
         raise UserError(

@@ -50,12 +50,17 @@ class ClusterPlans:
 
     @property
     def undecided(self) -> tuple[str, ...]:
-        """The clusters whose best plans may be better than the first: their intervals overlap."""
+        """The clusters whose best plans may be better than the first: their intervals overlap.
+
+        Where lengths or sizes are compared, they are those with as long sequences or as large a model.
+        """
         _, most = figure_interval(self.best)
         return tuple(
             name
             for name, plans in self.found.items()
-            if plans is not self.best and figure_interval(plans)[0] < most
+            if plans is not self.best
+            and _largest(plans) == _largest(self.best)
+            and figure_interval(plans)[0] < most
         )
 
     def to_json(self, why: bool = True) -> dict[str, Any]:
@@ -106,9 +111,22 @@ def _asked(given: str | Cluster, gpus: Gpus) -> AskedCluster:
     name, counted = given.strip(), _COUNTED.fullmatch(given.strip())
     if counted is not None:
         name, gpus = counted.groups()
+        _check_counts(given, gpus)
+    elif hardware.is_catalogued(before := name.rpartition(":")[0]):
+        raise UserError(f"--cluster: '{given}' has no number behind its colon; give such as {before}:8")
     if not name:
         raise UserError("--cluster: a name is missing between commas; give such as h100,a100:16,mine.json")
     return AskedCluster(name, hardware.cluster(name), gpus)
+
+
+def _check_counts(given: str, counts: str) -> None:
+    """Raise `UserError` for a number of devices below 1, or a range that ends before it begins."""
+    numbers = [int(each) for each in counts.split("..")]
+    if numbers[0] < 1 or numbers != sorted(numbers):
+        raise UserError(
+            f"--cluster: '{given.strip()}' has no number of devices behind its colon; give 1 or more, or a "
+            f"range such as 8..64"
+        )
 
 
 def priced(asked: Sequence[AskedCluster], prices: Mapping[str, float]) -> list[AskedCluster]:
@@ -189,6 +207,11 @@ def figure_interval(plans: Plans) -> tuple[float, float]:
 
 def _order(plans: Plans) -> tuple[float, ...]:
     """Sort key, the best first: the longest sequences or the largest model, then `figure`, and memory."""
+    return -_largest(plans), figure(plans), plans.best.memory.device
+
+
+def _largest(plans: Plans) -> int:
+    """Tokens of the longest sequences, or parameters of the largest model, where the objective is that."""
     spec = plans.best.spec
     most = {"longest-context": spec.data.seq_len, "largest-model": spec.model.parameters}
-    return -most.get(plans.objective, 0), figure(plans), plans.best.memory.device
+    return most.get(plans.objective, 0)
