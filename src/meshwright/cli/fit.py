@@ -94,6 +94,8 @@ def _notes(found: Fits) -> Iterator[str]:
         f"at a time. longest: tokens of a sequence; largest mb: sequences of a microbatch; both with full "
         f"recomputation"
     )
+    if found.seq_len > (most := found.model.max_seq_len):
+        yield f"sequences of {found.seq_len:,} tokens are longer than the {most:,} that the model is for"
     for each in found.training:
         if each.reason is not None:
             yield f"{each.way.title}: {each.reason}"

@@ -348,3 +348,19 @@ def test_nanotrons_stages_end_with_the_block_that_exceeds_their_share(
 def test_only_rows_of_nanotron_have_its_stages(tmp_path: Path, program: str, stages: object) -> None:
     found = case(tmp_path, PUBLISHED, 89, program=program, where="")  # 32 blocks on 4 pipeline ranks
     assert {spec.layout.stages for spec in found.specs} == {stages}
+
+
+def test_hosts_of_a_pod_do_not_end_its_links(tmp_path: Path) -> None:
+    shape = {
+        "gpu": "TPU v5p",
+        "gpus": "64",
+        "program": "maxtext",
+        "tp": "1",
+        "pp": "1",
+        "cp": "1",
+        "dp": "64",
+    }
+    shape |= {"precision": "bf16", "fp8_recipe": "", "vp": "", "where": "", "tflops_per_gpu": "100"}
+    shape |= {"step_seconds": "", "tokens_per_sec_per_gpu": "", "mfu_pct": ""}
+    found = [predict(case(tmp_path, gpus_per_node=size, **shape)).seconds for size in ("", "4")]
+    assert found[0] == found[1]

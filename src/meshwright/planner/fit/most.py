@@ -22,8 +22,10 @@ MICROBATCHES = 2
 
 
 def longest_sequence(problem: SearchProblem) -> int:
-    """Tokens of the longest sequences that fit, at most those that the model knows; 0 if none do."""
-    base, most = problem.base, problem.base.model.max_seq_len
+    """Tokens of the longest sequences that fit, at most those that the model knows or that are asked about; 0
+    if none do."""
+    base = problem.base
+    most = max(base.model.max_seq_len, base.data.seq_len)
     sequences = base.batch_sequences
 
     def searched(length: int) -> SearchProblem:

@@ -116,9 +116,12 @@ def _with_power(row: Row, usual: Cluster) -> Cluster:
 
 
 def _with_nodes(row: Row, usual: Cluster) -> Cluster:
-    """The cluster with the row's number of GPUs in a node, each with as much of the network as usual."""
+    """The cluster with the row's number of GPUs in a node, each with as much of the network as usual.
+
+    The links of a pod of TPUs join hosts, too, whatever each of these has.
+    """
     size = row.whole("gpus_per_node")
-    if size is None or size == usual.node:
+    if size is None or size == usual.node or usual.levels[0].kind == "ici":
         return usual
     if usual.count % size and usual.count > size:
         raise PredictionError(f"its {usual.count} GPUs are not nodes of gpus_per_node = {size}")
