@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -211,7 +212,7 @@ def test_what_a_program_keeps_beside_the_inputs_of_products(tp: int, pp: int, in
     spec = spec.model_copy(update={"recompute": NoRecompute()})
     tokens, model = spec.micro_batch * spec.data.seq_len, spec.model
 
-    def kept(**changed: float) -> float:
+    def kept(**changed: Any) -> float:
         costs = CostModel(cluster("h100", 8), replace(plain, **changed))
         return Generic(costs).ranks(spec)[0].activations
 
