@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -97,3 +99,21 @@ def test_a_start_whose_ranks_find_the_folder_in_use_leaves_the_status_alone(tmp_
     with Lease(out, "another run"), pytest.raises(UserError, match="is in use by another run"):
         api.train(spec, out=out, resume="auto", quiet=True)
     assert read_status(out) == ("running", "")
+
+
+def test_a_signal_while_the_end_is_written_loses_no_status(tmp_path: Path) -> None:
+    """As where a launcher ends the ranks that are left just as they notice that one is lost."""
+    signals = [Stopped("stopped by SIGTERM", 143)]
+
+    def interrupted(*written: Any) -> bool:
+        if signals:
+            raise signals.pop()
+        return write_status(*written)
+
+    with (
+        patch("meshwright.api.run_status.write_status", interrupted),
+        pytest.raises(RuntimeError),
+        status_at_end(tmp_path, tmp_path / "checkpoints", resumes=True),
+    ):
+        raise RuntimeError("[..] Connection closed by peer")
+    assert not signals and (read_status(tmp_path) or ("",))[0] == "requeue"

@@ -30,14 +30,22 @@ def status_at_end(out: Path, checkpoints: Path, resumes: bool, first: bool = Tru
         yield
     except BaseException as error:
         if not (isinstance(error, (UserError, Stopped)) and error.of_another_run):
-            word = word_of(error, newest_checkpoint(checkpoints) > before)
-            sentence = next(iter(str(error).splitlines()), type(error).__name__)
-            goes_on = (read_status(out) or ("running",))[0] in ("running", "requeue")
-            if goes_on and write_status(out, word, sentence):
-                error.add_note(f"status: {word}")
+            try:
+                _write_end(out, error, newest_checkpoint(checkpoints) > before)
+            except KeyboardInterrupt:  # a launcher ends the ranks that are left when one is lost
+                _write_end(out, error, newest_checkpoint(checkpoints) > before)
         raise
     if first:
         write_status(out, "done")
+
+
+def _write_end(out: Path, error: BaseException, progress: bool) -> None:
+    """Write how a run that goes on has ended with an error, and note that on it."""
+    word = word_of(error, progress)
+    sentence = next(iter(str(error).splitlines()), type(error).__name__)
+    goes_on = (read_status(out) or ("running",))[0] in ("running", "requeue")
+    if goes_on and write_status(out, word, sentence):
+        error.add_note(f"status: {word}")
 
 
 def word_of(error: BaseException, progress: bool) -> Word:
