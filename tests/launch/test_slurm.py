@@ -101,6 +101,15 @@ def wait_for_steps(out: Path, count: int, seconds: float = TRAINED_S) -> None:
         time.sleep(0.1)
 
 
+def wait_for_start(out: Path, number: int, seconds: float = TRAINED_S) -> int:
+    """The step at which a start of a run began, by its number, once it is recorded."""
+    limit = time.monotonic() + seconds
+    while not (out / "run.json").exists() or len(read_run(out).info["starts"]) < number:
+        assert time.monotonic() < limit, Path(f"{out}.log").read_text()
+        time.sleep(0.1)
+    return int(read_run(out).info["starts"][number - 1]["step"])
+
+
 def log(out: Path) -> str:
     return Path(f"{out}.log").read_text()
 
@@ -122,9 +131,11 @@ def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
     cluster: Slurm, twin: dict[str, object], script: str
 ) -> None:
     job, out = submit(cluster, script)
-    for goal in (30, 100):
+    for number, goal in enumerate((30, 100), 1):
         cluster.wait(job, "RUNNING")
-        wait_for_steps(out, goal)
+        wait_for_steps(
+            out, max(goal, wait_for_start(out, number) + 5)
+        )  # of this start, not of the one before
         cluster.run("scancel", "-s", "USR1", job)
         cluster.wait(job, "PENDING")
     ended = cluster.wait(job, "COMPLETED", seconds=TRAINED_S)
