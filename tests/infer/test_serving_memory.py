@@ -9,14 +9,11 @@ from meshwright import api
 from meshwright.exchange.hf_quantised import stored_bytes
 from meshwright.exchange.stored_weights import tensor_shapes
 from meshwright.infer.forward import StageForward
-from meshwright.infer.paged_cache import PAGE_TOKENS, PageTable, pages_of
+from meshwright.infer.paged_cache import PageTable, pages_of
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
-from meshwright.planner.fit import serving
-from meshwright.planner.fit.serving import PAGE_TOKENS as PLANNED_PAGE
 from meshwright.planner.fit.serving import ServingFit
 from meshwright.spec import ModelSpec
-from meshwright.weights import quantise
 from meshwright.weights.quantise import plan_quantisation
 
 BATCH, LENGTH = 3, 1000
@@ -51,8 +48,3 @@ def test_quantised_weights_have_the_bytes_of_their_files(model: str, recipe: str
     stored = stored_bytes(spec, tensor_shapes(spec), how)
     padded = 0.01 if spec.moe is not None else 0.0  # the files have shared experts as wide as the others
     assert fits[recipe].needs.parameters == pytest.approx((1 - padded) * stored, rel=0.003)
-
-
-def test_sizes_are_those_of_generation_and_of_quantise() -> None:
-    assert PLANNED_PAGE == PAGE_TOKENS
-    assert serving.GROUPS == quantise.GROUPS

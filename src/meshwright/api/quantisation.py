@@ -16,7 +16,7 @@ from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import read_text
 from meshwright.spec.hf.json_object import read_json_object
 from meshwright.spec.precision import Quantised
-from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
+from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, GROUPS, RECIPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,18 +33,15 @@ LENGTH, ROWS = 2048, 8
 """Most tokens of a sequence of calibration, and sequences at a time."""
 
 
-GROUPS = (32, 64, 128)
-
-
 def _group(text: str) -> int:
     if text not in map(str, GROUPS):
-        raise ValueError(f"it should be one of {', '.join(map(str, GROUPS))}")
+        raise ValueError(f"it should be one of {', '.join(map(str, sorted(GROUPS)))}")
     return int(text)
 
 
 GroupSize = Annotated[int | None, Option(
     "columns that share a scale in int4; default the largest that divides all widths",
-    "|".join(map(str, GROUPS)), _group)]  # fmt: skip
+    "|".join(map(str, sorted(GROUPS))), _group)]  # fmt: skip
 Calibration = Annotated[Path | None, Option("text for GPTQ instead of a run's training data", "FILE", Path)]
 CalibrationTokens = Annotated[int, Option("tokens for GPTQ", "N", tokens())]
 Keep = Annotated[Sequence[str], Option(

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.infer.lookup import Lookup
 from meshwright.infer.paged_cache import SCRATCH, PageTable
-
-MOST_PROMPT_TOKENS = 2048
-"""Tokens of prompts that one forward reads."""
+from meshwright.spec.serving import MOST_PROMPT_TOKENS
 
 
 @dataclass

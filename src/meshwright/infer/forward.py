@@ -13,12 +13,13 @@ from torch import Tensor
 from meshwright.comm.collectives import start_broadcast, start_receive, start_send
 from meshwright.comm.mesh import Mesh
 from meshwright.infer.batching import ForwardBatch
-from meshwright.infer.paged_cache import PAGE_TOKENS, PagedCache, Places, places
+from meshwright.infer.paged_cache import PagedCache, Places, places
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder, flash_channels
 from meshwright.model.rope import Rope, rope_table, with_signs
 from meshwright.spec import UserError
 from meshwright.spec.layers import RopeSpec
+from meshwright.spec.serving import PAGE_TOKENS
 from meshwright.spec.stages import Stage
 
 _LEAST_POSITIONS = 512

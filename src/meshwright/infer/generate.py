@@ -12,11 +12,12 @@ from meshwright.comm.collectives import sum_scalars
 from meshwright.comm.waiting import while_others_wait
 from meshwright.infer.batching import Batching, Request
 from meshwright.infer.forward import DecoderPart, StageForward, no_token_dropped
-from meshwright.infer.paged_cache import PAGE_TOKENS, PageTable, pages_of
+from meshwright.infer.paged_cache import PageTable, pages_of
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.layers import LongRope
+from meshwright.spec.serving import PAGE_TOKENS
 
 Tokens = TypeVar("Tokens", list[int], Tensor)
 Show = Callable[[Request], None]

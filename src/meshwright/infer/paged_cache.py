@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from meshwright.model.attention_gqa import Attention
 from meshwright.model.attention_mla import LatentAttention
+from meshwright.spec.serving import PAGE_TOKENS, RESERVED_PAGES
 
-PAGE_TOKENS = 16
-"""Tokens of a page."""
-_RESERVED = 2
-NOTHING, SCRATCH = range(_RESERVED)
+NOTHING, SCRATCH = range(RESERVED_PAGES)
 """Pages of no sequence: zeros, read where a row of a batch has no token; and what no one reads."""
 
 
@@ -28,8 +26,8 @@ class PageTable:
 
     def __init__(self, pages: int) -> None:
         """`pages` are those that sequences can have."""
-        self.pages = _RESERVED + pages
-        self._unused, self._free = _RESERVED, list[int]()
+        self.pages = RESERVED_PAGES + pages
+        self._unused, self._free = RESERVED_PAGES, list[int]()
         """The first of the pages that no sequence has had yet, and those that were given back."""
 
     def grow(self, own: list[int], tokens: int) -> bool:

@@ -19,9 +19,9 @@ from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.link_load import communication
 from meshwright.planner.group_shapes import axes
 from meshwright.planner.search.problem import SearchProblem
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import UserError
 from meshwright.spec.outer import OuterFormat, OuterSpec
-from meshwright.spec.rules import check
+from meshwright.spec.rules import is_accepted
 from meshwright.units import percent, seconds
 
 LONGEST, USUAL, LATEST, MANY = 500, 100, 5, 8
@@ -220,19 +220,11 @@ def _exchanges(best: Candidate, keys: Mapping[str, Any], limit: float) -> list[E
     if not keys.keys() >= {"fragments", "delay"}:
         ways.append(_streaming(best, keys, limit))
     blocks = best.spec.model_copy(update={"outer": OuterSpec(every=1, format=SMALL)})
-    if not keys.keys() & {"format", "top_k"} and _accepted(blocks):
+    if not keys.keys() & {"format", "top_k"} and is_accepted(blocks):
         ways.append(_streaming(best, {"format": SMALL} | dict(keys), limit))
     usual = (each for each in ways if each.exposed <= limit and each.outer.every <= USUAL)
     chosen = next(usual, None) or min(ways, key=lambda each: (max(limit, each.exposed), each.outer.every))
     return [chosen, *(each for each in ways if each is not chosen)]
-
-
-def _accepted(spec: RunSpec) -> bool:
-    try:
-        check(spec)
-    except UserError:
-        return False
-    return True
 
 
 def _streaming(best: Candidate, keys: Mapping[str, Any], limit: float) -> Exchanges:

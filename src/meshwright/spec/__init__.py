@@ -14,9 +14,9 @@ Rules: `rules` across sections, `model_rules`, `low_precision_rules`, `outer_rul
 `verification` is what a comparison is asked for.
 What follows from a spec: `parameters` by name with `parameter_groups` and `mup`, each a `sharded_tensor`;
 `stages` of a pipeline; `batch_warmup`; `tiling` of large results; blocks of `eight_bit` numbers;
-`quantisation` formats; the `weights` that a run starts from, and adapters of a `lora_source`, whose targets
-may have the names of transformers (`lora_targets`); its `other_models`, and the `training_flops`
-of a token. The folder `hf` reads Hugging Face's files.
+`quantisation` formats; sizes of `serving`; the `weights` that a run starts from, and adapters of a
+`lora_source`, whose targets may have the names of transformers (`lora_targets`); its `other_models`, and the
+`training_flops` of a token. The folder `hf` reads Hugging Face's files.
 """
 
 from meshwright.spec.errors import UserError

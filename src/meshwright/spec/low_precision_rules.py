@@ -8,6 +8,7 @@ from math import gcd
 from meshwright.spec.errors import UserError
 from meshwright.spec.parameters import Parameter, block_parameters
 from meshwright.spec.precision import BLOCKS, BLOCKS_OF_TOKENS, DELAYED, FP8_TILE
+from meshwright.spec.quantisation import GROUPS
 from meshwright.spec.sections import Sections
 from meshwright.spec.sharded_tensor import is_matrix
 
@@ -77,7 +78,7 @@ def quantised_rows_are_whole(spec: Sections) -> None:
         ranks = getattr(spec.layout, key) if key else 1
         whole, columns = parameter.shape[-1], parameter.shape[-1] // ranks
         if qat == "int4" and columns % group:
-            fits = [f"precision.qat_group = {size}" for size in (128, 64, 32) if columns % size == 0]
+            fits = [f"precision.qat_group = {size}" for size in GROUPS if columns % size == 0]
             fewer = (n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and whole // n % group == 0)
             fits += [f"layout.{key} = {n}" for n in fewer]
             instead = [*fits, "precision.qat = 'int8'"][0]

@@ -339,6 +339,15 @@ def check(spec: Sections, ranks: int | None = None) -> None:
         rule(spec)
 
 
+def is_accepted(spec: Sections) -> bool:
+    """True if no rule refuses a run."""
+    try:
+        check(spec)
+    except UserError:
+        return False
+    return True
+
+
 def check_verification(asked: VerifyOptions) -> None:
     """Raise `UserError` for a run, or an option of it, that `meshwright verify` does not compare."""
     for rule in (exchanges_are_compared, other_model_is_drawn, pairs_are_compared):

@@ -25,10 +25,9 @@ from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.parameters import parameters
 from meshwright.spec.precision import Quantised
+from meshwright.spec.quantisation import GROUPS
 from meshwright.weights.gptq import gptq
 
-GROUPS = (128, 64, 32)
-"""Columns that may share a scale in int4."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Layers of one input, which servers compute as one product."""
 

@@ -15,7 +15,7 @@ Passes = tuple[float, float, float, float]
 """Numbers for the forward, both halves of the backward, and recomputation."""
 _DENSE, _UNFUSED, _EXPERTS = 22, 30, 25
 """Operators of the forward of another program's block, of one whose attention is not fused, and of experts.
-Counted: calls of Megatron-LM's and torchtitan's blocks."""
+Counted: those of a block as its formulas are written, whatever the program; their seconds are fitted."""
 _BACKWARD = 1.2, 0.4
 """Operators of both halves of the backward over those of the forward. Counted: as above."""
 _SELECTIVE = 8

@@ -1,4 +1,4 @@
-"""Seconds of one microbatch in one layer, and in the embedding and the head, on one device.
+"""Seconds of one microbatch in one layer on one device.
 
 Every operator has the shape that tensor, context and expert ranks leave of it: matrix products cost
 `KernelCosts.matmul`, fused attention its FLOPs (the causal half), other attention also the bytes of its
@@ -17,19 +17,15 @@ from typing import Literal
 from meshwright.hardware.attention_backend import holds_documents, planned_backends
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.activation_copies import with_copies
-from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds, weighted_sum
+from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
+from meshwright.planner.cost.embedding_head import EndCosts
 from meshwright.planner.cost.host import counted_host_seconds, host_seconds
 from meshwright.planner.cost.kernels import START, KernelCosts
-from meshwright.planner.cost.layer_products import LayerProducts
 from meshwright.planner.cost.operator_bytes import (
     ForwardBackward,
     block_bytes,
     block_kernels,
-    embedding_bytes,
-    head_bytes,
-    head_chunks,
-    unit_copies,
 )
 from meshwright.planner.cost.precision import Precision, our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
@@ -42,7 +38,7 @@ from meshwright.planner.cost.tensor_overlap import (
     overlaps_sums,
 )
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
-from meshwright.planner.traffic.layer_messages import end_messages, layer_messages
+from meshwright.planner.traffic.layer_messages import layer_messages
 from meshwright.planner.traffic.layer_shape import layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.spec import RunSpec
@@ -71,7 +67,7 @@ class Dense:
 
 
 @dataclass(eq=False)
-class LayerCost(LayerProducts):
+class LayerCost(EndCosts):
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
     `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
@@ -132,11 +128,6 @@ class LayerCost(LayerProducts):
             self.dense.sizes[kind] = layer_parameters(self.spec.model, kind)
         (split, whole, experts), layout = self.dense.sizes[kind], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
-
-    @property
-    def largest_unit(self) -> float:
-        """Parameters of the embedding or the head on one tensor rank."""
-        return self.rows * self.spec.model.hidden
 
     def _layer(self, kind: LayerKind) -> PassSeconds:
         training = ALL_TRAINED if self.spec.lora is None else training_of(self.spec, self._last(kind))
@@ -216,11 +207,6 @@ class LayerCost(LayerProducts):
         repeated = ("attention", "matmul") if full else self.repeats
         return counted_host_seconds(self.spec, kind, products, launch, repeated).waits(passes, self.stack)
 
-    @property
-    def sixteen(self) -> str:
-        """Format of products that no recipe takes below 16 bits: attention's own, and the head's."""
-        return "bf16" if self.precision.cast else self.format
-
     # Operators.
 
     def _product(self, p: Product) -> float:
@@ -295,14 +281,6 @@ class LayerCost(LayerProducts):
         seconds = attention_seconds(measured, self.format, *size)
         return None if seconds is None else ring * seconds[backward]
 
-    def packed(self, block: bool) -> float:
-        """Bytes moved per parameter, of a block or of an end, and microbatch to lay out its gradient."""
-        copies = unit_copies(self.spec)
-        if not self.counted:
-            # counted: 2 bytes are read of a gradient, 4 of its sum, and 4 are written
-            return self.stack.packed + (10.0 if self.stack.accumulates else 0.0)
-        return copies.packed_block if block else copies.packed
-
     def _bytes(self, kind: LayerKind) -> ForwardBackward:
         """Bytes that norms, activations, residuals and copies of the forward move, and of the backward."""
         if self.counted and not self.spec.train.compile:
@@ -360,10 +338,6 @@ class LayerCost(LayerProducts):
             again = [dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []
         return listed + [replace(m, phase=Phase.RECOMPUTE) for m in again]
 
-    def end_messages(self, head: bool) -> list[Message]:
-        """Messages around the head, or the embedding; published programs are not charged for the loss's."""
-        return [m for m in end_messages(self.shape, head) if self.stack.own or m.where != "loss"]
-
     def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
         """Seconds of the messages of `phases`, less what overlaps products or `core` seconds of attention."""
         exposed = dict.fromkeys(("tensor", "context", "expert"), 0.0)
@@ -410,64 +384,3 @@ class LayerCost(LayerProducts):
         # (NVIDIA Transformer Engine, "userbuffers").
         host, group = self.links.cluster.host, message.group
         return 0.0 if host and group.ranks * group.stride > host else stack.overlap("tensor")
-
-    # The ends.
-
-    def _around(self, head: bool) -> float:
-        """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
-        seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
-        return seconds * (1 - self.stack.overlap("tensor")) / 2
-
-    def _heads(self) -> PassSeconds:
-        """Seconds of the head, and of what further tokens take beside their layer's block: the head again, a
-        lookup, and the map that joins hidden states and embeddings."""
-        once, further = self._head(), self.spec.model.mtp_num_layers
-        if not further:
-            return once
-        hidden, own = self.spec.model.hidden, self.own
-        product = partial(self.kernels.matmul, self.sixteen)
-        joined = PassSeconds(
-            Seconds(matmul=product(own, hidden, 2 * hidden)),
-            Seconds(matmul=product(own, 2 * hidden, hidden)),
-            Seconds(matmul=product(hidden, 2 * hidden, own)),
-        )
-        return weighted_sum([(1 + further, once), (further, self._embedding()), (further, joined)])
-
-    def _head(self) -> PassSeconds:
-        """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
-        model, rows, n = self.spec.model, self.rows, self.tokens
-        product = partial(self.kernels.matmul, self.sixteen)
-        chunks = head_chunks(self.shape) if self.counted else {n: 1}
-        loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
-        sent = self._around(head=True)
-        # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
-        # made of the fp32 copy, and read by both products; a cap reads and writes three times, its slope, too
-        capped = 6.0 * self.width if model.logit_softcap is not None else 0.0
-        sizes = [n * rows * (each + capped) for each in (16.0, 10.0)]
-        logits, back = map(self.kernels.moved, head_bytes(self.spec, self.shape) if self.counted else sizes)
-        packed = self.kernels.moved(self.packed(block=False) * rows * model.hidden)
-        host = self.stack.ends / 2 * self.launch
-        forward = sum(count * product(m, rows, model.hidden) for m, count in chunks.items())
-        of_input = sum(count * product(m, model.hidden, rows) for m, count in chunks.items())
-        of_weight = sum(count * product(rows, model.hidden, m) for m, count in chunks.items())
-        again = forward if self.shape.log_probs else 0.0  # whose backward computes the logits once more
-        return PassSeconds(
-            Seconds(matmul=forward, moved=logits, host=host, tensor=sent + sum(loss)),
-            Seconds(matmul=again + of_input, moved=back, tensor=sent),
-            Seconds(matmul=of_weight, moved=packed),
-        )
-
-    def _embedding(self) -> PassSeconds:
-        """Seconds of the lookup, and of adding up its gradient."""
-        stream, sent = self.shape.stream * self.width, self._around(head=False)
-        # counted: a row read, written, and read by what follows; the gradient in fp32
-        sizes = (
-            embedding_bytes(self.spec, self.shape)
-            if self.counted
-            else ForwardBackward(3 * stream, 6 * stream)
-        )
-        moved, back = map(self.kernels.moved, sizes)
-        packed = self.kernels.moved(self.packed(block=False) * self.largest_unit)
-        host = self.stack.ends / 2 * self.launch
-        weight = Seconds(moved=back + packed, tensor=sent)
-        return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)

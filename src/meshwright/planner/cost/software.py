@@ -18,7 +18,7 @@ from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.pipeline_schedules import ScheduleName
 from meshwright.spec.records import Count, Integer, NotNegative, Record
 
-Operators = Literal["unfused", "widened", "eager", "fused", "compiled"]
+Operators = Literal["unfused", "copying", "eager", "fused", "compiled"]
 Hosting = Literal["modules", "eager", "compiled", "graphs"]
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"]
 KERNELS: Mapping[AttentionBackend, Attention] = {
@@ -72,8 +72,8 @@ class SoftwareStack(Record):
     describes: str
     numbers: Numbers
     operators: Operators
-    """Memory-bound operators: unfused, with dropout between them (2021), eager with rotations, accumulated
-    gradients and the loss in fp32 (widened), eager, fused, or compiled."""
+    """Memory-bound operators: unfused, with dropout between them (2021), eager with queries, keys and values
+    laid out anew around attention (copying), eager, fused, or compiled."""
     hosting: Hosting
     """How the host launches operators: through modules that do more in Python, eager PyTorch, compiled
     blocks, or CUDA graphs that are replayed."""

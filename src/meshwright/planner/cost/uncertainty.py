@@ -25,6 +25,8 @@ UNTIMED = 2.0
 """Factor on both deviations for a stack without any run on such a device. Source: assumed."""
 SURE = 0.8
 """Least probability with which a plan must fit. Source: a choice, not a measurement."""
+COMFORTABLE = 0.95
+"""Probability to fit with which `fit` looks for nothing smaller. Source: a choice, not a measurement."""
 _Z = 1.6449
 """Half-width of the central 90% of a normal distribution, in standard deviations. Source: its 95%
 quantile."""

@@ -12,9 +12,8 @@ from itertools import product
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.layout_space import POLICIES
-from meshwright.spec import RunSpec, UserError
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.rules import check
+from meshwright.spec.rules import is_accepted
 
 WORTH = 0.1
 """Share by which an alternative has to be better to be told."""
@@ -53,7 +52,7 @@ def _in_format(best: Candidate, format: str) -> Iterator[Candidate]:
     for compiled in (True, False) if best.costs.counted else (best.spec.train.compile,):
         train = best.spec.train.model_copy(update={"compile": compiled})
         spec = best.spec.model_copy(update={"precision": precision, "train": train})
-        if _legal(spec):
+        if is_accepted(spec):
             yield Candidate(spec, costs)
 
 
@@ -64,7 +63,7 @@ def _recomputation(best: Candidate, capacity: float) -> Iterator[str]:
     for name, size in product(POLICIES.keys() - {given}, divisors(best.spec.micro_batch)):
         changes = {"recompute": POLICIES[name], "layout": layout.model_copy(update={"micro_batch": size})}
         other = Candidate(best.spec.model_copy(update=changes), best.costs)
-        if _legal(other.spec) and other.fits(capacity):
+        if is_accepted(other.spec) and other.fits(capacity):
             faster[name] = max(best.seconds / other.seconds - 1, faster.get(name, 0.0))
     found = max(faster, key=faster.__getitem__, default=None)
     if found is not None and faster[found] > WORTH:
@@ -89,7 +88,7 @@ def _fewer_devices(best: Candidate, capacity: float) -> Iterator[str]:
     if layout.dp % 2 or best.cluster.count <= best.cluster.node or best.spec.step_groups > 1:
         return
     spec = best.spec.model_copy(update={"layout": layout.model_copy(update={"dp": layout.dp // 2})})
-    if not _legal(spec):
+    if not is_accepted(spec):
         return
     half = Candidate(spec, CostModel(best.cluster.resized(best.cluster.count // 2), best.costs.stack))
     gain = half.tokens_per_second * 2 / best.tokens_per_second - 1
@@ -98,12 +97,3 @@ def _fewer_devices(best: Candidate, capacity: float) -> Iterator[str]:
             f"On {half.cluster.count:,} devices each would do {gain:.1%} more: the same tokens cost less, "
             f"and take {2 / (1 + gain):.2f} times as long."
         )
-
-
-def _legal(spec: RunSpec) -> bool:
-    """True if no rule refuses a run."""
-    try:
-        check(spec)
-    except UserError:
-        return False
-    return True

@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from meshwright.planner.explain.candidate import TIE, Candidate
 from meshwright.planner.layout_space import POLICIES, context_modes
 from meshwright.planner.memory.generic import Memory
-from meshwright.spec import Layout, RunSpec, UserError
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import Order
 from meshwright.spec.pipeline_schedules import SCHEDULES
-from meshwright.spec.rules import check
+from meshwright.spec.rules import is_accepted
 from meshwright.units import gigabytes, percent, seconds
 
 TERMS = tuple(field.name for field in fields(Memory) if field.name != "rank")
@@ -194,11 +194,8 @@ def _scaled(name: str, size: int) -> Iterator[Update]:
 
 def _legal(spec: RunSpec) -> bool:
     """True for layouts that the rules accept, and that deal experts out only where there are some."""
-    try:
-        check(spec)
-    except UserError:
-        return False
-    return spec.model.moe is not None or spec.layout.ep * spec.layout.etp == 1
+    deals = spec.layout.ep * spec.layout.etp > 1
+    return is_accepted(spec) and (spec.model.moe is not None or not deals)
 
 
 def _same(one: Layout, other: Layout) -> bool:

@@ -13,7 +13,14 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.uncertainty import fits_probability, fitting, memory_interval, room, spread
+from meshwright.planner.cost.uncertainty import (
+    COMFORTABLE,
+    fits_probability,
+    fitting,
+    memory_interval,
+    room,
+    spread,
+)
 from meshwright.planner.fit.bisection import doubled
 from meshwright.planner.fit.command import serve_commands
 from meshwright.planner.memory.exact import memory_model
@@ -25,15 +32,9 @@ from meshwright.spec.hf.families import FAMILIES
 from meshwright.spec.load import from_tree
 from meshwright.spec.low_precision_rules import rounded_in_blocks
 from meshwright.spec.parameters import Parameter, Piece, parameters
+from meshwright.spec.quantisation import GROUPS
+from meshwright.spec.serving import MOST_PROMPT_TOKENS, PAGE_TOKENS, RESERVED_PAGES
 
-PAGE_TOKENS, RESERVED_PAGES = 16, 2
-"""Tokens of a page of the cache, and pages of no sequence."""
-PROMPT_TOKENS = 2048
-"""Tokens of prompts that one forward reads at most."""
-GROUPS = (128, 64, 32)
-"""Columns that share a scale in int4: the first that divides all widths."""
-COMFORTABLE = 0.95
-"""Probability to fit with which a replica needs no more GPUs. Source: a choice, not a measurement."""
 MOST_SEQUENCES = 4096
 """Sequences of the largest batch that is tried."""
 _SCALE, _LOGIT = 2, 4
@@ -98,9 +99,10 @@ class ServingFit:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequences that surely fit at this batch, at most those that the model
-        knows."""
-        most = 0 if self.spec is None else self.spec.model.max_seq_len // PAGE_TOKENS
+        """Tokens of the longest sequences that surely fit at this batch, at most those that the model knows
+        or that are asked about."""
+        longest = 0 if self.spec is None else max(self.spec.model.max_seq_len, self.length)
+        most = longest // PAGE_TOKENS
         return PAGE_TOKENS * doubled(lambda pages: self._holds(self.batch, PAGE_TOKENS * pages), 1, most)
 
     @property
@@ -255,7 +257,7 @@ def _logits(view: RankView, batch: int) -> float:
 def _working(view: RankView, batch: int, length: int) -> float:
     """Bytes of what a block computes of prompts, and of its copy of the keys and values that it reads."""
     model, tp, width = view.spec.model, view.spec.layout.tp, widths(view.spec).compute
-    tokens = min(PROMPT_TOKENS, batch * length)
+    tokens = min(MOST_PROMPT_TOKENS, batch * length)
     channels = model.ffn if model.moe is None else max(model.ffn, model.moe.ffn * model.moe.top_k)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     block = width * tokens * (4 * model.hidden + (heads + 3 * channels) / tp)

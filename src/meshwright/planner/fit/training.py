@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.planner.cost.uncertainty import fitting, memory_interval, room, spread
+from meshwright.planner.cost.uncertainty import COMFORTABLE, fitting, memory_interval, room, spread
 from meshwright.planner.fit.command import train_command
 from meshwright.planner.fit.most import largest_micro_batch, longest_sequence
 from meshwright.planner.fit.ways import Way
@@ -23,8 +23,6 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import RunSpec, UserError
 
-COMFORTABLE = 0.95
-"""Probability to fit with which a layout is looked for first. Source: a choice, not a measurement."""
 _GROWTH = 1.05
 """Factor from one size of memory that is tried to the next, where the least that fits is looked for."""
 

@@ -1,4 +1,4 @@
-"""Which of the layouts that are about as fast as the fastest comes first: the one that changes least.
+"""The order of layouts that are about as fast as the fastest: the one that changes least comes first.
 
 A layout is compared with plain data parallelism, change by change, the gravest first (`Changes`). The data
 axis, ZeRO and the size of a microbatch cost nothing. Predictions are not sure to 5% (their intervals of 90%
@@ -82,7 +82,7 @@ def simpler(one: RunSpec, other: RunSpec, ordering: Ordering) -> str:
     if name == "doublings":
         return ", ".join(_fewer(one, other))
     return {
-        "apart": "no tensor ranks apart from each other's fast links",
+        "apart": "tensor ranks are joined by a fast link",
         "stages": f"pp {mine.stages} instead of {more.stages}",
         "experts": "experts within a node" if not mine.experts else "experts on fewer nodes",
         "odd": "a plainer schedule, cut, order of the axes or sharding",

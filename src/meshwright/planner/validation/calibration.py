@@ -37,7 +37,7 @@ BY_HAND = {
     "_UNALIGNED_BATCHED": 1,
     "fragmentation": 1,
     "kept_messages": 1,
-    "widened": 1,
+    "copying": 1,
     "staged_launch": 1,
     "spread": 1,
 }
