@@ -34,8 +34,6 @@ _PROGRAMS = (
 """Words of a program's name -> its software stack; the first match counts."""
 _FUSED = 2207
 """Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
-_CAPTURED = 26, 6
-"""Release of NVIDIA's containers from which steps with experts are captured as CUDA graphs on Blackwell."""
 _EAGER = (
     r"(?:torchtitan,?|fsdp\d?,?|in|runs?) \(?eager|eager (?:mode|execution)",
     r"compiled?|torch\.compile",
@@ -112,11 +110,7 @@ def _release(name: str, row: Row) -> str:
         return "fsdp"
     if name == "megatron-core" and _program(row.says) == "nemo":
         name = "nemo"
-    if name == "nemo" and (version := row.says(r"\[(\d\d)\.(\d\d)[\d.]* nemo container")):
-        captured = (int(version[1]), int(version[2])) >= _CAPTURED
-        if captured and row.whole("experts") and re.search(r"b[23]00", row.words["gpu"].lower()):
-            return "nemo-graphs"
-    return name
+    return "nemo-graphs" if name == "nemo" and row.words["cuda_graphs"] == "yes" else name
 
 
 def _written(row: Row) -> float:

@@ -221,8 +221,8 @@ elsewhere: that is taken for a slip of the pen and refused.
 - What was measured: `step_seconds`, `tokens_per_sec_per_gpu`, `tflops_per_gpu`, `mfu_pct`, `peak_mem_gib`
   (or OOM).
 - `where` and `confidence` are comments. Of the words in `source` and `where` only these count, if no "not" is
-  before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager, [26.08 NeMo
-  Container]; schedule=ZB-1p; MaxText's remat full or minimal; power limited, which asks for `power_w`; a
+  before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager;
+  schedule=ZB-1p; MaxText's remat full or minimal; power limited, which asks for `power_w`; a
   node's network as 4 x 200 Gbit/s or 4x200Gb IB; hardware TFLOP/s, HFU or incl. recompute, of
   `tflops_per_gpu`; memory in GB, and nvidia-smi. They are listed with the inferred properties.
 
