@@ -29,14 +29,15 @@ train: .venv/run.done
 	.venv/bin/meshwright train examples/first.toml --nproc 2 --out $(OUT)
 
 # Two processes: one has the tests on the ranks' pool, the other one those that take one core. Threads that
-# wait leave their core to the other one.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadscope
+# wait leave their core to the other one. Bytecode is kept, also where the environment says not to: some
+# thousand modules would be compiled anew in both, and in each process that a test starts.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadscope
 
-## test: every test, with a part of the full products that covers all pairs of choices
+## test: a part of each product that makes every choice that has code of its own, and few runs of whole programs
 test: .venv/dev.done
 	$(PYTEST) -m "not full" $(ARGS)
 
-## test-all: every test, with the full products of layouts, schedules and policies
+## test-all: every test, with the full products of layouts, schedules and policies, and runs of whole programs
 test-all: .venv/dev.done
 	$(PYTEST) $(ARGS)
 

@@ -14,7 +14,7 @@ from ranks import Ranks
 
 MODEL = {
     "model.heads": 8, "model.head_dim": 4, "model.vocab_size": 61, "model.layers": 4, "data.seq_len": 32,
-    "train.steps": 3, "train.warmup_steps": 1, "train.batch_tokens": 8 * 32, "layout.micro_batch": 1,
+    "train.steps": 3, "train.warmup_steps": 1, "train.batch_tokens": 4 * 32, "layout.micro_batch": 1,
     "lora.rank": 3, "lora.alpha": 40.0,
 }  # fmt: skip
 EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "layout__ep": 2}
@@ -75,7 +75,7 @@ LORA_CASES: list[dict[str, object]] = [
 QUANTISED = {
     "model.hidden": 64, "model.ffn": 128, "model.heads": 8, "model.head_dim": 16, "model.kv_heads": 2,
     "model.vocab_size": 61, "model.layers": 4, "data.seq_len": 32, "train.steps": 3, "train.warmup_steps": 1,
-    "train.batch_tokens": 8 * 32, "layout.micro_batch": 1, "lora.rank": 3, "lora.alpha": 40.0,
+    "train.batch_tokens": 4 * 32, "layout.micro_batch": 1, "lora.rank": 3, "lora.alpha": 40.0,
     "lora.quantise": "nf4",
 }  # fmt: skip
 """A model whose base is quantised."""

@@ -21,6 +21,8 @@ from small import measure_peak_quickly
 from training_runs import TrainedOnce
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+ON_RANKS = " on ranks"
+"""End of the name of a scope, the part of a file that one worker takes."""
 
 # Started with `nohup` or by a script's `&`, pytest ignores these, and so would all that tests start.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -36,15 +38,36 @@ settings.load_profile("same")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule with pytest-xdist all tests on ranks in one worker, which has the pool, and others by file."""
+    """Schedule tests by file with pytest-xdist: one worker begins with those on ranks, and has the pool.
+
+    The other workers begin with the other tests. Files whose tests may take longest begin first. A worker
+    that has no more of its own takes those that are left, so that no core is idle at the end: it makes a pool
+    of its own at its first test on ranks.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OnePool(LoadScopeScheduling):  # type: ignore[misc]
+    class PoolFirst(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file, _, rest = nodeid.partition("::")
-            return "ranks" if rest.partition("[")[0] in tests_on_ranks(config.rootpath / file) else file
+            on_ranks = rest.partition("[")[0] in tests_on_ranks(config.rootpath / file)
+            return file + ON_RANKS if on_ranks else file
 
-    return OnePool(config, log)
+        def _assign_work_unit(self, node: Any) -> None:
+            has_pool = node is self.nodes[0]
+            if own := [scope for scope in self.workqueue if scope.endswith(ON_RANKS) == has_pool]:
+                root = config.rootpath
+                first = max(own, key=lambda scope: limit_of_tests(root / scope.removesuffix(ON_RANKS)))
+                self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
+
+    return PoolFirst(config, log)
+
+
+@cache
+def limit_of_tests(file: Path) -> int:
+    """Seconds that each test of a file may take, or 0 where the file has no limit of its own."""
+    found = re.search(r"^pytestmark = pytest\.mark\.timeout\((\d+)\)", file.read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 @cache

@@ -1,19 +1,13 @@
-"""Cases as parameters of tests: a few that cover every pair of choices, and all of them."""
+"""Cases as parameters of tests: a few that make every choice, and all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from meshwright.verify.covering import Case, Pairs
-
-
-def pairwise(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Case]:
-    """A subset of `cases`, in their order, with `always` and every pair of choices that some case makes."""
-    chosen = Pairs(cases).covering([number for number, case in enumerate(cases) if case in always])
-    return [cases[number] for number in sorted(chosen)]
+from meshwright.verify.covering import Case
 
 
 def each_choice(cases: Sequence[Case]) -> list[Case]:
@@ -33,9 +27,19 @@ def marked(cases: Sequence[Case], quick: Sequence[Case]) -> list[Any]:
     ]
 
 
-def covered(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Any]:
-    """All cases as parameters: `make test` runs a subset that covers all pairs, `make test-all` all."""
-    return marked(cases, pairwise(cases, always))
+def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """The cases, each an argument or a tuple of them, with the marker `full` but for those in `quick`."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else pytest.mark.full
+        )
+        for case in cases
+    ]
+
+
+def covered(cases: Sequence[Case]) -> list[Any]:
+    """All cases as parameters: `make test` runs a few that make every choice, `make test-all` all."""
+    return marked(cases, each_choice(cases))
 
 
 def name(case: Case) -> str:

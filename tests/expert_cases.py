@@ -6,7 +6,7 @@ from itertools import product
 
 BASE = {
     "model.layers": 3, "model.vocab_size": 61, "model.kv_heads": 2, "data.seq_len": 16, "train.steps": 3,
-    "train.warmup_steps": 1, "train.batch_tokens": 16 * 8, "layout.micro_batch": 1,
+    "train.warmup_steps": 1, "train.batch_tokens": 16 * 4, "layout.micro_batch": 1,
     "model.moe.experts": 8, "model.moe.top_k": 2, "model.moe.ffn": 12, "model.moe.aux_loss": 0.1,
 }  # fmt: skip
 ROUTERS: dict[str, dict[str, object]] = {

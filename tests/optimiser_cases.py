@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BASE = {
     "model.heads": 8, "model.head_dim": 4, "model.vocab_size": 61, "data.seq_len": 32, "train.steps": 3,
-    "train.warmup_steps": 1, "train.batch_tokens": 8 * 32, "layout.micro_batch": 1,
+    "train.warmup_steps": 1, "train.batch_tokens": 4 * 32, "layout.micro_batch": 1,
 }  # fmt: skip
 EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "layout__ep": 2}
 LAYOUTS: list[dict[str, object]] = [

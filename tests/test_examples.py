@@ -51,8 +51,26 @@ _HEAD = re.compile(
 _BEST = re.compile(r"\[layout\]  # best of: meshwright (plan .+)")
 _SEARCHED_LONG = {"deepseek-v3", "experts-large", "two-sites", "zero-bubble"}
 """Examples whose search takes more than some seconds."""
-_ONLY_LAID_OUT = {"continue", "pretrain-1b", "pretrain-350m", "pretrain-8b", "recovery", "wsd"}
-"""Examples whose steps in small are those of others: a dense model in bf16 on data ranks or stages."""
+_ONLY_LAID_OUT = {
+    *("chaos", "code", "continue", "first", "laptop", "one-gpu-24gb", "pretrain-125m", "pretrain-1b"),
+    *("pretrain-350m", "pretrain-8b", "recovery", "tour", "wsd"),
+}
+"""Examples whose steps in small are those of others: a dense model on data ranks or stages."""
+_TRAINED_ELSEWHERE = {
+    "batch-warmup": "tests/train/test_batch_warmup.py",
+    "dpo": "tests/finetune/test_preference_runs.py",
+    "ema": "tests/optim/test_ema.py",
+    "fp8": "tests/train/test_run_resume.py",
+    "lora": "tests/train/test_run_lora.py",
+    "mup": "tests/train/test_coordinate_check.py",
+    "muon": "tests/train/test_run_resume.py",
+    "offload": "tests/optim/test_offload.py",
+    "quantise": "tests/verify/test_verify_qat.py",
+}
+"""Examples whose switches runs of other tests have in `make test`, too."""
+_COMPARED = {"experts-large", "rack"}
+"""Examples of a bf16 model on tensor ranks and stages, which `make test` compares with one device in
+tests/verify/test_verify_experts.py (experts on `dualpipe-v`) and test_verify_pipelines.py (`interleaved`)."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +263,13 @@ def corpora(corpus: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in _ONLY_LAID_OUT else ()) for name in FILES]
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.full if name in _ONLY_LAID_OUT | _COMPARED | {*_TRAINED_ELSEWHERE} else ()
+        )
+        for name in FILES
+    ],
 )
 def test_an_example_trains_in_small(name: str, ranks: Ranks, corpora: Path, tmp_path: Path) -> None:
     spec = in_small(load(FILES[name]), corpora, tmp_path)
@@ -258,7 +282,7 @@ def test_an_example_trains_in_small(name: str, ranks: Ranks, corpora: Path, tmp_
     assert list(published(tmp_path / "run" / "checkpoints"))[-1] == STEPS
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_grpo_raises_its_reward(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """It begins with a model drawn at random, whose tokens are right once in sixteen times."""
     runpy.run_path(str(ROOT / "examples" / "grpo.py"))["main"](

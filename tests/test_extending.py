@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECTIONS = ("An optimiser", "A part of a step", "A model family")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,10 +64,8 @@ class Copy(NamedTuple):
 
 
 def extended(section: str, folder: Path) -> Copy:
-    """A copy in `folder` with the blocks of a section applied."""
-    shutil.copytree(
-        ROOT / "src" / "meshwright", folder / "meshwright", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    """A copy in `folder` with the blocks of a section applied, and the bytecode of the other files."""
+    shutil.copytree(ROOT / "src" / "meshwright", folder / "meshwright")
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     files, lines = [], 0
     for name, block in BLOCK.findall(text):
@@ -101,6 +100,11 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     return extended("A part of a step", tmp_path_factory.mktemp("part"))
 
 
+@pytest.mark.parametrize("section", [*SECTIONS])
+def test_every_block_of_the_page_has_its_place(section: str, tmp_path: Path) -> None:
+    assert extended(section, tmp_path).files
+
+
 def test_the_optimiser_of_the_page_works(optimiser: Copy) -> None:
     assert len(optimiser.files) <= 4 and optimiser.lines <= 30
     named = (*TINY, "--train.optimiser", "adagrad")
@@ -115,7 +119,21 @@ def test_the_optimiser_of_the_page_works(optimiser: Copy) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("plan", "llama3-8b", "--cluster", "h100", "--gpus", "8", "--batch-tokens", "1M", "--layout.tp", "8"),
+        pytest.param(
+            (
+                "plan",
+                "llama3-8b",
+                "--cluster",
+                "h100",
+                "--gpus",
+                "8",
+                "--batch-tokens",
+                "1M",
+                "--layout.tp",
+                "8",
+            ),
+            marks=pytest.mark.full,
+        ),
         ("explain", *TINY, "--cluster", "h100"),
     ],
     ids=lambda words: words[0],
@@ -134,6 +152,7 @@ def test_a_key_that_the_optimiser_of_the_page_does_not_read_is_refused(optimiser
     assert "--train.beta2: 0.9 has no effect with train.optimiser = 'adagrad'" in ran.stderr
 
 
+@pytest.mark.full  # `make test` applies its blocks, and runs the optimiser's copy
 def test_the_part_of_the_page_works(part: Copy) -> None:
     verdict = part.result("verify", *TINY, "--train.swa", "2", "--precision", "exact")
     assert verdict["equal"] and "swa" in compared(verdict)
@@ -163,6 +182,7 @@ with torch.no_grad():
 """Writes the logits that a copy computes of an HF folder and tokens."""
 
 
+@pytest.mark.full  # `make test` applies its blocks, and runs the optimiser's copy
 def test_the_family_of_the_page_works(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     copy, folder = extended("A model family", tmp_path / "copy"), tmp_path / "theirs"

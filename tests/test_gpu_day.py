@@ -50,6 +50,7 @@ def unexpected(result: Result) -> list[dict[str, Any]]:
 # Rehearsals ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # the next test rehearses a step, and `test_rows_are_on_disk_as_they_come` what is left
 @faked
 def test_kernels_are_rehearsed_on_a_faked_gpu(tmp_path: Path) -> None:
     found = rehearse(tmp_path, "--parts", "attention", "products")

@@ -37,21 +37,24 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return run
 
 
-def params(blocks: list[Any]) -> list[Any]:
-    """Blocks as parameters; a run under faults takes a minute, and tests/chaos has shorter ones."""
+def params(blocks: list[Any], quick: list[Any]) -> list[Any]:
+    """Blocks as parameters, with the marker `full` but for those that are `quick`.
+
+    A run under faults takes a minute, and tests/chaos has shorter ones; so has tests/cli of the other verbs.
+    """
     return [
-        pytest.param(block, id=block.verb, marks=pytest.mark.full if block.verb == "chaos" else ())
+        pytest.param(block, id=block.verb, marks=() if block in quick else pytest.mark.full)
         for block in blocks
     ]
 
 
-@pytest.mark.parametrize("block", params(TOUR))
+@pytest.mark.parametrize("block", params(TOUR, TOUR[:2]))
 def test_the_tour_shows_what_its_commands_print(block: Any, printed: Callable[[str], str]) -> None:
     printed(TOUR[0].command)  # the run that others look at and go on from
     TOOL["present"](block, printed(block.command))
 
 
-@pytest.mark.parametrize("block", params(README))
+@pytest.mark.parametrize("block", params(README, [README[0], README[2]]))
 def test_the_readme_shows_what_its_commands_print(block: Any, printed: Callable[[str], str]) -> None:
     # `make train` trains for minutes; a shorter run prints lines of the same form.
     command = TOUR[0].command if block.command.startswith("make train ") else block.command

@@ -234,7 +234,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
         (lambda: [_rows("chats.jsonl", [CHAT])], (), "messages, and chats need a model to tune"),
         (lambda: ["my-text"], (None, "h100-sx"), "did you mean 'h100-sxm'?"),
         (lambda: ["my-text"], (None, "here", 4), "--gpus: 4 are asked for, and this machine has none"),
-        (lambda: ["my-text"], (None, "here", None, "tinny"), "--preset: 'tinny' is not known; did you mean"),
+        (lambda: ["my-text"], (None, "here", None, "tinny"), "--preset: 'tinny' is not the name of a preset"),
         (lambda: [_rows("rows.jsonl", [{"content": "x"}])], (), "has no key 'text'"),
         (lambda: [_rows("rows.jsonl", [{"text": ""}])], (), "--have: rows.jsonl holds no text"),
         (lambda: [_file("ax.yml", "base_model: x")], (), "--have: ax.yml is a file of settings, not of text"),

@@ -131,6 +131,7 @@ def test_a_scheduled_run_of_many_faults_and_its_replay(run_file: Path, tmp_path:
     assert places(again["faults"]) == places(first["faults"])
 
 
+@pytest.mark.full  # `test_bad_batches.py` has each kind of batch, and `test_inject.py` their faults
 def test_a_run_with_bad_batches_ends_as_its_twin_without_their_steps(run_file: Path, tmp_path: Path) -> None:
     """Also where the batch is computed again after a failure, from a checkpoint before it."""
     faults = (

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from checkpoint_scale import Faked
+from covering import some
 from faults import same, tensors, zeros_like
 from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.disk import Disk
@@ -107,7 +108,7 @@ def of_files(rows: list[dict[str, Any]], key: str, suffix: str) -> Counter[str]:
     return total
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", some(MESHES, ("hybrid", "replicated in between")))
 def test_every_byte_is_read_once_in_the_world(ranks: Ranks, name: str, tmp_path: Path) -> None:
     rows = ranks.run(EIGHT, save_and_load, name, tmp_path, 64)
     total = sum(tensor.nbytes for tensor in whole().values())

@@ -29,7 +29,13 @@ def test_advice_comes_first_and_tables_are_short(capsys: pytest.CaptureFixture[s
     assert told["qlora"].startswith(
         "meshwright train --model.preset llama3-8b --lora.rank 16 --lora.quantise nf4"
     )
-    assert told["serve int4"].endswith("vllm serve RUN-int4 --max-model-len 4096 --max-num-seqs 1")
+    assert "vllm serve RUN-int4 --max-model-len 4096 --max-num-seqs 1 " in told["serve int4"]
+    for sentence in (
+        "RUN: put the folder of the trained run",
+        "give --from meta-llama/Meta-Llama-3-8B in its place",
+        "by vLLM, which may fill 92% of a GPU",
+    ):
+        assert sentence in " ".join(notes.split())
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

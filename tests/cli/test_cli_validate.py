@@ -42,7 +42,7 @@ def test_a_row_with_more_or_fewer_cells_than_the_heading_is_refused(
 @pytest.mark.parametrize("name", ["just,three,cells", f"ours,gpt-a,{CELLS[:-3]}-1"])
 def test_a_table_without_a_row_that_can_be_predicted_is_an_error(tmp_path: Path, name: str) -> None:
     sentence = refusal(table(tmp_path, name, name))
-    assert "none of its 2 rows can be predicted: 2: " in sentence
+    assert "none of its 2 rows can be predicted: rows 0 and 1: " in sentence
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,36 @@ def test_a_usual_name_of_a_column_elsewhere_suggests_the_one_here(tmp_path: Path
 
 def test_an_empty_name_is_no_table() -> None:
     assert "'' names no file; give a table of runs" in refusal("")
+
+
+def test_rows_with_words_that_are_not_known_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also without --rows; of many rows with one reason the first few."""
+    names = HEADING + ",where"
+    rows = [f"ours,gpt-{number},{CELLS},remat_policy=mine" for number in range(2)]
+    rows += [f"ours,gpt-{number},{CELLS.replace('h100,8', 'h100,-8')}," for number in range(7)]
+    file = tmp_path / "runs.csv"
+    file.write_text("\n".join([names, *rows, ""]))
+    page = tmp_path / "page.md"
+    assert main(["validate", str(file), "--markdown", str(page)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "7 rows not predicted (rows 2, 3, 4, 5, 6 and 2 more, from 0): the cell 'gpus' is '-8'" in told
+    said = "rows 0 and 1, from 0: the remat policy 'mine' of its comment is not known and not counted; known"
+    assert said in told
+    assert "- rows 2, 3, 4, 5, 6 and 2 more: the cell 'gpus' is '-8', which" in page.read_text()
+
+
+def test_a_layout_that_its_program_is_not_known_to_run_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(tmp_path, f"ours,gpt-a,{CELLS},llm-foundry", heading=f"{HEADING},program")
+    assert main(["validate", path]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "row 0, from 0: layout.tp: 8 is not run by llm-foundry of 2023, which has no tensor" in told
+    assert "it is predicted all the same" in told and " 1/1 " in told
+
+
+def test_a_row_that_ran_out_of_memory_has_no_seconds(tmp_path: Path) -> None:
+    path = table(tmp_path, f"ours,gpt-a,{CELLS},OOM", heading=f"{HEADING},peak_mem_gib")
+    assert "it ran out of memory, and took 1.5 s a step; leave one of them out" in refusal(path)

@@ -247,6 +247,10 @@ def test_validate_names_the_rows_that_it_skips(tmp_path: Path, capsys: pytest.Ca
     assert [each["row"] for each in found["each"]] == [0, 1, 4]
     assert [(each["row"], each["source"]) for each in found["skipped_rows"]] == [(2, "ours"), (3, "ours")]
     assert "'int4'" in found["skipped_rows"][0]["reason"]
+    assert main(["validate", str(file)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 row not predicted (row 2, from 0): the precision 'int4' is not one of" in told
+    assert "1 row not predicted (row 3, from 0): the cell 'gpus' is '-8'" in told
     assert main(["validate", str(file), "--rows"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100

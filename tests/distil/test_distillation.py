@@ -76,7 +76,7 @@ def answered(mesh: Mesh, spec: RunSpec) -> list[tuple[str, str, float]]:
     return [call for call in mesh.wire.log if call[0] == "world"]
 
 
-@pytest.mark.parametrize("top_k", [8, None])
+@pytest.mark.parametrize("top_k", [8, pytest.param(None, marks=pytest.mark.full)])
 def test_two_messages_move_tokens_and_answers(
     ranks: Ranks, corpus: Path, teacher: Path, top_k: int | None
 ) -> None:

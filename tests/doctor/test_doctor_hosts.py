@@ -79,6 +79,7 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path) -> None:
     assert found["findings"][0]["remedy"].startswith("mount it writable")
 
 
+@pytest.mark.full  # `test_checkpoints_that_are_there_give_their_place_to_newer_ones` counts it
 @as_root
 def test_a_disk_without_room_for_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-o", "size=2m") as disk:
@@ -103,6 +104,7 @@ def test_a_disk_that_is_slower_than_checkpoints_are_due(tmp_path: Path) -> None:
     assert examined(*words, "--checkpoint.every", "100000")["healthy"]
 
 
+@pytest.mark.full  # `test_ranks_of_large_worlds_need_more_open_files` has the limits
 def test_few_open_files(tmp_path: Path) -> None:
     few = Host(enter=("sh", "-c", 'ulimit -n 64; exec "$@"', "sh"))
     found = examined(*SMALL, "--layout.dp", "2", "--out", str(tmp_path), host=few)
@@ -117,6 +119,7 @@ def test_few_open_files(tmp_path: Path) -> None:
     assert found["code"] == 1 and "may have 40 files open, and a rank needs about 48" in line
 
 
+@pytest.mark.full  # `test_shared_memory_fails_nccl_alone` has the findings
 @as_root
 def test_little_shared_memory(tmp_path: Path) -> None:
     mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm; exec "$@"'

@@ -50,6 +50,7 @@ def entered(hosts: list[tuple[str, str]], *others: Host) -> list[Host]:
     ]
 
 
+@pytest.mark.full  # `test_a_group_is_compared_with_the_others_of_its_axis` has links that are slow
 def test_clean_hosts_have_no_findings_and_a_slow_link_is_named(
     hosts: list[tuple[str, str]], tmp_path: Path
 ) -> None:

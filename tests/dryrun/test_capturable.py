@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from covering import some
 from faked_gpu import tiny
 from meshwright import api
 from meshwright.cli.main import main
@@ -171,6 +172,7 @@ CAPTURABLE: dict[str, dict[str, object]] = {
                           "model__ffn": 256, "model__heads": 4, "model__kv_heads": 4,
                           "model__vocab_size": 512},
 }  # fmt: skip
+QUICK = ("ZeRO-2", "tensor, ZeRO-1", "bounded experts", "compiled")
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "experts": (EXPERTS, r"aten::_to_copy, device to host \(forward in blocks\.\d+.*\) makes the host wait"),
     "documents": (
@@ -195,7 +197,7 @@ def row_of(process: FakeCudaProcess, spec: RunSpec, **options: object) -> dict[s
 
 
 @faked
-@pytest.mark.parametrize("name", CAPTURABLE)
+@pytest.mark.parametrize("name", some(CAPTURABLE, QUICK))
 def test_a_microbatch_can_be_captured_and_is_launched_once(process: FakeCudaProcess, name: str) -> None:
     spec = run(name)
     plain, graphs = (row_of(process, run(name, train__cuda_graphs=on)) for on in ("false", "true"))
@@ -370,6 +372,7 @@ def test_gradients_of_graphs_outlive_the_step(process: FakeCudaProcess) -> None:
     assert sum(graphs["components"].values()) == graphs["peak"]  # the pool of graphs, too
 
 
+@pytest.mark.full  # its parts are above, and `test_dryrun_cuda.py` has a dry run by the command line
 @faked
 def test_the_command_line_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model.preset", "tiny", "--model.layers", "2", "--data.corpus", "synthetic", "--data.seq_len",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from covering import some
 from faked_gpu import TINY, tiny
 from meshwright import api
 from meshwright.cli.main import main
@@ -212,7 +213,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 
 
 @faked
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some(LAYOUTS, ("zero", "interleaved")))
 def test_times_add_up_to_the_step(name: str, process: FakeCudaProcess) -> None:
     spec = tiny(**LAYOUTS[name])
     rows = timed(process, spec, all_stages=True)
@@ -265,6 +266,7 @@ def test_messages_take_longer_over_slower_links_and_nothing_else_does(process: F
     assert rows[0]["host"]["issuing"] == pytest.approx(rows[1]["host"]["issuing"])
 
 
+@pytest.mark.full  # `test_times_add_up_to_the_step` has the times that the command shows
 @faked
 def test_a_step_is_timed_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [word for key, value in TINY.items() for word in (f"--{key}", str(value))]

@@ -110,12 +110,14 @@ def graphs_of_a_run(spec: RunSpec) -> list[float]:
     return found
 
 
+@pytest.mark.full  # `test_compiled_blocks_take_packed_documents` has a block that is not compiled again
 def test_nothing_is_compiled_after_the_first_step(process: FakeCudaProcess) -> None:
     """Steps and validations have graphs for one document, for two, and for any number of them."""
     before, after = process.call(graphs_of_a_run, tiny(train__compile="true"))
     assert before == after == 6
 
 
+@pytest.mark.full  # others here have code for the default capability
 def test_each_capability_has_its_own_code(process: FakeCudaProcess) -> None:
     for capability in ("8.0", "10.0"):
         spec = tiny(train__compile="true", model__layers=1)
@@ -181,6 +183,7 @@ def exposed(row: dict[str, Any]) -> float:
     return sum(each["seconds"] for each in row["timeline"]["exposed"] if each["axis"] == "tensor")
 
 
+@pytest.mark.full  # `test_products_that_overlap_with_their_own_messages` has ranks
 def test_products_hide_their_own_messages(process: FakeCudaProcess) -> None:
     """Within a host the messages of compiled blocks come and go while their products are computed."""
     eager, found = (

@@ -106,7 +106,7 @@ def test_the_last_blocks_of_attention_take_most(
 # Formulas -----------------------------------------------------------------------------------------------
 
 
-QUICK = sorted(range(64), key=lambda seed: sha256(f"dry run {seed}".encode()).digest())[:10]
+QUICK = sorted(range(64), key=lambda seed: sha256(f"dry run {seed}".encode()).digest())[:4]
 QUICK.append(23)  # experts in a pipeline with deferred gradients of weights
 
 
@@ -163,7 +163,7 @@ def test_formulas_hold_of_a_moving_average(seed: int) -> None:
     assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", seeds(36, (2, 7, 18, 24, 35)))
+@pytest.mark.parametrize("seed", seeds(36, (2, 18, 35)))
 def test_formulas_hold_of_further_tokens(seed: int) -> None:
     if seed % len(KINDS) == [*KINDS].index("gpt"):
         pytest.skip("learned positions do not go with further tokens")
@@ -191,7 +191,7 @@ COMPRESSED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", seeds(36, (0, 7, 13, 26, 35)))
+@pytest.mark.parametrize("seed", seeds(36, (0, 13, 35)))
 def test_formulas_hold_of_islands(seed: int) -> None:
     spec, rank = islands_of(seed)
     place = rank // spec.layout.strides["pp"] % spec.layout.pp
@@ -214,7 +214,7 @@ def test_weights_in_bf16_save_their_masters(zero: int, saved: int) -> None:
     assert (found[0] - found[1]) * of_rank / spec.model.parameters == pytest.approx(saved, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", seeds(12, (0, 1, 2, 11)))
+@pytest.mark.parametrize("seed", seeds(12, (0, 2)))
 def test_moments_in_8_bits_take_what_is_planned(seed: int) -> None:
     rounded = {"precision__compute": "bf16", "precision__master": "bf16"} if seed % 3 == 2 else {}
     flags: dict[str, object] = {"train__optimiser": "adamw8bit", **rounded}
@@ -236,6 +236,31 @@ def test_a_rank_may_have_one_expert() -> None:
     flags = [("model.preset", "moe-tiny"), ("layout.dp", "8"), ("layout.ep", "8"), ("data.seq_len", "64")]
     spec = load(None, [*flags, ("train.batch_tokens", "512")])
     assert rehearse(spec, 3, CPU).states == states(spec, 0).total
+
+
+@pytest.mark.parametrize(
+    ("layout", "capacity"),
+    [
+        ({"dp": 2, "ep": 2}, 0.5),
+        ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, 0.5),
+        ({"dp": 2, "ep": 2, "pp": 2}, 0.5),
+        ({"dp": 2, "ep": 2}, 2.0),
+    ],
+    ids=str,
+)
+def test_formulas_hold_of_dropped_tokens(layout: dict[str, int], capacity: float) -> None:
+    flags = {f"layout.{axis}": size for axis, size in layout.items()}
+    moe = {"model.moe.experts": 8, "model.moe.top_k": 2, "model.moe.ffn": 64}
+    spec = spec_of(BASE | moe | flags, model__moe__capacity_factor=capacity)
+    found = rehearse(spec, 0, CPU)
+    assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, 0), rel=0.03)
+    assert found.wire == pytest.approx(traffic(spec, 0), rel=1e-12)
+    without = spec_of(BASE | moe | flags)
+    sent = [traffic(each, 0)["expert", "all_to_all"] for each in (spec, without)]
+    if capacity < 1:
+        assert sent[0] < 0.55 * sent[1] and peak_activations(spec, 0) < 0.9 * peak_activations(without, 0)
+    else:
+        assert sent[0] == sent[1]
 
 
 # Real ranks ---------------------------------------------------------------------------------------------
@@ -350,7 +375,7 @@ def test_what_cannot_be_asked_gets_a_sentence(asked: dict[str, Any], words: list
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("flags", [[], ["--all-stages"]], ids=str)
+@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.full), ["--all-stages"]], ids=str)
 def test_what_is_printed_is_within_100_columns(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     layout = {"dp": 2, "replicate": 2, "cp": 2, "tp": 4, "pp": 2, "ep": 4, "zero": 2, "virtual": 8}
     words = [word for key, size in layout.items() for word in (f"--layout.{key}", str(size))]

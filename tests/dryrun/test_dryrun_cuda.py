@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import some
 from faked_gpu import TINY, dryrun_on, kernels, tiny, work_of
 from layout_cases import BASE, CASES
 from layouts import draw
@@ -58,7 +59,7 @@ def hold(process: FakeCudaProcess, spec: RunSpec, rank: int) -> None:
     assert not waits and (dispatches == 0 or spec.model.moe is not None)
 
 
-@pytest.mark.parametrize("seed", quick("drawn", 64, 6))
+@pytest.mark.parametrize("seed", quick("drawn", 64, 2))
 def test_every_drawn_layout_runs(process: FakeCudaProcess, seed: int) -> None:
     hold(process, *draw(seed))
 
@@ -121,7 +122,7 @@ STEP_PARTS: list[tuple[dict[str, object], dict[str, int]]] = [
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    STEP_PARTS,
+    some(STEP_PARTS, STEP_PARTS[1::3]),
     ids=[", ".join(f"{key}={value}" for key, value in flags.items()) for flags, _ in STEP_PARTS],
 )
 def test_every_part_of_a_step_runs(
@@ -258,7 +259,7 @@ def test_the_command_shows_kernels_copies_and_waits(capsys: pytest.CaptureFixtur
             {"precision.compute": "fp8", "precision.high": "fp32"},
             ["no kernel of 'fp8' for precision.high = 'fp32'"],
         ),
-        ({"precision.compute": "fp32", "train.compile": "true"}, []),
+        pytest.param({"precision.compute": "fp32", "train.compile": "true"}, [], marks=pytest.mark.full),
     ],
     ids=("products without kernels", "compiled in fp32"),
 )

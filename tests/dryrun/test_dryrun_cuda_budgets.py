@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from covering import some
 from faked_gpu import dryrun_on
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.dryrun.trace import Trace
@@ -53,7 +54,10 @@ BUDGETS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+QUICK = ("llama3-8b, dp 8, ZeRO-3", "mixtral-8x7b in fp8-rowwise, ep 8")
+
+
+@pytest.mark.parametrize("name", some(BUDGETS, QUICK))
 def test_what_a_step_launches_only_falls(process: FakeCudaProcess, name: str) -> None:
     spec = load(None, [(key, str(value)) for key, value in (LARGE | BUDGETS[name]).items()])
     (row,) = dryrun_on(process, spec)["ranks"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from covering import some
 from faked_gpu import dryrun_on, kernels, tiny, work_of
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
+from meshwright.hardware.find import cluster
+from meshwright.planner.cost.model import CostModel
 from meshwright.spec import RunSpec
 
 pytestmark = pytest.mark.skipif(
@@ -31,25 +36,27 @@ def attention_of(
     return named, result["attention"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "flags", "expected"),
-    [
-        ("8.0", {}, FLASH),
-        ("9.0", {}, CUDNN),
-        ("10.0", {}, CUDNN),
-        ("9.0", {"model__head_dim": 192}, CUDNN),
-        ("10.0", {"model__head_dim": 192}, FLASH),
-        ("9.0", {"train__attention_backend": "FA2"}, FLASH),
-        ("9.0", {"train__attention_backend": "FA3"}, FLASH),
-        ("10.0", {"train__attention_backend": "FA4"}, FLASH),
-        ("8.0", {"train__attention_backend": "cudnn"}, CUDNN),
-        ("10.0", {"train__attention_backend": "cudnn", "model__head_dim": 192}, FLASH),
-        ("9.0", {"model__kv_heads": 4, "precision__compute": "fp32"}, EFFICIENT),
-        ("9.0", {"precision__compute": "fp64"}, "_safe_softmax"),
-        ("9.0", {"model__attention_sinks": "true"}, "varlen_attention"),
-        ("9.0", {"model__sliding_window": 32}, "varlen_attention"),
-    ],
-)
+ATTENTION: list[tuple[str, dict[str, object], str]] = [
+    ("8.0", {}, FLASH),
+    ("9.0", {}, CUDNN),
+    ("10.0", {}, CUDNN),
+    ("9.0", {"model__head_dim": 192}, CUDNN),
+    ("10.0", {"model__head_dim": 192}, FLASH),
+    ("9.0", {"train__attention_backend": "FA2"}, FLASH),
+    ("9.0", {"train__attention_backend": "FA3"}, FLASH),
+    ("10.0", {"train__attention_backend": "FA4"}, FLASH),
+    ("8.0", {"train__attention_backend": "cudnn"}, CUDNN),
+    ("10.0", {"train__attention_backend": "cudnn", "model__head_dim": 192}, FLASH),
+    ("9.0", {"model__kv_heads": 4, "precision__compute": "fp32"}, EFFICIENT),
+    ("9.0", {"precision__compute": "fp64"}, "_safe_softmax"),
+    ("9.0", {"model__attention_sinks": "true"}, "varlen_attention"),
+    ("9.0", {"model__sliding_window": 32}, "varlen_attention"),
+]
+QUICK = [ATTENTION[number] for number in (0, 1, 4, 10, 11, 12)]
+"""Each kernel, by the device, by the width of heads and by the precision."""
+
+
+@pytest.mark.parametrize(("capability", "flags", "expected"), some(ATTENTION, QUICK))
 def test_attention_of_whole_sequences_is_that_of_device_and_key(
     process: FakeCudaProcess, capability: str, flags: dict[str, object], expected: str
 ) -> None:
@@ -68,10 +75,14 @@ def test_attention_of_whole_sequences_is_that_of_device_and_key(
         assert taken == chosen
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"train__attention_backend": "cudnn"}, {"layout__cp": 2, "layout__dp": 1}]
-)
-@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+PACKED: list[tuple[str, dict[str, object]]] = [
+    (capability, flags)
+    for flags in ({}, {"train__attention_backend": "cudnn"}, {"layout__cp": 2, "layout__dp": 1})
+    for capability in ("8.0", "9.0", "10.0")
+]
+
+
+@pytest.mark.parametrize(("capability", "flags"), some(PACKED, PACKED[::4]))
 def test_attention_of_packed_documents_is_flash(
     process: FakeCudaProcess, capability: str, flags: dict[str, object]
 ) -> None:
@@ -113,8 +124,10 @@ def test_operators_are_whole_as_a_gpu_has_kernels_for_them(process: FakeCudaProc
     assert kernels(work_of(process, experts))["_grouped_mm"] > 0
 
 
-@pytest.mark.parametrize("compiled", ["false", "true"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "compiled"),
+    some(product(range(4), ("false", "true")), [(0, "false"), (1, "true"), (2, "false"), (3, "true")]),
+)
 def test_blocks_copy_no_parameters_and_no_gradients(
     process: FakeCudaProcess, zero: int, compiled: str
 ) -> None:
@@ -168,3 +181,21 @@ def test_flops_are_those_of_the_operators_on_a_cpu(process: FakeCudaProcess) -> 
     weights = 3 * spec.model.hidden * moe.ffn * moe.top_k
     assert found["_grouped_mm"] >= 6 * tokens * weights * layers  # padding rows come on top
     assert found["_grouped_mm"] < 1.5 * 6 * tokens * weights * layers
+
+
+@pytest.mark.parametrize("capacity", ["none", 0.5, 2.0])
+def test_flops_of_experts_are_those_that_plans_count(process: FakeCudaProcess, capacity: object) -> None:
+    """An expert multiplies what its capacity admits; its rows are whole words as they are."""
+    spec = tiny(
+        model__preset="moe-tiny", model__layers=2, layout__ep=2, data__seq_len=1024, train__batch_tokens=8192,
+        recompute__policy="none", model__moe__capacity_factor=capacity,
+    )  # fmt: skip
+    found = {row["name"].partition("::")[2]: row["flops"] for row in work_of(process, spec)["kernels"]}
+    blocks = CostModel(cluster("h100", spec.layout.world_size)).blocks(spec)
+    blocks.shape = replace(blocks.shape, busiest=1.0)  # a dry run deals rows out evenly
+    counted = sum(
+        2 * p.batch * p.m * p.n * p.k for kind in spec.model.kinds for p in blocks.products(kind) if p.experts
+    )
+    assert spec.model.moe is not None
+    layers = spec.model.layers - spec.model.moe.dense_first
+    assert found["_grouped_mm"] == 3 * counted * layers * spec.microbatches

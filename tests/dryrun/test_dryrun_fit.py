@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
+from covering import some
 from faked_gpu import dryrun_on
 from meshwright.fake_cuda import library
 from meshwright.fake_cuda.process import FakeCudaProcess
@@ -25,7 +27,7 @@ BLOCKS = [("model.layers", "2"), ("model.vocab_size", "16384"), ("data.corpus", 
 
 def found(name: str, model: str, gpu: str, count: int, keys: list[tuple[str, str]]) -> TrainingFit:
     request = FitRequest(model, gpu, count, overrides=keys)
-    return training_fit(WAY[name], request.planned(request.cluster()), None)
+    return training_fit(WAY[name], request.planned(request.cluster()))
 
 
 def peak(process: FakeCudaProcess, fit: TrainingFit, corpus: str = "synthetic") -> float:
@@ -33,19 +35,44 @@ def peak(process: FakeCudaProcess, fit: TrainingFit, corpus: str = "synthetic") 
     assert fit.plan is not None and fit.command is not None
     words = fit.command.split()[2:]
     keys = [(key.removeprefix("--"), text) for key, text in zip(words[::2], words[1::2], strict=True)]
-    spec = load(None, [*keys, ("data.corpus", corpus)])
+    compiled = str(fit.plan.spec.train.compile).lower()  # as `train` chooses on a GPU
+    spec = load(None, [*keys, ("data.corpus", corpus), ("train.compile", compiled)])
     assert spec.layout.world_size == fit.plan.spec.layout.world_size
     told: dict[str, Any] = dryrun_on(process, spec, all_stages=spec.layout.pp > 1)
     return float(max(row["peak"] for row in told["ranks"]))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", WAY)
+COUNTED = [*product(WAY, (1, 2))]
+"""Ways, on one GPU and on two."""
+
+
+@pytest.mark.parametrize(("name", "count"), some(COUNTED, COUNTED[::5]))
 def test_each_way_takes_the_bytes_of_a_dry_run(process: FakeCudaProcess, name: str, count: int) -> None:
     batch = ("train.batch_tokens", str(4 * count * 4096))
     fit = found(name, "llama3-8b", "rtx-4090", count, [*BLOCKS, batch])
     assert fit.fits and fit.plan is not None
     assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "keys"),
+    [
+        ("lora", "full", {}),
+        ("qlora", "selective", {}),
+        ("qlora", "none", {}),
+        ("lora", "full", {"lora.targets": "o_proj,down_proj"}),
+        ("lora", "selective", {"lora.targets": "gate_proj"}),
+        ("lora", "full", {"layout.cp": "2"}),
+    ],
+)
+def test_adapters_are_counted_to_a_thousandth(
+    process: FakeCudaProcess, name: str, policy: str, keys: dict[str, str]
+) -> None:
+    """Sums of maps and adapters are the most, in the first forward or in the one that recomputes a block."""
+    given = {"train.batch_tokens": "32768", "train.compile": "false", "recompute.policy": policy, **keys}
+    fit = found(name, "llama3-8b", "rtx-4090", 2 if "layout.cp" in keys else 1, [*BLOCKS, *given.items()])
+    assert fit.plan is not None
+    assert fit.plan.memory.allocated == pytest.approx(peak(process, fit), rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["full", "qlora"])

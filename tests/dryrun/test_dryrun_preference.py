@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import some
 from meshwright import api
 from meshwright.comm.mesh import Mesh
 from meshwright.dryrun.rank_step import ACTIVATIONS, STATES, rehearse
@@ -45,7 +46,7 @@ def run_of(how: dict[str, object], layout: dict[str, object], **flags: object) -
     return spec_of(BASE | how, **{f"layout__{key}": value for key, value in layout.items()}, **flags)
 
 
-@pytest.mark.parametrize(("how", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(("how", "layout"), some(CASES, CASES[1:4]), ids=str)
 def test_formulas_hold_of_pairs(how: dict[str, object], layout: dict[str, object]) -> None:
     spec = run_of(how, layout)
     for place in {0, spec.layout.pp - 1}:

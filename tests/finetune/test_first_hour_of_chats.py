@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import transformers
 from chat_models import chats, model_in, written
 
 
+# `make test` has `init` and training in test_chat_run_files.py, answers in tests/api/test_chats.py, exports
+# of adapters in tests/exchange, and one first hour by its commands in tests/test_first_hour.py.
+@pytest.mark.full
 def test_chats_become_an_assistant_that_transformers_opens(tmp_path: Path) -> None:
     model_in(tmp_path / "model")
     written(chats(3, 200), tmp_path / "chats.jsonl")

@@ -327,8 +327,13 @@ def test_a_checkpoint_keeps_the_reference() -> None:
 
 @pytest.mark.parametrize(
     ("how", "layout"),
-    [("dpo", {"layout__dp": 2, "layout__zero": 3}), ("kto", {}), ("dpo", {})],
-    ids=["dpo on two ranks", "kto", "dpo"],
+    [
+        pytest.param(
+            "dpo", {"layout__dp": 2, "layout__zero": 3}, id="dpo on two ranks", marks=pytest.mark.full
+        ),
+        pytest.param("kto", {}, id="kto"),
+        pytest.param("dpo", {}, id="dpo", marks=pytest.mark.full),
+    ],
 )
 def test_a_stored_reference_gives_the_same_numbers(
     how: str, layout: dict[str, object], folder: Path, tmp_path: Path

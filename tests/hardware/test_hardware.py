@@ -69,6 +69,9 @@ def test_json_brings_a_cluster_back(known: Cluster, tmp_path: Path) -> None:
 def test_names_of_devices_lead_to_the_catalogue() -> None:
     assert {*ALIASES.values(), *CUDA_NAMES.values()} <= set(KNOWN)
     assert cluster_of_gpu("NVIDIA H100 80GB HBM3") is KNOWN["h100-sxm"]
+    assert cluster_of_gpu("NVIDIA H100 NVL") is KNOWN["h100-nvl"]
+    assert cluster_of_gpu("NVIDIA H200 NVL") is KNOWN["h200-nvl"]
+    assert cluster_of_gpu("NVIDIA H200") is KNOWN["h200"]
     assert cluster_of_gpu("NVIDIA L4") is KNOWN["l4"]
     assert cluster_of_gpu("NVIDIA L40") is None
     assert cluster("DGX-H100", 64) == KNOWN["h100-sxm"].resized(64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -16,6 +17,7 @@ from cubins import CAPABILITIES, resources
 from planted_kernels import case, scaled_by_interpreter
 
 import meshwright.kernels.triton as kernels
+from covering import marked
 from meshwright.kernels.triton.specialisation import Specialisation
 
 
@@ -28,19 +30,24 @@ def specialisations() -> Iterator[tuple[str, Specialisation]]:
             yield f"{file.name}-{each.kernel.__name__.strip('_')}-{at}", each
 
 
-CASES = dict(specialisations())
+SPECIALISATIONS = dict(specialisations())
+CASES = [
+    {"name": name, "capability": capability} for name, capability in product(SPECIALISATIONS, CAPABILITIES)
+]
+NUMBER = len(CAPABILITIES)
+QUICK = [case for place, case in enumerate(CASES) if place % NUMBER == place // NUMBER % NUMBER]
+"""Each specialisation for one capability, and the next one for another."""
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("name", CASES)
-def test_a_kernel_compiles_without_spills(name: str, capability: int, tmp_path: Path) -> None:
-    found = resources(CASES[name], capability, tmp_path)
+@pytest.mark.parametrize("case", marked(CASES, QUICK))
+def test_a_kernel_compiles_without_spills(case: dict[str, Any], tmp_path: Path) -> None:
+    found = resources(SPECIALISATIONS[case["name"]], case["capability"], tmp_path)
     assert found.spilled == 0, found
 
 
 def test_a_kernel_that_spills_is_found(tmp_path: Path) -> None:
     small = resources(case(rows=2, block=256), 90, tmp_path)
-    large = resources(case(rows=8, block=4096), 90, tmp_path)
+    large = resources(case(rows=8, block=2048), 90, tmp_path)
     assert small.spilled == 0 and small.registers > 0
     assert large.spilled > 1000 and large.registers > small.registers
 

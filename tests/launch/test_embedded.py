@@ -21,26 +21,34 @@ WORDS = [
 ]
 TIMEOUT_S = 280
 
+HOWS = ("train", "main", "doctor", "another world")
+"""Ways to run in a group that is there. The last has variables of another world, of one rank, as where a
+script under a torchrun of one rank has started processes itself."""
 SCRIPT = """
+import os
 import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from meshwright import api
+from meshwright.cli.main import main
+from meshwright.spec import load
 
-rank, port, how, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-words = sys.argv[5:]
+rank, port, folder, hows, words = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4], sys.argv[5:]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-if how == "main":
-    from meshwright.cli.main import main
-    assert main(["train", *words, "--out", out]) == 0
-else:
-    from meshwright import api
-    from meshwright.spec import load
-    spec = load(None, [(key[2:], value) for key, value in zip(words[::2], words[1::2])])
-    api.train(spec, out=Path(out), quiet=True, doctor=how == "doctor")
-numbers = torch.ones(1)
-dist.all_reduce(numbers)  # the group is still there, and works
-assert numbers.item() == 2
+spec = load(None, [(key[2:], value) for key, value in zip(words[::2], words[1::2])])
+for how in hows.split(","):
+    out = folder / how
+    if how == "main":
+        assert main(["train", *words, "--out", str(out)]) == 0
+    else:
+        if how == "another world":
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        api.train(spec, out=out, quiet=True, doctor=how == "doctor")
+    numbers = torch.ones(1)
+    dist.all_reduce(numbers)  # the group is still there, and works
+    assert numbers.item() == 2
+    print("ended:", how, flush=True)
 dist.destroy_process_group()
 """
 
@@ -64,35 +72,36 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def run_two(tmp_path: Path, how: str, given: list[dict[str, str]] | None = None) -> None:
-    """Run the script as two ranks, which must end well; rank 0's group listens at MASTER_PORT."""
-    script, port = tmp_path / "script.py", str(free_port())
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of the runs of two ranks in one group, one after the other, and what each rank has told."""
+    folder, port = tmp_path_factory.mktemp("embedded"), str(free_port())
+    script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), port, how, str(tmp_path / "run"), *WORDS],
+            [sys.executable, str(script), str(rank), port, str(folder), ",".join(HOWS), *WORDS],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                 **(given[rank] if given else {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
         )
         for rank in range(2)
     ]  # fmt: skip
     told = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    return folder, [f"{text}\nexit code {rank.returncode}" for text, rank in zip(told, ranks, strict=True)]
 
 
-@pytest.mark.parametrize("how", ["train", "main", "doctor"])
+@pytest.mark.parametrize("how", HOWS)
 def test_a_run_uses_the_process_group_that_is_there_and_leaves_it(
-    tmp_path: Path, twin: dict[str, Any], how: str
+    embedded: tuple[Path, list[str]], twin: dict[str, Any], how: str
 ) -> None:
-    run_two(tmp_path, how)
-    assert figures(tmp_path / "run") == twin
+    folder, told = embedded
+    assert all(f"ended: {how}\n" in text for text in told), "\n".join(told)
+    assert figures(folder / how) == twin
 
 
-def test_a_group_counts_more_than_variables_of_another_world(tmp_path: Path, twin: dict[str, Any]) -> None:
-    """As where a script under a torchrun of one rank has started processes itself."""
-    run_two(tmp_path, "train", [{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}] * 2)
-    assert figures(tmp_path / "run") == twin
+def test_ranks_of_a_group_end_well_after_their_runs(embedded: tuple[Path, list[str]]) -> None:
+    _, told = embedded
+    assert all(text.endswith("exit code 0") for text in told), "\n".join(told)
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (openmpi-bin) is not installed")

@@ -88,7 +88,13 @@ def test_a_healthy_host_starts_its_ranks_again_and_is_not_probed_twice_in_a_mome
     assert (healthy["generation"], healthy["hosts"]) == (1, 1) and 0 < healthy["seconds"] < 30
 
 
-@pytest.mark.parametrize("fault", FINDINGS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=pytest.mark.full if fault in ("disk/0", "stuck/1") else ())
+        for fault in FINDINGS
+    ],
+)
 def test_what_is_wrong_ends_the_run_with_host_cause_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -132,6 +138,7 @@ def test_products_of_a_good_device_are_exact(dtype: torch.dtype) -> None:
         health_checks.check_product(dtype, torch.device("cpu"), Worker(rank, 2, rank, 2))
 
 
+@pytest.mark.full  # the first test has ranks that go on after their probe, and `test_recovery.py` a run
 def test_a_run_goes_on_after_its_probe_as_if_nothing_was(
     corpus: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +151,7 @@ def test_a_run_goes_on_after_its_probe_as_if_nothing_was(
     ]
 
 
+@pytest.mark.full  # the jobs of `test_restarts.py` have no probe
 def test_a_probe_can_be_turned_off(
     corpus: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

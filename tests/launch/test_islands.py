@@ -202,6 +202,7 @@ def test_ctrl_c_ends_free_islands_as_any_run(corpus: Path, tmp_path: Path) -> No
     assert "stopped by SIGINT, and each island is saved; go on with meshwright train" in printed
 
 
+@pytest.mark.full  # below are the words and codes of a stop; `test_a_resume_equals...` has resumed islands
 def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:
     out, file = tmp_path / "run", written(corpus, tmp_path, train__steps=400)
     running = start(file, out)

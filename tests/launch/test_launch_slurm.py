@@ -30,6 +30,14 @@ SIZE = ["--gpus-per-node", "1", "--cpu", "--cpus-per-rank", "1"]
 """Two nodes of a core, without GPUs."""
 
 
+NODES = pytest.mark.parametrize(
+    "nodes",
+    [(), pytest.param(("--nodes", "1:2"), marks=pytest.mark.full)],
+    ids=["srun", "launchers"],
+)
+"""Who starts the ranks; `make test` has srun alone, and hosts that meet in `test_membership.py`."""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if (reason := missing()) is not None:
@@ -103,6 +111,7 @@ def test_a_launched_run_is_followed_to_its_last_step(cluster: Slurm) -> None:
     assert f"step {STEPS}/{STEPS}" in meshwright("logs", str(out))
 
 
+@pytest.mark.full  # `test_submit_programs.py` has `stop` on a stand-in for Slurm
 def test_a_run_that_is_stopped_has_saved_and_is_not_started_again(cluster: Slurm) -> None:
     out, _ = launched(cluster, "--train.steps", "100000")
     wait_for_steps(out, 20)
@@ -128,6 +137,7 @@ def test_a_run_that_is_stopped_has_saved_and_is_not_started_again(cluster: Slurm
     assert read_status(out) == ("done", "") and len(read_run(out).info["starts"]) == 2
 
 
+@pytest.mark.full  # `test_slurm.py` has a job that a signal requeues
 def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> None:
     out, _ = launched(cluster, "--train.steps", "100000", "--restarts", "1")
     [job] = json.loads((out / "job.json").read_text())["ids"]
@@ -147,7 +157,7 @@ def test_a_signal_requeues_a_launched_run_until_its_bound(cluster: Slurm) -> Non
     assert len(examined) == 1  # before the job's first start alone
 
 
-@pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
+@NODES
 def test_a_run_that_fails_for_good_is_told(cluster: Slurm, nodes: tuple[str, ...]) -> None:
     """The launchers of a range of nodes, which pods have too, end with the run's own code."""
     bad = ["--train.lr", "1e38", "--train.warmup_steps", "0"]
@@ -160,7 +170,7 @@ def test_a_run_that_fails_for_good_is_told(cluster: Slurm, nodes: tuple[str, ...
     assert run["reason"] and cluster.state(job)["Restarts"] == "0"
 
 
-@pytest.mark.parametrize("nodes", [(), ("--nodes", "1:2")], ids=["srun", "launchers"])
+@NODES
 def test_a_run_that_would_fail_on_its_nodes_is_not_begun(cluster: Slurm, nodes: tuple[str, ...]) -> None:
     """No folder can be made in /proc, which the run itself would notice at its first checkpoint."""
     bad = ["--checkpoint.dir", "/proc/meshwright"]
@@ -179,6 +189,7 @@ def test_a_run_that_would_fail_on_its_nodes_is_not_begun(cluster: Slurm, nodes: 
     )  # fmt: skip
 
 
+@pytest.mark.full  # `test_submit_kubernetes.py` has the folders and flags
 def test_a_sweep_is_an_array_whose_runs_have_folders_and_values_of_their_own(cluster: Slurm) -> None:
     sweep = ["--sweep", "train.lr=1e-3,3e-3", "--sweep", "train.weight_decay=0,0.1", "--at-once", "1"]
     out, told = launched(cluster, "--follow", *sweep, "--train.steps", "10")
@@ -191,6 +202,7 @@ def test_a_sweep_is_an_array_whose_runs_have_folders_and_values_of_their_own(clu
     assert "step 10/10" in meshwright("logs", str(out), "--run", "3", "--n", "30")
 
 
+@pytest.mark.full  # `test_slurm.py` has a job that a signal requeues
 def test_a_task_of_a_sweep_is_requeued_alone(cluster: Slurm) -> None:
     sweep = ["--sweep", "train.lr=1e-3,3e-3", "--at-once", "1"]
     out, _ = launched(cluster, *sweep, "--train.steps", "100")

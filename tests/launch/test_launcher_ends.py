@@ -59,6 +59,9 @@ LAUNCHERS: dict[str, list[str]] = {
 """Commands whose further words are those of `meshwright`."""
 FAILURE, KILLED = "a run that fails for good", "a rank is killed"
 FAILS = ["--train.lr", "1e38", "--train.warmup_steps", "0"]
+QUICK = {("`torchrun`", "SIGTERM")}
+"""`make test` has signals of other launchers in `test_cli_process.py`, mpirun's world in `test_embedded.py`,
+ranks that are killed in `test_recovery.py`, and runs that fail for good in `test_restarts.py`."""
 
 
 def started(folder: Path, launcher: str, words: Sequence[str] = ()) -> subprocess.Popen[bytes]:
@@ -136,12 +139,12 @@ def ended(folder: Path, launcher: str, event: str) -> dict[str, str]:
 
 
 def cases() -> Iterator[ParameterSet]:
-    """Launcher, event of a row, and what is done; signals of a row beside its first are for `full`."""
+    """Launcher, event of a row, and what is done."""
     for row in rows():
         if row.test.startswith(Path(__file__).name):
             events = re.findall(r"SIG[A-Z0-9]+", row.event) or [row.event]
-            for number, event in enumerate(events):
-                marks = [pytest.mark.full] if number else []
+            for event in events:
+                marks = [] if (row.launcher, event) in QUICK else [pytest.mark.full]
                 if "mpirun" in row.launcher and shutil.which("mpirun") is None:
                     marks.append(pytest.mark.skip(reason="Open MPI (openmpi-bin) is not installed"))
                 name = f"{row.launcher}-{event}".replace("`", "")

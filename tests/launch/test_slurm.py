@@ -36,6 +36,9 @@ SCRIPTS = {
     "slurm-nodes.sbatch": "`srun meshwright train --nodes`",
 }
 """Shipped scripts, and the launchers that they are of in the table."""
+OF_SRUN = ["slurm.sbatch", *(pytest.param(script, marks=pytest.mark.full) for script in [*SCRIPTS][1:])]
+"""`make test` has the script of srun alone: signals under the launchers of the others are sent without Slurm
+in `test_launcher_ends.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,7 @@ def seen(out: Path, script: str) -> dict[str, str]:
     return {"launcher_code": codes, "status": f"`{status}`", **ranks}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", OF_SRUN)
 def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
     cluster: Slurm, twin: dict[str, object], script: str
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_job_that_usr1_stops_twice_is_requeued_and_equals_its_twin(
     )  # fmt: skip
 
 
+@pytest.mark.full  # `test_scheduler.py` has when a job's end is due, and the test above what follows
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_job_saves_before_its_limit_and_goes_on_after_it(
     cluster: Slurm, twin: dict[str, object], script: str
@@ -172,6 +176,7 @@ def test_a_job_saves_before_its_limit_and_goes_on_after_it(
     )  # fmt: skip
 
 
+@pytest.mark.full  # `make test` has a launched one: `test_a_run_that_fails_for_good_is_told`
 def test_a_job_that_fails_for_good_is_not_requeued(cluster: Slurm) -> None:
     job, out = submit(cluster, "slurm.sbatch", more=["--train.lr", "1e38", "--train.warmup_steps", "0"])
     ended = cluster.wait(job, "FAILED", "COMPLETED", seconds=TRAINED_S)
@@ -197,6 +202,7 @@ def wait_for_event(out: Path, kind: str, seconds: float = TRAINED_S) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.full  # `test_elastic.py` and `test_membership.py` have hosts that leave and come back
 def test_a_job_of_a_range_of_nodes_goes_on_without_one_and_takes_it_back(
     cluster: Slurm, tmp_path: Path
 ) -> None:
@@ -248,6 +254,7 @@ def test_a_job_of_a_range_of_nodes_goes_on_without_one_and_takes_it_back(
     assert "failure" not in kinds(out)
 
 
+@pytest.mark.full  # `test_recovery.py` has ranks that are killed, and the first test here a job's next start
 def test_a_job_whose_node_is_lost_is_requeued_and_equals_its_twin(
     cluster: Slurm, twin: dict[str, object]
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from covering import some
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel import tensor_linears as tensor
 from meshwright.parallel.flat_param import ParamSlot
@@ -90,16 +91,13 @@ CASES: dict[str, dict[str, object]] = {
     "latents-cp2": LATENTS | {"tp": 2, "cp": 2, "sequence_parallel": "false"},
     "latents-cp2-full": LATENTS | {"tp": 2, "cp": 2, "recompute__policy": "full"},
 }  # fmt: skip
-QUICK = [(case, "aot_eager") for case in CASES if case not in ("tp2", "latents", "latents-cp2")]
-QUICK += [("tp2", "inductor")]
+QUICK = [("all", "aot_eager"), ("tp2", "inductor")]
+"""Each axis and each backend; `test_verify_blocks.py` has more of `aot_eager`."""
 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [
-        pytest.param(*each, marks=() if each in QUICK else pytest.mark.full)
-        for each in product(CASES, ("aot_eager", "inductor"))
-    ],
+    some(product(CASES, ("aot_eager", "inductor")), QUICK),
 )
 def test_compiled_blocks_equal_one_device(ranks: Ranks, case: str, backend: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in CASES[case].items()}
@@ -161,7 +159,7 @@ RETURNED = {"lora": {f"0.attn.{each}.lora_a.weight" for each in "qkv"}}
 """Nothing asks for the gradient of the input of the first layers."""
 
 
-@pytest.mark.parametrize("case", ADDED)
+@pytest.mark.parametrize("case", some(ADDED, ("zero3", "1f1b", "lora")))
 def test_products_of_compiled_blocks_add_gradients_where_they_are_sent(ranks: Ranks, case: str) -> None:
     """Gradients are those of the same layout without a compiler, from one graph for all blocks."""
     flags = {key if "__" in key else f"layout__{key}": value for key, value in ADDED[case].items()}
@@ -305,13 +303,13 @@ RUNS: dict[str, dict[str, object]] = {
 
 GRAPHS = {"alone": 2, "documents": 4}
 """Graphs of training and of validation, and of both where samples hold several documents."""
-# `make test` has 1F1B with experts, dense stages of two chunks, and one device.
-QUICK_RUNS = ("alone", "zero3", "interleaved", "experts")
+# `make test` has 1F1B with experts, and one device.
+QUICK_RUNS = ("alone", "experts")
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in QUICK_RUNS else pytest.mark.full) for case in RUNS],
+    some(RUNS, QUICK_RUNS),
 )
 def test_all_blocks_compile_before_the_first_step(ranks: Ranks, case: str) -> None:
     """A compiled run equals an uncompiled one, and calls the compiler in `compile_stages` only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import some
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels import attention_cpu_kernel
 from meshwright.kernels.attention_cpu import blocked_attention
@@ -35,6 +37,7 @@ CASES: list[tuple[ContextMode, int]] = [
     ("ring", 8),
     ("ring+ulysses", 8),
 ]
+QUICK = [("ring", 4), ("gather", 2), ("ulysses", 2), ("ring+ulysses", 4)]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,20 @@ class Case:
             return torch.stack([(places + 3 + row) // (7 + 4 * row) for row in range(self.batch)])
         chance = float(torch.rand((), generator=make)) ** 3
         return (torch.rand(shape, generator=make) < chance).cumsum(1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Problems of as many key-value heads, for which the pool makes the mesh; ranks take them in one call."""
+
+    kv_heads: int
+    cases: tuple[Case, ...]
+
+
+def groups(cases: Sequence[Case]) -> list[Group]:
+    """The cases by their key-value heads."""
+    kinds = sorted({case.kv_heads for case in cases})
+    return [Group(heads, tuple(case for case in cases if case.kv_heads == heads)) for heads in kinds]
 
 
 @cache  # the modes and sizes have their cases in common
@@ -116,6 +133,10 @@ def difference(mesh: Mesh, case: Case) -> float:
     )
 
 
+def differences(mesh: Mesh, group: Group) -> list[float]:
+    return [difference(mesh, case) for case in group.cases]
+
+
 def allowed(mode: ContextMode, ranks: int, kv_heads: int) -> bool:
     return mode != "ulysses" or kv_heads % ranks == 0
 
@@ -140,7 +161,7 @@ def random_cases(seed: int, count: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(("mode", "n"), CASES)
+@pytest.mark.parametrize(("mode", "n"), some(CASES, QUICK))
 def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
     combinations = product((1, 2, 8), ("none", "random", "tokens", "crossing"), (None, 11))
     cases = [
@@ -151,8 +172,10 @@ def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
     if n < 8:
         cases += random_cases(n, 12)
     assert len(cases) >= 20
-    for case in cases:
-        assert max(ranks.run(Layout(cp=n, context_mode=mode), difference, case)) <= 1e-12 * case.loud, case
+    for group in groups(cases):
+        found = ranks.run(Layout(cp=n, context_mode=mode), differences, group)
+        for case, *each in zip(group.cases, *found, strict=True):
+            assert max(each) <= 1e-12 * case.loud, case
 
 
 def difference_in_runs(mesh: Mesh, case: Case) -> float:
@@ -164,12 +187,19 @@ def difference_in_runs(mesh: Mesh, case: Case) -> float:
     return found
 
 
-@pytest.mark.parametrize(("mode", "n"), [(mode, n) for mode, n in CASES if n in (2, 4)])
+def differences_in_runs(mesh: Mesh, group: Group) -> list[float]:
+    return [difference_in_runs(mesh, case) for case in group.cases]
+
+
+@pytest.mark.parametrize(("mode", "n"), some([each for each in CASES if each[1] in (2, 4)], QUICK))
 def test_runs_of_sequences_equal_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
     documents = ("none", "random", "tokens", "crossing")
-    for seed, (kv_heads, kind, window) in enumerate(product((4, 8), documents, (None, 1, 11, 30))):
-        case = Case(seed, kv_heads, kind, window, length=48)
-        assert max(ranks.run(Layout(cp=n, context_mode=mode), difference_in_runs, case)) <= 1e-12, case
+    choices = enumerate(product((4, 8), documents, (None, 1, 11, 30)))
+    cases = [Case(seed, kv_heads, kind, window, length=48) for seed, (kv_heads, kind, window) in choices]
+    for group in groups(cases):
+        found = ranks.run(Layout(cp=n, context_mode=mode), differences_in_runs, group)
+        for case, *each in zip(group.cases, *found, strict=True):
+            assert max(each) <= 1e-12, case
 
 
 @pytest.mark.parametrize("mode", ["ring", "gather", "ulysses", "ring+ulysses"])

@@ -115,7 +115,10 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 
 
-FULL = ("hybrid, zero 1", "experts", "hybrid experts")
+FULL = (
+    *("zero 2", "zero 3, tied", "replicas alone", "hybrid, zero 1", "experts", "hybrid experts"),
+    "experts, dense layers",
+)
 """Those whose choices others make too."""
 
 

@@ -105,7 +105,7 @@ def test_what_runs_again(recompute: RecomputeSpec, matmuls: int, attentions: int
     ("recompute", "attentions"),
     [
         pytest.param(NoRecompute(), 1, marks=pytest.mark.full),
-        (FullRecompute(), 2),
+        pytest.param(FullRecompute(), 2, marks=pytest.mark.full),
         (SelectiveRecompute(), 1),
     ],
     ids=["none", "full", "selective"],

@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from meshwright.planner.fit.bisection import doubled, most_that
 from meshwright.planner.fit.fit import Fits
 from meshwright.planner.fit.serving import served
 from meshwright.planner.fit.training import TrainingFit
+from meshwright.planner.fit.vllm import GRAPHS, prompt_tokens, working
 from meshwright.planner.memory.exact import memory_model
+from meshwright.planner.memory.host import with_host_room
+from meshwright.planner.rank_view import place_of
+from meshwright.planner.search.infeasible import shortfall
+from meshwright.planner.search.problem import SearchProblem
+from meshwright.planner.search.results import SearchResult
 from meshwright.spec import RunSpec, UserError, load
+from meshwright.units import gigabytes
 
 GIB = 2**30
 GPU = cluster("rtx-4090")
@@ -94,6 +102,30 @@ def any_layout(each: TrainingFit, key: str, value: int) -> bool:
         run = each.problem.with_batch(length, 2 * each.problem.ranks * value * length)
         fixed["micro_batch"] = value
     return replace(run, fixed=fixed).fits()
+
+
+def test_where_nothing_fits_it_is_told_what_needs_least() -> None:
+    found = fits("llama3.1-70b", "rtx-3090", 1)
+    qlora = way(found, "qlora").plan
+    assert found.best is None and qlora is not None
+    assert f"no way of training fits; QLoRA needs least, {gigabytes(qlora.memory.device)}" in found.advice
+
+
+def test_few_searches_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None for sizes that fit on the layout of the plan, or whose least bytes are too many on all."""
+    asked: list[bool] = []
+    known = SearchProblem.search
+
+    def counted(problem: SearchProblem, *words: Any, **how: Any) -> SearchResult:
+        asked.append("any_will_do" in how)
+        return known(problem, *words, **how)
+
+    monkeypatch.setattr(SearchProblem, "search", counted)
+    told = api.fit("llama3-8b", gpu="rtx-4090", count=2, seq_len=4096).to_json()
+    assert (
+        asked.count(False) <= 3 * len(told["training"]) + 3
+    )  # of three limits, with a bound host and without
+    assert asked.count(True) <= 4
 
 
 # Commands ------------------------------------------------------------------------------------------------
@@ -179,6 +211,24 @@ def test_a_folder_with_weights_is_started_from(tmp_path: Path) -> None:
     assert found.serving[1].commands[0] == f"meshwright quantise {folder} {folder}-int8 --recipe int8"
 
 
+def test_a_gpu_without_bf16_serves_in_fp16_what_its_programs_have_kernels_for(tmp_path: Path) -> None:
+    found = api.fit("llama3-8b", gpu="v100")
+    plain, *packed = found.serving
+    assert plain.format == "fp16" and not any("bf" in command for command in plain.commands)
+    assert "--dtype float16" in plain.commands[0] and plain.commands[-1].endswith("--dtype float16")
+    assert not any("--quantization" in command for command in plain.commands)
+    assert [each.format for each in packed] == ["int8", "int4"]
+    assert all(each.reason and not each.commands for each in packed)
+    told = api.fit(str(hf_folder(tmp_path)), gpu="v100").serving[0]
+    assert all("--dtype float16" in command for command in told.commands[-1:])
+    assert [each.format for each in api.fit("llama3-8b", gpu="h100").serving] == [
+        "bf16",
+        "int8",
+        "fp8",
+        "int4",
+    ]
+
+
 def test_flags_are_kept_and_adapters_have_theirs() -> None:
     keys = (("lora.rank", "64"), ("layout.tp", "2"), ("train.lr", "0.0002"))
     found = fits("llama3-8b", "rtx-4090", 2, overrides=keys, seq_len=4096)
@@ -222,6 +272,20 @@ def test_moments_of_all_ranks_are_counted_once_for_each_that_has_them() -> None:
     )  # the last stage has the tied weights, too
 
 
+def test_plans_and_fits_take_a_host_to_have_the_same_memory() -> None:
+    """Two stages of a pipeline, of which the last has more, share the memory of their node."""
+    keys = (("layout.pp", "2"), ("layout.schedule", "1f1b"))
+    whole, known = 8 * (134_515_008 + 49152 * 576), cluster("rtx-4090", 2)
+    for share, is_enough in ((1.01, True), (0.99, False)):
+        host = with_host_room(known, share * whole)
+        found = way(api.fit("smollm2-135m", gpu=host, count=2, seq_len=2048, overrides=keys), "full-offload")
+        assert found.fits == is_enough and found.host_memory == pytest.approx(share * whole)
+        offloaded = replace(found.request, overrides=[*keys, ("train.offload", "host")])
+        (problem,), _ = offloaded.problems()
+        assert problem.fits() == is_enough
+        assert is_enough or "need more memory of their hosts" in shortfall(problem)
+
+
 # Serving -------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +319,36 @@ def test_no_serving_of_what_is_not_written() -> None:
     assert "fp8" not in {each.format for each in fits("gpt2", "rtx-3090").serving}
 
 
+def test_serving_commands_have_the_sizes_that_were_counted() -> None:
+    """Tokens, sequences, prompts, format and share of a GPU."""
+    found = fits("moe-small", "a100-40", 2, seq_len=512, batch=3)
+    known = {each.format: each for each in found.serving}
+    for form in ("bf16", "int4"):
+        each = known[form]
+        *_, serving = each.commands
+        words = shlex.split(serving)
+        flags = dict(pairwise(words))
+        assert flags["--max-model-len"] == "512" and flags["--max-num-seqs"] == "3"
+        assert flags["--max-num-batched-tokens"] == str(prompt_tokens(3))
+        assert flags.get("--quantization") == (None if form == "bf16" else "compressed-tensors")
+        assert each.spec is not None
+        sizes = {"--tensor-parallel-size": each.spec.layout.tp, "--data-parallel-size": each.spec.layout.dp}
+        assert all(flags.get(flag, "1") == str(size) for flag, size in sizes.items())
+        share = float(flags["--gpu-memory-utilization"]) * found.room
+        filled = each.memory(each.largest_batch, 512)
+        assert filled.device - filled.context - filled.communicators < share
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_what_vllm_computes_with_is_what_its_log_has(tp: str) -> None:
+    """1.26 GiB for 256 sequences of Llama 3 8B, on one GPU and on two (vllm-project/vllm pull request 10511),
+    whose tokens are more than are counted here, and take less than the draw."""
+    keys = [("model.preset", "llama3-8b"), ("data.seq_len", "512"), ("train.batch_tokens", "512")]
+    spec = load(None, [*keys, ("layout.tp", tp), ("precision.compute", "bf16")])
+    assert working(place_of(spec, 0), 256) - GRAPHS == pytest.approx(1.26 * GIB, rel=0.05)
+    assert working(place_of(spec, 0), 1) - GRAPHS < 0.3 * GIB
+
+
 # Mistakes ------------------------------------------------------------------------------------------------
 
 
@@ -262,11 +356,17 @@ def test_no_serving_of_what_is_not_written() -> None:
     ("how", "words"),
     [
         ({"gpu": "rtx-409"}, "--gpu: 'rtx-409' is neither .* did you mean 'rtx-4090'"),
-        ({"gpu": "cpu"}, "--gpu: cpu has 2 cores, and not GPUs"),
+        (
+            {"gpu": "m3-max"},
+            "--gpu: 'm3-max' is .* are a100-40-sxm, .*clusters rtx-4090 --json > gpu.json",
+        ),
+        ({"gpu": "cpu"}, "--gpu: cpu has no GPUs, .* or ask `meshwright plan --cluster cpu`"),
+        ({"gpu": "tpu-v5e"}, "--gpu: tpu-v5e has no GPUs, .*`meshwright plan --cluster tpu-v5e`"),
         ({"count": 0}, "--count: 0 is not a number of GPUs of one node of rtx-4090; give 1 to 8"),
         ({"count": 9}, "--count: 9 .*meshwright plan --cluster rtx-4090"),
         ({"batch": 0}, "--batch: must be at least 1 sequence"),
         ({"model": "llama3-9b"}, "MODEL: 'llama3-9b' .* did you mean 'llama3-8b'"),
+        ({"model": "lama-8b"}, "MODEL: 'lama-8b' .* did you mean 'llama3.1-8b', 'llama3-8b' or 'llama2-7b'"),
         ({"overrides": (("layout.tp", "3"),)}, "layout.tp: 3 does not divide model.heads = 32"),
         ({"overrides": (("layout.tp", "3"),), "count": 3}, "layout.tp: 3 does not divide model.heads = 32"),
         ({"model": "gpt2", "seq_len": 4096}, "data.seq_len: 4096 is more than .*1024"),

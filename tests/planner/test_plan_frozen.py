@@ -100,7 +100,7 @@ def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -
             continue
         mesh = chosen.choice(meshes)
         sharding = chosen.choice(list(space.shardings(inner, mesh)))
-        cut = chosen.choice(tree._cuts_of(mesh.pp))
+        cut = chosen.choice(tree.bounds.cuts(mesh.pp))
         spec = space.spec(inner, mesh, sharding, cut.split)
         blocks, exact = on.blocks(spec), memory.peak(spec).device
         told = f"{pattern} {spec.layout.describe()} zero{spec.layout.zero} {spec.recompute.policy}"
@@ -108,5 +108,5 @@ def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -
         if mesh.pp == 1:
             assert memory.resident(spec, blocks, tree.model).device <= exact * (1 + 1e-9), told
         else:
-            fitting = MeshBranch(tree, inner, mesh, blocks).fitting(cut, spec, [sharding])
+            fitting = MeshBranch(tree, inner, mesh, blocks).fitting(cut, [sharding])
             assert fitting[sharding] <= exact * (1 + 1e-9), told

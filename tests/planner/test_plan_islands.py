@@ -245,8 +245,10 @@ def test_what_cannot_be_gets_a_sentence(
 
 
 def test_other_stacks_have_no_islands() -> None:
+    spec = run({"every": 9})
+    spec = spec.model_copy(update={"layout": spec.layout.model_copy(update={"zero": 1})})
     with pytest.raises(UserError, match="of this program, and the stack is megatron-core"):
-        api.explain(run({"every": 9}), cluster=two_sites(), stack="megatron-core")
+        api.explain(spec, cluster=two_sites(), stack="megatron-core")
 
 
 # What is told -------------------------------------------------------------------------------------------

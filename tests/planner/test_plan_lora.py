@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import some
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.hardware.find import cluster
 from meshwright.planner.activations import activations
@@ -51,7 +52,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("sections", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sections", some(LAYOUTS, [LAYOUTS[number] for number in (1, 4, 6, 7)]), ids=str)
 def test_states_are_planned_to_the_byte(sections: dict[str, Any]) -> None:
     spec = spec_of(MODELS["dense"], **sections)
     assert rehearse(spec, 0, torch.device("cpu")).states == states(spec, 0).total
@@ -69,7 +70,7 @@ EXPERT_LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("sections", EXPERT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("sections", some(EXPERT_LAYOUTS, EXPERT_LAYOUTS[1::2]), ids=str)
 def test_states_of_experts_are_planned_to_the_byte(sections: dict[str, Any]) -> None:
     spec = spec_of(MODELS["experts"], **{"lora": OF_EXPERTS} | sections)
     found = rehearse(spec, 0, torch.device("cpu"))
@@ -86,14 +87,14 @@ EXPERT_POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("sections", EXPERT_POLICIES, ids=str)
+@pytest.mark.parametrize("sections", some(EXPERT_POLICIES, EXPERT_POLICIES[2:]), ids=str)
 def test_adapters_of_experts_keep_nothing(sections: dict[str, Any]) -> None:
     spec = spec_of(MODELS["experts"], **{"lora": OF_EXPERTS} | sections)
     found = rehearse(spec, 0, torch.device("cpu"))
     assert activations(spec).kept == pytest.approx(found.most["activations"], rel=0.03)
 
 
-@pytest.mark.parametrize("sections", EXPERT_POLICIES[:3], ids=str)
+@pytest.mark.parametrize("sections", some(EXPERT_POLICIES[:3], EXPERT_POLICIES[1:2]), ids=str)
 def test_their_dropout_keeps_the_keys_of_rows_alone(sections: dict[str, Any]) -> None:
     planned, measured = [], []
     for targets in (["all-linear"], OF_EXPERTS["targets"]):
@@ -120,7 +121,7 @@ POLICIES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sections", POLICIES, ids=str)
+@pytest.mark.parametrize("sections", some(POLICIES, POLICIES[2::2]), ids=str)
 def test_what_adapters_keep_is_planned(sections: dict[str, Any]) -> None:
     wide = {"preset": "tiny", "layers": 4, "hidden": 256, "ffn": 768, "vocab_size": 512}
     spec = spec_of(wide, **{"lora": {"rank": 128}} | sections)
@@ -190,7 +191,7 @@ def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -
             continue
         mesh = chosen.choice(meshes)
         sharding = chosen.choice(list(space.shardings(inner, mesh)))
-        cut = chosen.choice(tree._cuts_of(mesh.pp))
+        cut = chosen.choice(tree.bounds.cuts(mesh.pp))
         spec = space.spec(inner, mesh, sharding, cut.split)
         blocks, exact = on.blocks(spec), memory.peak(spec).device
         told = f"{lora} {spec.layout.describe()} zero{spec.layout.zero} {spec.recompute.policy}"
@@ -198,5 +199,5 @@ def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str) -
         if mesh.pp == 1:
             assert memory.resident(spec, blocks, tree.model).device <= exact * (1 + 1e-9), told
         else:
-            fitting = MeshBranch(tree, inner, mesh, blocks).fitting(cut, spec, [sharding])
+            fitting = MeshBranch(tree, inner, mesh, blocks).fitting(cut, [sharding])
             assert fitting[sharding] <= exact * (1 + 1e-9), told

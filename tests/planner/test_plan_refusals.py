@@ -30,6 +30,26 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
     assert found.best.memory.device <= found.capacity == pytest.approx(77.676e9, rel=1e-4)
 
 
+def test_what_cannot_fit_names_other_ways_of_training() -> None:
+    """Moments on the host where that does, and `fit` for this program on GPUs of one node."""
+    wish: dict[str, Any] = {"gpus": 4, "seq_len": 2048, "batch_tokens": "1M"}
+    with pytest.raises(UserError) as error:
+        api.plan("llama3-8b", "rtx-4090", **wish)
+    assert "it fits with --train.offload host" in str(error.value)
+    assert "`meshwright fit llama3-8b --gpu rtx-4090 --count 4`" in str(error.value)
+    offloaded = api.plan("llama3-8b", "rtx-4090", overrides=[("train.offload", "host")], top=1, **wish)
+    assert offloaded.best.memory.device <= offloaded.capacity
+    with pytest.raises(UserError, match="nothing fits") as error:
+        api.plan("llama3-8b", "tpu-v5e", gpus=4, seq_len=4096, batch_tokens="256k")
+    assert "meshwright fit" not in str(error.value)
+    refused: list[dict[str, Any]] = [{"model": "gemma3-27b"}, {"model": "llama3-70b", "stack": "megatron-lm"}]
+    for other in refused:
+        with pytest.raises(UserError) as error:
+            api.plan(cluster="rtx-4090", **wish, **other)
+        assert "train.offload" not in str(error.value)
+        assert ("meshwright fit" in str(error.value)) == ("stack" not in other)
+
+
 @pytest.mark.parametrize(
     ("model", "where", "wish", "says"),
     [
@@ -45,6 +65,18 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
             "v100",
             {"overrides": [("precision.compute", "bf16")], "stack": "megatron-lm"},
             "'bf16' needs bf16, and V100",
+        ),
+        (
+            "llama3-8b",
+            "tpu-v5p",
+            {"overrides": [("precision.compute", "fp8")], "stack": "maxtext"},
+            "'fp8' has no kernels on .*; try bf16",
+        ),
+        (
+            "llama3-8b",
+            "h100",
+            {"gpus": 100_000_000},
+            "--gpus: 100,000,000 is more than the 1,048,576 devices",
         ),
         ("llama3-8b", "h10", {}, "did you mean 'h100'"),
         ("llama3-8b", "h100", {"gpus": 20}, "20 devices are not a multiple of the 8 .* try 16 or 24"),
@@ -62,7 +94,12 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
         ("llama3-8b", "h100", {"batch_tokens": "many"}, "--batch-tokens: 'many' is not valid"),
         ("llama3-8b", "h100", {"seq_len": 0}, "--seq-len: must be at least 1 token, got 0"),
         ("gpt3-175b", "h100", {}, "positions of model.max_seq_len = 2048"),
-        ("llama3-8b", "h100", {"stack": "megatron"}, "there is no stack 'megatron'"),
+        (
+            "llama3-8b",
+            "h100",
+            {"stack": "megatron-4"},
+            "there is no stack 'megatron-4'; did you mean 'megatron",
+        ),
         ("llama3-8b", "h100", {"objective": "speed"}, "is not one of time, cost, longest-context, largest-"),
         ("llama3-8b", "h100", {"max_stages": 0}, "--max-stages: must be at least 1, got 0"),
         ("llama3-8b", "h100", {"top": 0}, "--top: must be from 1 to 20 layouts, got 0"),
@@ -139,6 +176,7 @@ def test_layers_beyond_any_model_are_refused() -> None:
         api.plan("llama3-8b", "h100", overrides=[("model.layers", "3000000")], **WISH)
 
 
+@pytest.mark.full  # the tests above have what it says
 def test_a_very_deep_model_that_fits_nothing_is_answered_soon() -> None:
     begin = time.process_time()
     with pytest.raises(UserError, match="nothing fits 1 x H100") as error:

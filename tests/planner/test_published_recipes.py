@@ -18,7 +18,7 @@ from meshwright.planner.search.request import PlanRequest
 from meshwright.planner.search.simplest import NEAR
 from meshwright.spec import RunSpec
 
-FP8 = {"precision.compute": "fp8"}
+FP8, BLOCKS = {"precision.compute": "fp8"}, {"precision.compute": "fp8-blockwise"}
 GPT3_5B = {"layers": 24, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 16384}
 GPT3_20B = {"layers": 44, "hidden": 6144, "heads": 48, "kv_heads": 48, "ffn": 24576}
 GPT_1T = {"layers": 128, "hidden": 25600, "heads": 160, "kv_heads": 160, "ffn": 102400}
@@ -78,13 +78,17 @@ RECIPES = {
     "Llama 3.1 405B, 16,384 H100": Recipe(
         "llama3-405b", "h100", 16384, 8192, 2048, "megatron-core", {"tp": 8, "pp": 16}
     ),
-    # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2
+    # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", sections 3.2 and 3.3
     "DeepSeek-V3, 2,048 H800": Recipe(
-        "deepseek-v3", "h800", 2048, 4096, 15360, "hai-llm", {"pp": 16, "ep": 64}
+        "deepseek-v3", "h800", 2048, 4096, 15360, "hai-llm", {"pp": 16, "ep": 64}, BLOCKS
     ),
     # Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", table 1
     "GPT 1T, 3,072 A100": Recipe(
         "gpt3-175b", "a100", 3072, 2048, 3072, "megatron-2021", {"tp": 8, "pp": 64}, GPT_1T
+    ),
+    # No one publication: context ranks alone, as in Ring Attention (Liu et al. 2023)
+    "Llama 3 8B on 1M tokens, 128 H100": Recipe(
+        "llama3-8b", "h100", 128, 1048576, 4, "meshwright", {"cp": 32}, {"model.max_seq_len": 1048576}
     ),
     # No one publication: ZeRO-3 is how frameworks fully fine-tune on cards without NVLink
     "Llama 2 7B, 8 RTX 4090": Recipe("llama2-7b", "rtx-4090", 8, 4096, 64, "meshwright", {}),
@@ -97,16 +101,17 @@ OUTCOMES = {
         "Llama 2 7B, 8 H100",
         "Llama 2 70B, 64 H100",
         "GPT-3 5B, 64 H100",
+        "GPT-3 20B, 64 H100",
         "Llama 3 8B, 8 B200",
         "Llama 3.1 405B, 128 B200",
         "Mixtral 8x7B, 64 B200",
     },
     "NEAR": {
         "Llama 2 13B, 16 H100",  # tp 2 is half of the ranks of pp 4
-        "GPT-3 20B, 64 H100",  # ZeRO-3 and selective recomputation instead of tp 2
-        "GPT-3 175B, 128 H100",  # pp 4 instead of 8
         "Llama 3 70B, 64 B200",  # without a context axis
-        "GPT-3 175B, 512 B200",  # without a tensor axis
+        "Llama 3 8B on 1M tokens, 128 H100",  # cp 4 and tp 8, which are joined by a fast link
+        "GPT-3 175B, 512 B200",  # tp 2 instead of 4
+        "GPT-3 175B, 128 H100",  # fits with 93%; twice the stages do with more than 99%
     },
     "SLOWER": {
         "Llama 3.1 405B, 16,384 H100",  # by its memory, of which the model is less sure than they could be
@@ -138,7 +143,14 @@ def test_a_published_recipe_that_is_near_the_fastest_is_first(name: str) -> None
     assert outcome(RECIPES[name]) == wanted
 
 
-def test_eight_of_the_recipes_near_the_fastest_are_first() -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_published_recipe_is_a_layout_that_its_program_runs(name: str) -> None:
+    recipe = RECIPES[name]
+    space = recipe.problem(**{"tp": 1, "cp": 1, "pp": 1} | recipe.axes).space()
+    assert next(space.layouts(), None) is not None
+
+
+def test_nine_of_the_recipes_near_the_fastest_are_first() -> None:
     assert set(RECIPES) == set.union(*OUTCOMES.values())
     assert sum(map(len, OUTCOMES.values())) == len(RECIPES)
-    assert len(OUTCOMES["FIRST"]) >= 8
+    assert len(OUTCOMES["FIRST"]) >= 9

@@ -42,16 +42,6 @@ GLM45 = {
     "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None,
     "rope_theta": 1000000, "tie_word_embeddings": False, "topk_group": 1, "vocab_size": 151552,
 }  # fmt: skip
-# The published file has other positions, init and balance loss than the training of the paper's 4.2.
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
-    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
-    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "vocab_size": 129280,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "initializer_range": 0.006,
-    "aux_loss_alpha": 0.0001, "num_nextn_predict_layers": 1,
-}  # fmt: skip
 YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
@@ -59,6 +49,17 @@ YARN = {
     "original_max_position_embeddings": 4096,
     "type": "yarn",
 }
+# The published file has another init and balance loss than the training of the paper's 4.2.
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "vocab_size": 129280,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 163840, "initializer_range": 0.006,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "aux_loss_alpha": 0.0001, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 DEEPSEEK_V2 = {
     "model_type": "deepseek_v2", "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
     "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "initializer_range": 0.02,

@@ -99,7 +99,10 @@ def test_metrics_count_the_tokens_of_each_step(ranks: Ranks, corpus: Path, tmp_p
     [
         pytest.param({}, marks=pytest.mark.full),
         {"layout__pp": 2, "layout__dp": 2, "layout__zero": 1},
-        {"layout__dp": 2, "precision__compute": "fp8", "model__ffn": 48, "precision__amax_history": 3},
+        pytest.param(
+            {"layout__dp": 2, "precision__compute": "fp8", "model__ffn": 48, "precision__amax_history": 3},
+            marks=pytest.mark.full,
+        ),
         pytest.param({"layout__dp": 4, "layout__zero": 3}, marks=pytest.mark.full),
     ],
     ids=str,

@@ -15,7 +15,7 @@ WIDTHS = [32, 64, 128, 256]
     ("optimiser", "flags"),
     [
         ("adamw", {}),
-        ("lion", {}),
+        pytest.param("lion", {}, marks=pytest.mark.full),
         pytest.param("muon", {}, marks=pytest.mark.full),
         pytest.param("adamw", {"model.moe.experts": 4, "model.moe.top_k": 2}, marks=pytest.mark.full),
         ("muon", {"model.moe.experts": 4, "model.moe.top_k": 2}),

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from covering import some
 from meshwright.dryrun.rank_step import rehearse
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
@@ -74,9 +75,7 @@ def counted(name: str, world: int) -> tuple[dict[str, dict[str, float]], dict[st
     return counts, padding
 
 
-@pytest.mark.parametrize(  # "tensor" has all axes of "hybrid", and ZeRO-3
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "hybrid" else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", some(CASES, ("five axes",)))
 def test_counts_do_not_grow_with_the_world_and_only_fall(name: str) -> None:
     (few, padded), (many, more_padded) = (counted(name, world) for world in (1024, 16384))
     seconds = [(each["setup"].pop("seconds"), each["step"].pop("seconds")) for each in (few, many)]

@@ -121,7 +121,17 @@ def _steps_of(mesh: Mesh, spec: RunSpec, graphs: bool, steps: int) -> tuple[list
     return found, [*kept, trainer.layers_balance(), sent], [g.replays for c in captures for g in c.graphs]
 
 
-@pytest.mark.parametrize("name", CASES)
+LEFT_OUT = (
+    *("one microbatch", "two microbatches", "bf16", "tied", "experts", "recomputed", "ZeRO-0", "hybrid"),
+    *("tensor", "one device", "ZeRO-1", "growing batch"),
+)
+"""Those whose choices others make too, or that change nothing of a graph."""
+"""Cases whose choices others make, too: four microbatches or one, and tensor ranks beside data ranks."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LEFT_OUT else ()) for name in CASES]
+)
 def test_graphs_change_no_bit(ranks: Ranks, name: str) -> None:
     spec = spec_of(**CASES[name])
     pairs = [ranks.run(spec.layout, steps_of, spec, graphs) for graphs in (False, True)]

@@ -233,12 +233,13 @@ def run_compiled(mesh: Mesh, spec: RunSpec, out: Path, backend: str) -> tuple[di
         return run_it(mesh, spec, out, None)
 
 
+@pytest.mark.full  # `test_all_blocks_compile_before_the_first_step` has a compiled run that equals another
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({}, id="dense", marks=pytest.mark.full),
+        pytest.param({}, id="dense"),
         pytest.param(EXPERTS | {"layout__ep": 2, "recompute__policy": "selective"}, id="experts"),
     ],
 )

@@ -7,12 +7,14 @@ import shutil
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from covering import each_choice, marked
 from meshwright import api
 from meshwright.api.start_checks import check_folder, check_second_tier
 from meshwright.checkpoint.directory import latest_step, published
@@ -45,8 +47,8 @@ def sentences(events: list[Any]) -> list[str]:
     "layout",
     [
         {"layout__dp": 2},
-        {"layout__dp": 1},
-        {"layout__dp": 1, "layout__tp": 2},
+        pytest.param({"layout__dp": 1}, marks=pytest.mark.full),
+        pytest.param({"layout__dp": 1, "layout__tp": 2}, marks=pytest.mark.full),
         {"layout__dp": 2, "layout__pp": 2, "layout__zero": 1},
     ],
 )
@@ -289,12 +291,17 @@ def test_a_protocol_without_its_package_is_told_at_the_start(corpus: Path, tmp_p
         check_second_tier(spec, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["run/checkpoints", "run/checkpoints/other", "run", "."])
-@pytest.mark.parametrize("resume", [None, "auto"])
+STARTS: list[dict[str, Any]] = [
+    {"place": place, "resume": resume}
+    for place, resume in product(("run/checkpoints", "run/checkpoints/other", "run", "."), (None, "auto"))
+]
+
+
+@pytest.mark.parametrize("case", marked(STARTS, each_choice(STARTS)))
 def test_a_second_tier_in_the_place_of_the_first_is_refused(
-    corpus: Path, tmp_path: Path, place: str, resume: str | None
+    corpus: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    spec, out = tiered(corpus, tmp_path / place), tmp_path / "run"
+    spec, out = tiered(corpus, tmp_path / case["place"]), tmp_path / "run"
     with pytest.raises(UserError, match=r"checkpoint\.remote: file://.* is not apart from .*run"):
-        api.train(spec, out=out, resume=resume, quiet=True)
+        api.train(spec, out=out, resume=case["resume"], quiet=True)
     assert not out.exists() or not (out / "checkpoints").exists()

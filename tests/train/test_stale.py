@@ -38,7 +38,7 @@ def steps_of(
     return found
 
 
-@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("late", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_the_first_steps_update_nothing(ranks: Ranks, corpus: Path, late: int) -> None:
     spec = spec_of(corpus, **LATE | {"outer__staleness": late, "outer__staleness_lr": "inverse"})
     found = ranks.run(spec.layout, steps_of, spec)[0]
@@ -99,7 +99,7 @@ RESUMED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", marked(RESUMED, RESUMED[1:]))
+@pytest.mark.parametrize("flags", marked(RESUMED, RESUMED[1:3]))
 def test_a_resumed_run_of_late_gradients_ends_bitwise_as_one_that_was_not_stopped(
     ranks: Ranks, corpus: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
@@ -112,10 +112,10 @@ def test_a_resumed_run_of_late_gradients_ends_bitwise_as_one_that_was_not_stoppe
 
 MOVED: list[Any] = [
     pytest.param({**LATE, "layout__dp": 2, "layout__zero": 3}, True, marks=pytest.mark.full),
-    ({**LATE, "layout__replicate": 1, "layout__tp": 2}, True),
+    pytest.param({**LATE, "layout__replicate": 1, "layout__tp": 2}, True, marks=pytest.mark.full),
     ({**LATE, "layout__pp": 2, "layout__zero": 3}, True),
     ({**LATE, "outer__staleness": 1}, False),
-    ({"layout__dp": 2, "layout__zero": 1}, False),
+    pytest.param({"layout__dp": 2, "layout__zero": 1}, False, marks=pytest.mark.full),
     ({"layout__replicate": 2, "outer__every": 2}, False),
 ]
 

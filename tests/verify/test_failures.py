@@ -232,10 +232,10 @@ def sentences(
             *(skip_a_reduction, {"dp": 2}, ["all_reduce of 1,952 float64", "all_reduce of 6,976 float64"]),
             marks=pytest.mark.full,
         ),
-        (
-            skip_the_last_reduction,
-            {"dp": 2},
+        pytest.param(
+            *(skip_the_last_reduction, {"dp": 2}),
             ["scalars of 5 float64", "axis world", "all_reduce", "axis shard"],
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -154,7 +154,9 @@ EQUAL: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [full(name) if name in ("kv-heads", "window") else name for name in EQUAL])
+@pytest.mark.parametrize(
+    "name", [full(name) if name in ("kv-heads", "window", "experts") else name for name in EQUAL]
+)
 def test_large_runs_equal_one_device(ranks: Ranks, name: str) -> None:
     flags = EQUAL[name]
     spec = large(train__batch_tokens=4096 * 2 * int(str(flags.get("layout__dp", 1))), **flags)

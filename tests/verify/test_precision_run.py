@@ -64,10 +64,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 QUICK = {
     ("zero3", "fp16"),
-    ("tp", "fp32"),
     ("pp", "bf16"),
-    ("ep", "bf16"),
-    ("8-bit", "fp16"),
 }
 
 
@@ -174,7 +171,7 @@ LOW_LAYOUTS: dict[str, dict[str, object]] = {
            "model__moe__ffn": 256},
 }  # fmt: skip
 RECIPES = ("fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
-QUICK_LOW = {("tp", "fp8"), ("pp", "nvfp4"), ("cp", "mxfp8"), ("gather-1", "fp8"), ("ep", "fp8-blockwise")}
+QUICK_LOW = {("cp", "mxfp8"), ("ep", "fp8-blockwise")}
 
 
 @pytest.mark.parametrize(

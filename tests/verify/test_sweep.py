@@ -136,6 +136,7 @@ def own_as_it_is(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
     return in_own_precision(mesh, run, 1)
 
 
+@pytest.mark.full  # the test above has a sweep in float64, and `test_precision_run.py` layouts in bf16
 def test_layouts_in_bf16_are_equal_but_for_those_with_a_bug(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covering import name
+from covering import marked
 from equality import Counted, Run, equal_to_one_device, verify_and_count
 from expert_cases import BASE, ROUTERS
 from low_precision_cases import BASE as LOW
@@ -80,13 +80,13 @@ CASES: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", marked(CASES, [CASES[number] for number in (3, 4, 7)]))
 def test_bounded_messages_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     flags = dict(case)
     check(ranks, **(ROUTERS[str(flags.pop("router"))] | flags))
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("recipe", [pytest.param("fp8", marks=pytest.mark.full), "mxfp8"])
 def test_bounded_messages_go_with_low_precision(ranks: Ranks, recipe: str) -> None:
     flags = {
         "layout__dp": 2,
@@ -137,7 +137,7 @@ OVERFLOWING: list[dict[str, object]] = [
 
 
 @pytest.mark.filterwarnings("ignore:layout.expert_buffer_factor")
-@pytest.mark.parametrize("case", OVERFLOWING, ids=name)
+@pytest.mark.parametrize("case", marked(OVERFLOWING, OVERFLOWING[2:3]))
 def test_a_step_whose_copies_lack_room_is_computed_again(ranks: Ranks, case: dict[str, object]) -> None:
     flags = {"data__corpus": "synthetic", "precision__compute": "fp64"} | case
     runs = [

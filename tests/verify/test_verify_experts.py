@@ -38,7 +38,7 @@ QUICK = [case for number, case in enumerate(ROUTED) if number % 4 == number // 4
 def test_every_router_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     flags = dict(case)
     router = ROUTERS[str(flags.pop("router"))]
-    check(ranks, **flags, **router)
+    check(ranks, **flags, **router, train__batch_tokens=16 * max(4, int(str(flags["layout__dp"]))))
 
 
 RECOMPUTED: list[dict[str, object]] = [
@@ -48,7 +48,7 @@ RECOMPUTED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(RECOMPUTED, RECOMPUTED[::4]), ids=name)
+@pytest.mark.parametrize("case", marked(RECOMPUTED, RECOMPUTED[4:5]), ids=name)
 def test_recomputed_experts_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     flags = {f"recompute__{key}" if key in ("policy", "save") else key: case[key] for key in case}
     check(ranks, **flags, **ROUTERS["capacity"], layout__expert_parts=2)
@@ -77,7 +77,7 @@ ONE_EXPERT: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(ONE_EXPERT, [ONE_EXPERT[3], ONE_EXPERT[4]]), ids=name)
+@pytest.mark.parametrize("case", marked(ONE_EXPERT, [ONE_EXPERT[3]]), ids=name)
 def test_all_tokens_may_go_to_one_expert(ranks: Ranks, case: dict[str, object]) -> None:
     check(ranks, with_one_expert, **case, model__moe__top_k=1)
 
@@ -103,7 +103,7 @@ SWITCHED: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", marked(SWITCHED, [SWITCHED[n] for n in (0, 3, 4, 7)]), ids=name)
+@pytest.mark.parametrize("case", marked(SWITCHED, SWITCHED[4:5]), ids=name)
 def test_biases_and_gates_go_with_slices_and_stages(ranks: Ranks, case: dict[str, object]) -> None:
     flags = dict(case)
     check(ranks, **(ROUTERS[str(flags.pop("router"))] | flags))
@@ -157,8 +157,8 @@ def check_axes(ranks: Ranks, axes: dict[str, object], layers: int, microbatches:
     check(ranks, **(flags | axes_given))
 
 
-QUICK_AXES = [AXES[number] for number in (8, 10, 11, 18, 20, 21, 26)]
-"""All pairs of axes, and each stage of ZeRO."""
+QUICK_AXES = [AXES[number] for number in (11, 21)]
+"""Each axis but replicas."""
 
 
 @pytest.mark.parametrize("axes", marked(AXES, QUICK_AXES))

@@ -42,7 +42,7 @@ def flags(case: dict[str, object]) -> dict[str, object]:
     return {key if "__" in key else f"layout__{key}": value for key, value in case.items()}
 
 
-@pytest.mark.parametrize("case", marked(LAYOUTS, [LAYOUTS[n] for n in (1, 3, 5, 7, 8)]), ids=name)
+@pytest.mark.parametrize("case", marked(LAYOUTS, [LAYOUTS[n] for n in (1, 8)]), ids=name)
 def test_every_axis_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     kinds = equal_to_one_device(ranks, spec_of(DENSE, **FURTHER, **flags(case)), 1e-9)
     assert {"step 1 further loss", "step 2 further loss"} <= set(kinds)
@@ -55,7 +55,7 @@ EXPERTS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(EXPERTS, EXPERTS[1:]), ids=name)
+@pytest.mark.parametrize("case", marked(EXPERTS, EXPERTS[1:2]), ids=name)
 def test_experts_of_the_layer_equal_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     kinds = equal_to_one_device(ranks, spec_of(BASE, **FURTHER, **ROUTERS["deepseek"], **flags(case)), 1e-9)
     assert {"step 2 further loss", "step 2 balance", "step 2 router bias"} <= set(kinds)

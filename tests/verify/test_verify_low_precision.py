@@ -51,7 +51,7 @@ GATHERED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", GATHERED, ids=name)
+@pytest.mark.parametrize("case", marked(GATHERED, GATHERED[2:3]))
 def test_weights_may_be_gathered_in_8_bits(ranks: Ranks, case: dict[str, object]) -> None:
     """Bytes of the second step: in the first one `fp8` knows no scales."""
     sizes = {"data__seq_len": 128, "train__batch_tokens": 8 * 128, "precision__fp8_gather": "true"}

@@ -20,7 +20,7 @@ OPTIMISERS: list[dict[str, object]] = [
 CASES = [optimiser | layout for optimiser in OPTIMISERS for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize("case", marked(CASES, CASES[1::5]), ids=name)
+@pytest.mark.parametrize("case", marked(CASES, [CASES[number] for number in (1, 21, 37)]), ids=name)
 def test_every_optimiser_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     kinds = equal_to_one_device(ranks, spec_of(BASE, **case), 1e-9)
     assert "step 2 parameter" in kinds and "step 2 exp_avg" in kinds

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from covering import marked, name, pairwise
+from covering import each_choice, marked, name
 from equality import equal_to_one_device
 from meshwright.schedule import NAMES
 from meshwright.verify.narrow import narrow
@@ -37,10 +37,11 @@ MICROBATCHES = {("few", 2): 2, ("many", 2): 5, ("few", 4): 4, ("many", 4): 9}
 QUICK_CASES = [
     case
     for case in CASES
-    if (case["layout__pp"], case["microbatches"])
-    == ((2, "many"), (4, "few"))[NAMES.index(str(case["layout__schedule"])) % 2]
+    if (case["layout__pp"], case["microbatches"], case["layout__virtual"])
+    == ((4, "few") if case["layout__schedule"] in ("1f1b", "zb-v") else (2, "many"))
+    + (virtuals(str(case["layout__schedule"]))[-1],)
 ]
-"""Each schedule with each number of blocks of a stage."""
+"""Each schedule, on two stages or four."""
 
 
 @pytest.mark.parametrize("case", marked(CASES, QUICK_CASES))
@@ -75,11 +76,11 @@ PAIRS = [
 
 
 PLACES = [
-    {key: case[f"layout__{key}"] for key in ("replicate", "dp", "cp", "tp", "pp", "schedule")}
+    {key: case[f"layout__{key}"] for key in ("replicate", "dp", "cp", "tp", "pp", "zero", "schedule")}
     for case in PAIRS
 ]
-QUICK = [case for case, place in zip(PAIRS, PLACES, strict=True) if place in pairwise(PLACES)]
-"""All pairs of axes, and of an axis and a schedule; of the rest what is drawn for them."""
+QUICK = [case for case, place in zip(PAIRS, PLACES, strict=True) if place in each_choice(PLACES)]
+"""Each size of each axis, each stage of ZeRO and each schedule; of the rest what is drawn for them."""
 
 
 @pytest.mark.parametrize("case", marked(PAIRS, QUICK))
@@ -96,7 +97,7 @@ RECOMPUTED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(RECOMPUTED, [RECOMPUTED[0], RECOMPUTED[3]]))
+@pytest.mark.parametrize("case", marked(RECOMPUTED, RECOMPUTED[3:4]))
 def test_recomputation_over_context_ranks_in_a_pipeline(ranks: Ranks, case: dict[str, str]) -> None:
     """Microbatches are under way together, and stages have several blocks."""
     flags = {"layout__pp": 2, "layout__cp": 4, "layout__virtual": 2, "layout__schedule": "interleaved"}
@@ -112,7 +113,7 @@ CUTS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(CUTS, CUTS[::4]), ids=name)
+@pytest.mark.parametrize("case", marked(CUTS, CUTS[4:5]), ids=name)
 def test_cuts_by_hand_and_stages_that_hold_nothing(ranks: Ranks, case: dict[str, object]) -> None:
     check(ranks, 6, **case, layout__pp=4, model__tied="true")
 

@@ -68,9 +68,7 @@ def flags(case: dict[str, object]) -> dict[str, object]:
     return {key if "__" in key else f"layout__{key}": value for key, value in case.items()}
 
 
-@pytest.mark.parametrize(
-    "case", marked(CASES, [CASES[n] for n in (0, 2, 4, 5, 8, 10, 13, 15, 16, 17, 18, 19, 20)]), ids=name
-)
+@pytest.mark.parametrize("case", marked(CASES, [CASES[n] for n in (4, 5, 11, 16)]), ids=name)
 def test_every_axis_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     assert_equal(ranks, spec_of(DENSE | PAIRS, **flags(case)))
 
@@ -240,7 +238,15 @@ def of_held_out_pairs(mesh: Mesh, spec: RunSpec) -> tuple[int, float, dict[str, 
     return trainer._own_targets(batch), float(loss), gradients
 
 
-@pytest.mark.parametrize("how", [LORA, SIMPO, ORPO, KTO], ids=["dpo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(LORA, id="dpo"),
+        pytest.param(SIMPO, id="simpo", marks=pytest.mark.full),
+        pytest.param(ORPO, id="orpo", marks=pytest.mark.full),
+        pytest.param(KTO, id="kto"),
+    ],
+)
 def test_packed_equals_unpacked(ranks: Ranks, how: dict[str, object]) -> None:
     base = DENSE | PAIRS | {"data.corpus": "synthetic", "data.val_fraction": 0.02}
     found = []

@@ -29,14 +29,12 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "experts": {"layout__dp": 2, "layout__ep": 2, **EXPERTS},
     "all": {"layout__dp": 2, "layout__tp": 2, "layout__pp": 2, "layout__ep": 2, **EXPERTS},
 }  # fmt: skip
+FULL = ("zero3", "uneven", "zb-v", "ulysses", "experts")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in ("uneven", "zb-v", "experts") else ())
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS],
 )
 def test_every_layout_equals_one_device(ranks: Ranks, name: str) -> None:
     flags = LAYOUTS[name]

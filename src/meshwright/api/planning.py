@@ -15,11 +15,12 @@ from meshwright.hardware.hardware_file import check_writable
 from meshwright.hardware.hardware_file import write as write_hardware
 from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.software import STACKS, stack_named
+from meshwright.planner.cost.software import PROGRAM_NAMES, STACKS, stack_named
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
 from meshwright.planner.preset_figures import SEQ_LEN, SEQUENCES, preset_figures
+from meshwright.planner.programs.table import PROGRAMS, check_devices, check_program
 from meshwright.planner.search.request import PlanRequest
 from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Machine
@@ -29,7 +30,6 @@ from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.load import Overrides
 from meshwright.spec.other_models import refuse_other_models
-from meshwright.spec.pipeline_schedules import WHOLE_SCHEDULE
 from meshwright.units import duration
 
 _SECONDS, _HOURS = number(0, 1e12), number(1e-6, 1e8)
@@ -44,16 +44,18 @@ _TOP = (
 
 
 def _stacks() -> dict[str, str]:
-    """Return the software stacks with what each is."""
-    return {name: stack.describes for name, stack in STACKS.items()}
+    """Return the software stacks with what each is, and the names of programs with the stack of each."""
+    stacks = {name: stack.describes for name, stack in STACKS.items()}
+    return stacks | {name: f"stands for {stack}" for name, stack in PROGRAM_NAMES.items()}
 
 
 def _stack(text: str) -> str:
-    """Read the name of a software stack."""
-    if text not in (stacks := _stacks()):
-        known = ", ".join(f"{name} ({words})" for name, words in stacks.items())
-        raise ValueError(f"it should be one of {known}{did_you_mean(text, stacks)}")
-    return text
+    """Read the name of a software stack, or of a program that people know by it."""
+    name = PROGRAM_NAMES.get(text.lower(), text.lower())
+    if name not in STACKS:
+        known = ", ".join(f"{each} ({words})" for each, words in _stacks().items())
+        raise ValueError(f"it should be one of {known}{did_you_mean(text, _stacks())}")
+    return name
 
 
 ClusterName = Annotated[str | Cluster, Option("a cluster by name, or a hardware file", "NAME", str)]
@@ -199,12 +201,11 @@ def explain(
     check_writable(out)
     ranks = spec.layout.world_size
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
-    software, layout = stack_named(stack), spec.layout
-    if "schedule" not in layout.model_fields_set and layout.schedule not in software.schedules:
-        layout = layout.model_copy(
-            update={"schedule": WHOLE_SCHEDULE}
-        )  # which every program with pipelines has
-    result = Explanation(spec.model_copy(update={"layout": layout}), CostModel(hardware, software))
+    costs = CostModel(hardware, stack_named(stack))
+    check_devices(costs.stack.name, hardware.device)
+    spec = PROGRAMS[costs.stack.name].opened(spec)
+    check_program(costs.stack.name, spec)
+    result = Explanation(spec, costs)
     if out is not None:
         write_explanation(Path(out), result)
     return result
@@ -293,12 +294,13 @@ def validate(
 ) -> Result:
     """Compare the planner's predictions with measured runs: those of `table`, or the published ones.
 
-    The result has `rows`, `predicted`, `skipped` (reason -> rows), `time` and `memory` (absolute errors in
-    percent), `tau`, `regret_pct`, `regret_median_pct`, `fastest_shown` (of `groups`, how many have their
-    fastest layout among the three that are predicted fastest), `oom` (`true_fit`, `false_fit`, `true_oom`,
-    `false_oom`), and these figures `by_source` and by the column `by` (source, model or gpu); `cells` has
-    the ranking by model, devices and batch. With `rows` it also has `each` row, and `skipped_rows` (row,
-    source, reason) for those that are not predicted. Raises `UserError`.
+    The result has `rows`, `predicted`, `skipped` (reason -> number of rows), `skipped_rows` (row, source,
+    reason), `notes` (row, source, note) on words of comments that are not known, `time` and `memory`
+    (absolute errors in percent), `tau`, `regret_pct`, `regret_median_pct`, `fastest_shown` (of `groups`, how
+    many have their fastest layout among the three that are predicted fastest), `oom` (`true_fit`,
+    `false_fit`, `true_oom`, `false_oom`), and these figures `by_source` and by the column `by` (source, model
+    or gpu); `cells` has the ranking by model, devices and batch. With `rows` it also has `each` row that is
+    predicted. Raises `UserError`.
     """
     from meshwright.planner.validation import left_out, metrics
     from meshwright.planner.validation.table import FRONTIER, PUBLISHED
@@ -311,7 +313,7 @@ def validate(
     if not rows:
         return result
     each = [prediction.to_json() for prediction in runs.predictions]
-    return {**result, "each": each, "skipped_rows": list(runs.skipped)}
+    return {**result, "each": each}
 
 
 def profile(

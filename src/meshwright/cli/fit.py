@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright import api
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @verb(
     "fit",
-    Argument("MODEL", "a preset, an HF folder or config.json, or a run file", keys=True),
+    Argument(
+        "MODEL", "a preset or a name that people know, an HF folder or config.json, or a run file", keys=True
+    ),
     api.fit,
     JSON,
 )
@@ -37,15 +39,15 @@ def fit(call: Call) -> None:
     served = [(each, each.to_json()) for each in found.serving]
     show.table([_served(each, told) for each, told in served if each.spec is not None])
     print()
-    for sentence in _notes(found):
+    commands = {each.way.name: told["command"] for each, told in figures if told.get("command")}
+    serving = {
+        f"serve {form.format}": " && ".join(told["commands"]) for form, told in served if told.get("commands")
+    }
+    for sentence in (*_notes(found), *_of_commands(found, commands, serving)):
         show.line(sentence)
     print()
-    for each, told in figures:
-        if told.get("command"):
-            print(f"{each.way.name}: {told['command']}")
-    for form, told in served:
-        if told.get("commands"):
-            print(f"serve {form.format}: {' && '.join(told['commands'])}")
+    for name, command in {**commands, **serving}.items():
+        print(f"{name}: {command}")
 
 
 def _trained(each: TrainingFit, told: dict[str, Any]) -> dict[str, Any]:
@@ -91,21 +93,57 @@ def _notes(found: Fits) -> Iterator[str]:
     yield (
         f"Of {gigabytes(found.room)} of each {found.cluster.device.name}; (low to high) holds 9 of 10 cases. "
         f"Sequences of {found.seq_len:,} tokens; a replica serves {show.count(served.batch, 'sequence')} "
-        f"at a time. longest: tokens of a sequence; largest mb: sequences of a microbatch; both with full "
-        f"recomputation"
+        f"at a time, by vLLM, which may fill {found.utilization:.0%} of a GPU. longest: tokens of a "
+        f"sequence; largest mb: sequences of a microbatch; both with full recomputation"
     )
     if found.seq_len > (most := found.model.max_seq_len):
-        yield f"sequences of {found.seq_len:,} tokens are longer than the {most:,} that the model is for"
+        yield (
+            f"sequences of {found.seq_len:,} tokens are longer than the {most:,} that the model is for, and "
+            f"vLLM refuses them"
+        )
+    if routed := found.routed_parameters:
+        yield (
+            f"QLoRA: the routed experts stay in bf16, {gigabytes(2 * routed)} over all GPUs: 4 bits are for "
+            f"linear layers that all tokens pass"
+        )
+    if (source := found.published_mxfp4) is not None:
+        yield from _published(source, found.model.parameters)
     for each in found.training:
         if each.reason is not None:
             yield f"{each.way.title}: {each.reason}"
         if each.host_bytes:
             need = f"{each.way.title}: takes {gigabytes(each.host_bytes)} of the host's memory"
             known = each.host_memory
-            if known is None:
+            if known is None and each.fits_device:
                 yield f"{need}, which is not known; give --host-memory GB"
-            else:
+            elif known is not None:
                 yield f"{need}, of {gigabytes(known)}" + ("" if each.host_bytes <= known else ": too little")
     for form in found.serving:
         if form.reason is not None:
-            yield f"weights in {form.format}: {form.reason}"
+            yield f"weights in {form.format} are not offered: {form.reason}"
+
+
+def _published(source: str, parameters: int) -> Iterator[str]:
+    """Yield what holds of weights that are published in MXFP4."""
+    yield (
+        f"weights in mxfp4: as {source} has them, experts in 4.25 bits a weight and the rest in bf16; "
+        f"llama.cpp serves them, too, from GGUF files (its pull request 15091). quantise and export write no "
+        f"MXFP4"
+    )
+    yield (
+        f"Training is not in MXFP4: --from {source} makes bf16 of the weights, which is exact, "
+        f"{gigabytes(2 * parameters)} over all GPUs; for LoRA, whose adapters stand beside them, give as "
+        f"many GPUs as hold that (--count), and serve the tuned model in bf16"
+    )
+
+
+def _of_commands(found: Fits, training: Mapping[str, str], serving: Mapping[str, str]) -> Iterator[str]:
+    """Yield what stands in printed commands for folders that the user has."""
+    if any("--model.preset " in command for command in training.values()):
+        source = found.published or "a folder with its weights"
+        yield (
+            f"--model.preset starts from random weights: to fine-tune, give --from {source} in its place, or "
+            f"another model of the shape"
+        )
+    if any(" RUN" in command for command in serving.values()):
+        yield "RUN: put the folder of the trained run, or of an HF model with weights"

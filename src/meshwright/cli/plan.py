@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,17 @@ from meshwright import api
 from meshwright.api.options import file_name, positive
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, verb
-from meshwright.cli.plan_clusters import CLUSTER, PRICE, planned, show_clusters
+from meshwright.cli.plan_clusters import CLUSTER, PRICE, Words, planned, show_clusters
 from meshwright.cli.runs import FROM, MODEL, spec_of
 from meshwright.hardware.find import cluster as cluster_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.planner.cluster_plans import ClusterPlans
 from meshwright.planner.cost.software import stack_named
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree
+from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.toml import to_toml
 from meshwright.spec.weights import weight_source
 from meshwright.units import gigabytes, percent, short
@@ -76,13 +79,14 @@ def plan(call: Call) -> None:
     check_writable(out, "--out")
     if write is not None and write.exists():  # someone may have edited it
         raise UserError(f"--write: {write} exists already; remove it, or give another file")
-    flags["progress"] = _print_best if flags["progress"] else None
+    words = partial(brief, stack=flags["stack"])
+    flags["progress"] = partial(_print_best, words) if flags["progress"] else None
     fixed = [pair for pairs in flags.pop("fix") or () for pair in pairs]
     limit = flags["max_memory"] = 1e9 * flags["max_memory"] if flags["max_memory"] else None
     model, overrides = _planned_model(call)
     call = replace(call, overrides=overrides)
-    flags |= {"overrides": _overrides(call, fixed), "finished": _print_devices}
-    found = planned(model, brief, **flags)
+    flags |= {"overrides": _overrides(call, fixed), "finished": partial(_print_devices, words)}
+    found = planned(model, words, **flags)
     plans = found.best if isinstance(found, ClusterPlans) else found
     if write is not None:
         _write(plans.best.spec, write)
@@ -92,10 +96,13 @@ def plan(call: Call) -> None:
         show.result(call, found.to_json(why=why))
         return
     if isinstance(found, ClusterPlans):
-        show_clusters(found, brief)
+        show_clusters(found, words)
     _show(plans, limit, why)
     written = [path for path in (write, out) if path is not None]
     print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
+    if write is not None and not plans.stack.ours:
+        name = plans.stack.name
+        show.line(f"It is a run file of this program: `explain` takes it as planned with --stack {name}.")
 
 
 def _planned_model(call: Call) -> tuple[str, list[tuple[str, str]]]:
@@ -141,19 +148,19 @@ def _write_page(plans: Plans, path: Path) -> None:
 
     best = plans.best
     specs = [plan.spec for plan in plans.plans if plan.cluster.count == best.cluster.count]
-    only = best.cluster.device.planning_only
+    only = best.cluster.device.planning_only if plans.stack.ours else ""
     notes = [*([f"{only}."] if only else []), *_notes(plans)]
     write_plan_page(path, specs, best.costs, plans.pareto, notes, plans.capacity)
 
 
-def _print_best(best: TimedLayout, counts: SearchCounts) -> None:
-    print(f"{best.seconds:9.4g} s a step, {brief(best.spec)}", file=sys.stderr, flush=True)
+def _print_best(words: Words, best: TimedLayout, counts: SearchCounts) -> None:
+    print(f"{best.seconds:9.4g} s a step, {words(best.spec)}", file=sys.stderr, flush=True)
 
 
-def _print_devices(devices: int, best: Plan | None) -> None:
+def _print_devices(words: Words, devices: int, best: Plan | None) -> None:
     """Print on stderr the best plan for one number of devices of a range."""
-    words = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
-    print(f"{show.count(devices, 'device')}: {words}", file=sys.stderr, flush=True)
+    said = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {words(best.spec)}"
+    print(f"{show.count(devices, 'device')}: {said}", file=sys.stderr, flush=True)
 
 
 def _write(spec: RunSpec, path: Path) -> None:
@@ -164,8 +171,8 @@ def _write(spec: RunSpec, path: Path) -> None:
         raise UserError(f"--write: {path} cannot be written ({error.strerror}); give another file") from None
 
 
-def brief(spec: RunSpec) -> str:
-    """Return a layout in few words: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
+def brief(spec: RunSpec, stack: str = "meshwright") -> str:
+    """Return a layout in few words, as `stack` names them: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
     layout = spec.layout
     names = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
     words = [f"{name}{size}" for name in names if (size := getattr(layout, name)) > 1]
@@ -177,9 +184,11 @@ def brief(spec: RunSpec) -> str:
     if layout.tp > 1 and not layout.sequence_parallel:
         words.append("no-sp")
     words += [f"every{spec.exchange_every}"] if spec.step_groups > 1 else []
-    words += [f"zero{layout.zero}"] if layout.zero else []
+    words += [label] if (label := PROGRAMS[stack].label(spec)) else []
     words.append(f"mb{layout.micro_batch}")
     words += [] if spec.recompute.policy == "none" else [spec.recompute.policy]
+    if isinstance(spec.recompute, SelectiveRecompute) and (saved := spec.recompute.saved_words):
+        words.append(f"save={saved}")
     return " ".join(words)
 
 
@@ -189,7 +198,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     from meshwright.planner.search.objectives import described
 
     best = plans.best
-    if only := best.cluster.device.planning_only:
+    if (only := best.cluster.device.planning_only) and plans.stack.ours:
         show.line(f"{only}.")
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
@@ -249,6 +258,8 @@ def _remarks(plans: Plans) -> Iterator[str]:
         yield f"Blocks: {words}."
     if words := routing(plans.best):
         yield f"Routing: {words}."
+    if words := plans.best.sharding:
+        yield f"Sharding: {words}."
     if words := offload(plans.best):
         yield f"Offload: {words}."
     if plans.exchange_choice is not None:
@@ -265,9 +276,10 @@ def _notes(plans: Plans) -> list[str]:
         share = best.step_seconds / faster.step_seconds - 1
         told_apart = faster.step_seconds < best.interval[0]
         within = "" if told_apart else ", within what the interval can tell apart"
+        kind = "surer" if plans.is_surer else "simpler"
         notes.append(
-            f"A simpler plan is first ({plans.simpler}): the fastest by this model, {brief(faster.spec)}, "
-            f"would gain {share:.1%}{within}."
+            f"A {kind} plan is first ({plans.simpler}): the fastest by this model, "
+            f"{brief(faster.spec, plans.stack.name)}, would gain {share:.1%}{within}."
         )
     notes += plans.alternatives
     if plans.tokens is not None:
@@ -283,7 +295,7 @@ def _why(plans: Plans) -> None:
     from meshwright.report.plan_text import assumption_lines, neighbour_lines
 
     why = plans.reasons
-    print("\nWhy not its neighbours:")
+    print("\nWhy not its neighbours, all else as it is:")
     print(*neighbour_lines(why.neighbours, len(why.candidates), "further away, which --out has"), sep="\n")
     print("\nWhat would change the choice:")
     print(*assumption_lines(why.assumptions), sep="\n")
@@ -304,7 +316,7 @@ def _row(place: int, plan: Plan, plans: Plans) -> dict[str, Any]:
         row |= {} if training.usd is None else {"USD": short(training.usd)}
     elif plan.cost_per_token is not None:
         row["USD/1B"] = show.text(1e9 * plan.cost_per_token)
-    return {**row, "layout": brief(plan.spec)}
+    return {**row, "layout": brief(plan.spec, plans.stack.name)}
 
 
 def _shares(parts: dict[str, float], total: float, unit: str) -> None:

@@ -17,7 +17,7 @@ from meshwright.rank.env import resolve, sets_layout
 from meshwright.rank.launchers import ranks_flag
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree, read_tree
-from meshwright.spec.model_names import model_tables
+from meshwright.spec.model_argument import model_tables
 from meshwright.spec.rules import ranks_match
 from meshwright.units import counted
 

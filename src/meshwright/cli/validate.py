@@ -10,6 +10,7 @@ from meshwright.api.options import file_name
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, verb
 from meshwright.hardware.hardware_file import check_writable
+from meshwright.planner.validation.table import by_reason, rows_in_words
 from meshwright.runs.record import write_atomically
 from meshwright.spec import UserError
 
@@ -85,14 +86,17 @@ def _show_rows(result: Mapping[str, Any]) -> None:
             f"{unseen['mean_abs_pct']:.1f}% mean, {unseen['median_abs_pct']:.1f}% median, bias "
             f"{unseen['bias_pct']:+.1f}%; 90% intervals hold {100 * unseen['covered']:.0f}%"
         )
-    for reason, count in result["skipped"].items():
-        show.line(f"{show.count(count, 'row')} not predicted: {show.text(reason)}", 5)
+    for reason, numbers in by_reason(result["skipped_rows"]).items():
+        rows = show.count(len(numbers), "row")
+        show.line(f"{rows} not predicted ({rows_in_words(numbers)}, from 0): {show.text(reason)}", 5)
+    for note, numbers in by_reason(result["notes"], "note").items():
+        show.line(f"{rows_in_words(numbers)}, from 0: {show.text(note)}", 5)
     if "each" in result:
         print("rows, from 0, without the heading:")
     for row in result.get("each", ()):
         model = show.text(" ".join(row["model"].split()))[:18]
         print(f"{row['row']:4d} {model:18s} {row['layout'][:36]:36s} {_measured(row)}"[: show.WIDTH].rstrip())
-    for row in result.get("skipped_rows", ()):
+    for row in result["skipped_rows"] if "each" in result else ():
         show.line(f"{row['row']:4d} not predicted: {show.text(row['reason'])}", 5)
 
 

@@ -28,7 +28,9 @@ Kind = Literal["nvlink", "infinity", "pcie", "infiniband", "ethernet", "ici", "n
 
 DeviceKind = Literal["cuda", "rocm", "tpu", "neuron", "cpu"]
 
-RUNS_ON = ("cuda", "rocm", "cpu")
+GPUS = ("cuda", "rocm")
+"""Kinds of devices that are GPUs."""
+RUNS_ON = (*GPUS, "cpu")
 """Kinds of devices that this program runs on: torch has them."""
 
 NETWORKS = ("infiniband", "ethernet")
@@ -43,6 +45,11 @@ MOST_ATTAINED = 0.9
 ROOT = 0.5
 """Power of a device's watts over those of another of its generation with which what it attains grows. Source:
 assumed, between 1/3 (power as the cube of the clock) and 1 (at the least voltage)."""
+
+_NO_SHARES = (
+    "launch", "native", "power", "timed", "array", "contention", "reference_power", "reference_peak",
+)  # fmt: skip
+"""Fields of `Rates` that are no shares of a peak."""
 
 OneOrMore = Annotated[Number, Field(ge=1)]
 
@@ -92,6 +99,9 @@ class Rates(Record):
     """Share of the peak FLOP/s in the backward of fused attention over long sequences, at that power."""
     attention_ported: Number = 1.0
     """Further factor on both attention rates for kernels written for the previous device generation."""
+    array: Integer = 0
+    """Sides of the systolic arrays that a TPU multiplies with: heads of fewer channels leave the rest of them
+    idle. 0 for devices whose kernels of attention have rates of their own by channels."""
     reference_power: NotNegative = 0.0
     """Watts of the generation's device that the shares are of, and its dense peak in 16 bits, in TFLOP/s."""
     reference_peak: NotNegative = 0.0
@@ -107,6 +117,9 @@ class Rates(Record):
     """Share of the innermost link's bandwidth in large collectives."""
     network: Number = 0.8
     """Share of the bandwidth of all other levels in large collectives."""
+    contention: NotNegative = 0.0
+    """Seconds, at least, that compute loses per second of a collective that it overlaps: both take compute
+    units and memory. Programs have a number of their own, from runs on NVIDIA GPUs."""
 
     def check_shares(self, where: str = "") -> Rates:
         """Return the rates of a file, or raise `UserError`, which starts with `where`, if one is not a share.
@@ -117,10 +130,7 @@ class Rates(Record):
             key = f"{where}: device.rates.{name}" if where else f"device.rates.{name}"
             if name == "launch" and share < 0:
                 raise UserError(f"{key}: {share} is not a time; give seconds, 0 or more")
-            if (
-                name not in ("launch", "native", "power", "timed", "reference_power", "reference_peak")
-                and not 0 < share <= 1
-            ):
+            if name not in _NO_SHARES and not 0 < share <= 1:
                 raise UserError(
                     f"{key}: {share} is not a share of the device's peak; give a number above 0 and up to 1"
                 )

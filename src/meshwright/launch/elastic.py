@@ -193,7 +193,9 @@ class HostSupervisor:
 
     def _waits_for(self) -> str:
         """Return a sentence on the hosts that are here, and those that a start of the ranks waits for."""
-        here, least, most = self.members.here, self.job.sizes[0], self.job.sizes[-1]
+        others = (name for name in self.members.here if name != self.host.name)
+        here = sorted((self.host.name, *others))  # also while the others have yet to hear of this one
+        least, most = self.job.sizes[0], self.job.sizes[-1]
         sizes = str(most) if least == most else f"{least} to {most}"
         names = ", ".join([*here[:MOST_NAMED], *(["..."] if len(here) > MOST_NAMED else [])])
         so_far = f"{len(here)} of {sizes} hosts {'is' if len(here) == 1 else 'are'} here ({names})"

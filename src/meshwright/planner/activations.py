@@ -45,7 +45,16 @@ from meshwright.planner.activations_linear import (
     linear_inputs,
     output_again,
 )
-from meshwright.planner.activations_lora import adapters_everything, adapters_kept, adapts_down
+from meshwright.planner.activations_lora import (
+    adapters_everything,
+    adapters_kept,
+    adapts_down,
+    at_magnitudes,
+    forward_with_adapters,
+    made_again,
+    recomputed_with_adapters,
+    rescales_down,
+)
 from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.rank_view import (
     added_by_products,
@@ -57,7 +66,7 @@ from meshwright.planner.rank_view import (
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layers import LayerKind, RopeSpec
 from meshwright.spec.sections import SelectiveRecompute
-from meshwright.spec.stages import Stage, stages
+from meshwright.spec.stages import Stage, first_trained, stages
 from meshwright.spec.tiling import part_tile, query_rows, tiling
 
 
@@ -80,7 +89,9 @@ class Activations:
     dry runs, whose microbatches have the same documents; each with others in flight keeps as much again,
     8 (b + 1) S bytes for b sequences of S tokens, which is little beside what the blocks keep."""
     embed: int
-    """Kept for the embedding: which tokens' rows are on this rank."""
+    """Kept for the embedding: which tokens' rows are on this rank; less `unread`."""
+    unread: int
+    """The first block's input, of which `by_block` has the bytes, where only forwards hold it."""
     host: int
     """Kept on the host, once for all blocks: visible keys, by which context ranks plan."""
     head: int
@@ -148,10 +159,11 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     length = spec.data.seq_len
     windows = {kind.window for kind in s.kinds}
     peaks = backward_peaks(s, last, cpu)
-    in_layer = max(peaks.feed_forward, peaks.experts, peaks.packed, peaks.attention) + peaks.kept
+    in_layer = peaks.most + peaks.kept
     tables = {kind.rope: b * s.tokens * kind.rope.dim * 3 // 2 if kind.rope else 0 for kind in s.kinds}
     masks = {window: b * _mask(spec, window, cpu) for window in windows}
     host = 8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0
+    unread = _unread_input(s)
     own = model.kind_of(last)
     further = further_kept(s, _block(s, last), tables[own.rope] + masks[own.window] + host, cpu)
     return Activations(
@@ -161,13 +173,23 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
         tables=tables,
         masks=masks,
         plan=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
-        embed=9 * s.tokens if layout.tp > 1 and embedding_is_trained(spec) else 0,
+        embed=(9 * s.tokens if layout.tp > 1 and embedding_is_trained(spec) else 0) - unread,
+        unread=unread,
         host=len(windows) * host,
         head=head_kept(s, cpu) + further.kept,
         in_block=in_layer - whole[last] + sum(moved[-2:-1]) + waiting_gradient(s),
         at_head=max(*head_peaks(s, cpu), further_peak(s, further, in_layer, cpu)),
         further=further,
     )
+
+
+def _unread_input(s: Sizes) -> int:
+    """Bytes of the first block's input where no backward reads it: of adapters, whose layers read what a
+    frozen norm makes of it, and below which nothing is trained."""
+    spec, norms = s.spec, s.spec.model.norms_before
+    unread = spec.lora is not None and norms and spec.recompute.policy == "none"
+    first = unread and first_trained(spec) == 1
+    return s.width.compute * s.stream if first else 0
 
 
 class BackwardPeaks(NamedTuple):
@@ -181,6 +203,15 @@ class BackwardPeaks(NamedTuple):
     """While gradients of the experts' weights are packed."""
     attention: int
     """In attention, and in the norm before the feed-forward layer."""
+    recomputed: int
+    """In the forward that recomputes the block, before its backward; 0 where that is less than others."""
+    forward: int
+    """In the block's first forward, beyond what it keeps under the run's policy; 0 as above."""
+
+    @property
+    def most(self) -> int:
+        """The most in the backward, with the forward that recomputes the block."""
+        return max(self.feed_forward, self.experts, self.packed, self.attention, self.recomputed)
 
 
 def backward_peaks(s: Sizes, layer: int, cpu: bool) -> BackwardPeaks:
@@ -191,6 +222,8 @@ def backward_peaks(s: Sizes, layer: int, cpu: bool) -> BackwardPeaks:
         s.width.compute * s.stream + of_experts(s, layer, partial(experts.routed_backward, cpu=cpu)),
         s.width.compute * s.stream + of_experts(s, layer, partial(experts.routed_packed, cpu=cpu)),
         max(_at_norm(s, layer), _at_attention(s, layer)),
+        recomputed_with_adapters(s, layer),
+        forward_with_adapters(s, layer),
     )
 
 
@@ -243,8 +276,8 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
     if not isinstance(recompute, SelectiveRecompute):
         return found
     if "matmul" in recompute.save:
-        # One rank's operators are saved whether they are read or not.
-        alone = layout.tp == 1 and not layout.splits_backward
+        # One rank's operators are saved whether they are read or not, but by a compiler.
+        alone = layout.tp == 1 and not layout.splits_backward and not s.compiled
         low = s.spec.precision.low or s.spec.precision.qat is not None  # then it is as with several
         read = s.spec.model.rereads_outputs or (alone and not low)
         read |= training_of(s.spec, layer).rescales("mlp.down", "mlp.shared.down")
@@ -315,9 +348,15 @@ def _at_feed_forward(s: Sizes, layer: int, cpu: bool) -> int:
     trained = training_of(s.spec, layer).trains_layer("mlp.down", "mlp.shared.down")
     if not trained or (added_by_products(s.spec) and sum_width(s.spec) == s.width.compute):
         weight = 0  # its gradient is where it is packed
-    inputs = 3 if adapts_down(s, layer) else 1  # two gradients of its input, and their sum
+    inputs = 2 if adapts_down(s, layer) else 1  # two gradients of its input, and their sum in its place
+    if s.compiled and rescales_down(s, layer):
+        # Both of the gates come before one is freed, beside what is computed again.
+        return s.width.compute * (s.stream + (s.gates + 1) * s.inner(layer)) + made_again(s, layer)
     at_down = s.gathered + inputs * s.inner(layer) + weight  # gradients of its input and of its weight
-    found = s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
+    # A compiler writes the gradient of one gate in the place of that of their product.
+    gates = s.gates - 1 if s.compiled and s.spec.lora is None else s.gates
+    found = s.width.compute * (s.stream + max(gates * s.inner(layer), at_down))
+    found = max(found, at_magnitudes(s, layer))
     return found if s.rounded is None else max(found, at_rounded_gradients(s, layer))
 
 

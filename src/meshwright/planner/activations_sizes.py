@@ -20,7 +20,9 @@ class Sizes:
 
     def __init__(self, spec: RunSpec, cpu: bool = True) -> None:
         layout, model = spec.layout, spec.model
-        self.spec, self.width = spec, widths(spec)
+        self.spec, self.width, self.cpu = spec, widths(spec), cpu
+        self.compiled = spec.train.compile and not cpu
+        """True if blocks are compiled, as on a GPU where a run says so."""
         precision, plain = spec.precision, cpu or spec.train.compile or not spec.trains_all
         kernels = precision.compute in ROUNDED and precision.high == "bf16" and not plain
         self.rounded = ROUNDED[precision.compute] if kernels else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, Order
 
 
 class GroupShape(NamedTuple):
@@ -30,6 +31,14 @@ class Axes(NamedTuple):
 
 def axes(layout: Layout) -> Axes:
     """The groups of `layout`."""
+    sizes = layout.replicate, layout.dp, layout.cp, layout.tp, layout.pp, layout.ep, layout.etp
+    return _axes(sizes, layout.order)
+
+
+@lru_cache(maxsize=65536)  # layouts that are compared with each other have few different sizes
+def _axes(sizes: tuple[int, ...], order: Order) -> Axes:
+    replicate, dp, cp, tp, pp, ep, etp = sizes
+    layout = Layout(replicate=replicate, dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp, order=order)
     stride = layout.strides
     data, folded = stride["dp"], layout.ep * layout.etp
     near = data == layout.tp or layout.dp * layout.cp == 1  # ranks of a stage follow each other

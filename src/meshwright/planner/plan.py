@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
+from meshwright.planner.cost.uncertainty import COMFORTABLE
 from meshwright.planner.explain.alternatives import alternatives
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation
@@ -40,6 +41,11 @@ class Plan(Candidate):
 
     step_seconds = Candidate.seconds
     """Seconds of a step, by the name that JSON has."""
+
+    @property
+    def is_comfortable(self) -> bool:
+        """True if it fits with a probability of `COMFORTABLE`."""
+        return self.fits_probability >= COMFORTABLE
 
     @property
     def cost_per_token(self) -> float | None:
@@ -88,11 +94,12 @@ class Plan(Candidate):
 
 @dataclass(frozen=True)
 class Plans:
-    """The best plans, best first; but a simpler one that is nearly as fast as the fastest is before it."""
+    """The best plans, best first; but one that is nearly as fast as the fastest, and fits more surely or is
+    simpler, is before it."""
 
     plans: tuple[Plan, ...]
     faster: Plan | None
-    """The fastest plan, where a simpler one is before it."""
+    """The fastest plan, where another is before it."""
     objective: str
     stack: SoftwareStack
     note: str | None
@@ -114,10 +121,17 @@ class Plans:
         return self.plans[0]
 
     @property
+    def is_surer(self) -> bool:
+        """True if the first plan is before the fastest because it fits comfortably, which that does not."""
+        return self.faster is not None and self.best.is_comfortable and not self.faster.is_comfortable
+
+    @property
     def simpler(self) -> str | None:
-        """Why the first plan is simpler than the fastest, in words; None where it is the fastest."""
+        """Why the first plan is before the fastest, in words; None where it is the fastest."""
         if self.faster is None:
             return None
+        if self.is_surer:
+            return f"fits with {self.best.fits_probability:.0%} instead of {self.faster.fits_probability:.0%}"
         return simpler(self.best.spec, self.faster.spec, Ordering(self.best.cluster))
 
     @property
@@ -235,12 +249,13 @@ def _with_islands(
 
 
 def _simplest(plans: Sequence[Plan], rank: Callable[[Plan], tuple[int, float]]) -> Plan:
-    """The plan that changes least of those near the first by `rank`, on as many devices."""
+    """The plan that changes least of those near the first by `rank`, on as many devices, and fits comfortably
+    if one of them does."""
     first = min(plans, key=rank)
     slowest, count = (1 + NEAR) * first.step_seconds, first.cluster.count
     near = [each for each in plans if each.cluster.count == count and each.step_seconds <= slowest]
     ordering = Ordering(first.cluster)
-    return min(near, key=lambda each: (ordering.of(each.spec), rank(each)))
+    return min(near, key=lambda each: (not each.is_comfortable, ordering.of(each.spec), rank(each)))
 
 
 def _in_time(plans: Sequence[Plan], tokens: float, most: float) -> list[Plan]:

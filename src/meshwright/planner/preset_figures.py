@@ -69,6 +69,6 @@ def _figures(name: str, cluster: Cluster | None) -> PresetFigures:
     if cluster is not None:
         request = PlanRequest(name, cluster, gpus=1, seq_len=SEQ_LEN, batch_tokens=batch)
         (problem,), _ = request.problems()
-        found = problem.search(1).best  # `plan` would look for what is least, too, where nothing fits
-        plan = Plan(found[0].spec, problem.costs) if found else None
+        found = problem.search(1).preferred  # `plan` would look for what is least, too, where nothing fits
+        plan = Plan(found.spec, problem.costs) if found else None
     return PresetFigures(name, spec.model, states(spec).total, plan)

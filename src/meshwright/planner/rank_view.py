@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -45,10 +46,16 @@ FLASH_CHANNELS = 256
 
 def widths(spec: RunSpec) -> Widths:
     """The widths of a run's formats in bytes; fp64 is used throughout where it computes."""
-    compute = DTYPE_BYTES[spec.precision.base]
+    precision = spec.precision
+    return _widths(precision.base, precision.master, precision.reduce)
+
+
+@cache
+def _widths(base: str, master: str, reduce: str) -> Widths:
+    compute = DTYPE_BYTES[base]
     if compute == 8:
         return Widths(8, 8, 8, 8)
-    return Widths(compute, DTYPE_BYTES[spec.precision.master], DTYPE_BYTES[spec.precision.reduce], 4)
+    return Widths(compute, DTYPE_BYTES[master], DTYPE_BYTES[reduce], 4)
 
 
 def sum_width(spec: RunSpec) -> int:
@@ -159,6 +166,11 @@ class RankView:
     own: tuple[Stage, ...]
 
     @property
+    def rank(self) -> int:
+        """The pipeline rank."""
+        return self.schedule.rank_of[self.own[0].index]
+
+    @property
     def layers(self) -> int:
         """Number of its blocks."""
         return sum(len(stage.blocks) for stage in self.own)
@@ -183,6 +195,17 @@ class RankView:
         layers = [layer for stage in self.own for layer in stage.layers]
         return Counter((self.spec.model.has_experts(n), training_of(self.spec, n)) for n in layers)
 
+    def kinds_of_units(self) -> dict[str, object]:
+        """Unit -> what it shares with blocks of equal parameters, in the order of its forward."""
+        spec = self.spec
+        listed, kinds = parameters_of(spec, self.own), spec.model.layer_kinds
+        blocks = {
+            (unit := f"blocks.{n}"): (kinds[n], *(p.trainable for p in listed[unit]))
+            for stage in self.own
+            for n in stage.blocks
+        }
+        return {unit: blocks.get(unit, unit) for unit in listed}
+
     def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
         """The rank's pieces of each unit's parameters; blocks of one kind share the first's list."""
         spec, layout = self.spec, self.spec.layout
@@ -192,15 +215,10 @@ class RankView:
                 return expert_piece(p, layout.ep, layout.etp, 0)
             return piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)
 
-        listed, kinds = parameters_of(spec, self.own), spec.model.layer_kinds
-        blocks = {
-            (unit := f"blocks.{n}"): (kinds[n], *(p.trainable for p in listed[unit]))
-            for stage in self.own
-            for n in stage.blocks
-        }
-        first: dict[object, str] = {blocks.get(unit, unit): unit for unit in reversed([*listed])}
+        listed, kinds = parameters_of(spec, self.own), self.kinds_of_units()
+        first: dict[object, str] = {kinds[unit]: unit for unit in reversed([*listed])}
         made = {kind: [(p, piece(p)) for p in listed[unit]] for kind, unit in first.items()}
-        return {unit: made[blocks.get(unit, unit)] for unit in listed}
+        return {unit: made[kind] for unit, kind in kinds.items()}
 
 
 ALL_TRAINED = BlockTraining()

@@ -105,7 +105,11 @@ def write_explanation(
             *notes,
             *(
                 f"{name}: {words}."
-                for name, words in (("Routing", routing(explained)), ("Offload", offload(explained)))
+                for name, words in (
+                    ("Routing", routing(explained)),
+                    ("Sharding", explained.sharding),
+                    ("Offload", offload(explained)),
+                )
                 if words
             ),
         ],

@@ -33,7 +33,7 @@ def text(found: Explanation) -> str:
         "neighbours": near,
         "what would change the choice": turns,
     }
-    only = found.cluster.device.planning_only
+    only = found.cluster.device.planning_only if found.costs.stack.ours else ""
     lines = [*([f"{only}."] if only else []), *head(found)]
     for title, body in sections.items():
         lines += [f"\n{title}:", *body] if body else []
@@ -45,10 +45,12 @@ def routing(found: Candidate) -> str:
     if (uneven := found.uneven) is None:
         return ""
     (low, high), steps, needs = uneven["rows"], uneven["step_seconds"], uneven["memory"]
+    if low == high:
+        return f"even, since the capacity leaves no expert rank more than {high:.2f} times the mean"
     return (
-        f"even; if the busiest of {found.spec.layout.ep} expert ranks gets {low:.2f} to {high:.2f} times the "
-        f"mean, a step takes {seconds(steps[0])} to {seconds(steps[1])} and the fullest rank "
-        f"{gigabytes(needs[0])} to {gigabytes(needs[1])}"
+        f"even but for chance; if the busiest of {found.spec.layout.ep} expert ranks gets {low:.2f} to "
+        f"{high:.2f} times the mean, a step takes {seconds(steps[0])} to {seconds(steps[1])} and the fullest "
+        f"rank {gigabytes(needs[0])} to {gigabytes(needs[1])}"
     )
 
 
@@ -107,6 +109,7 @@ def head(found: Explanation) -> list[str]:
         "attention": attention(found),
         "blocks": blocks(found),
         "routing": routing(found),
+        "sharding": found.sharding,
         "offload": offload(found),
         **exchange_facts(found.exchange),
         "never measured": "; ".join(found.never_measured),

@@ -21,9 +21,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 
 from meshwright.schedule.actions import Action, Kind
+
+_I, _W = Kind.I, Kind.W
+_HALVES = ((0,), (1,), (2,), (1, 2))
+"""Kind -> the numbers of the kinds that it counts as: a whole backward as both its halves."""
+
+
+@cache
+def _parsed(word: str) -> tuple[Kind, int]:
+    """A word of a pattern: its kind, and its chunk or -1."""
+    return Kind[word[0]], int(word[1:] or -1)
 
 
 class ScheduleBuilder:
@@ -41,12 +52,13 @@ class ScheduleBuilder:
         self.rank, self.ranks, self.microbatches = rank, max(rank_of) + 1, microbatches
         self.stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
         self.actions: list[Action] = []
-        self._next = [[0] * len(self.stages) for _ in Kind]
+        self._next = [[0] * len(_HALVES) for _ in self.stages]
+        """Chunk -> how many of each kind it has."""
         self._pending: list[int] = []
 
     def write(self, pattern: str, times: int = 1) -> None:
         """Append the pattern `times` times; not at all if `times` is negative."""
-        words = [(Kind[word[0]], int(word[1:] or -1)) for word in pattern.split()]
+        words = list(map(_parsed, pattern.split()))
         for _ in range(times):
             for kind, chunk in words:
                 self._append(kind, self._pending[0] if chunk < 0 else chunk)
@@ -56,13 +68,15 @@ class ScheduleBuilder:
         self.write(f"W{chunk}", self._pending.count(chunk))
 
     def _append(self, kind: Kind, chunk: int) -> None:
-        counted = (Kind.I, Kind.W) if kind is Kind.B else (kind,)
-        microbatch = self._next[counted[0]][chunk]
-        for half in counted:
-            self._next[half][chunk] += 1
-        if kind is Kind.I:
+        done = self._next[chunk]
+        first, *second = _HALVES[kind]
+        microbatch = done[first]
+        done[first] += 1
+        for half in second:
+            done[half] += 1
+        if kind is _I:
             self._pending.append(chunk)
-        elif kind is Kind.W:
+        elif kind is _W:
             self._pending.remove(chunk)
         if microbatch < self.microbatches:
             self.actions.append(Action(kind, self.stages[chunk], microbatch))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from meshwright.schedule import builders
-from meshwright.schedule.actions import Lists, Schedule, ScheduleError, looped, v_shape
+from meshwright.schedule.actions import Action, Lists, Schedule, ScheduleError, looped, v_shape
 from meshwright.schedule.v_half_min import v_half, v_min
 from meshwright.spec import Layout
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
@@ -50,15 +50,36 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
             f"but layout.schedule '{name}' needs at least 1; a larger batch, a smaller layout.micro_batch "
             f"or fewer data ranks would work"
         )
-    rank_of = v_shape(ranks) if SCHEDULES[name].stages == 2 else looped(ranks, virtual)
     if name in _BLOCKS:
         lists = _BLOCKS[name](ranks, microbatches)
     else:
-        tapes = [builders.ScheduleBuilder(rank, rank_of, microbatches) for rank in range(ranks)]
-        for tape in tapes:
-            _PATTERNS[name](tape)
-        lists = [tape.actions for tape in tapes]
-    return Schedule(name, ranks, virtual, microbatches, rank_of, tuple(map(tuple, lists)))
+        lists = [_written(name, ranks, virtual, microbatches, rank) for rank in range(ranks)]
+    return Schedule(
+        name, ranks, virtual, microbatches, _placed(name, ranks, virtual), tuple(map(tuple, lists))
+    )
+
+
+def actions_of(name: str, ranks: int, virtual: int, microbatches: int, rank: int) -> Sequence[Action]:
+    """The list of one rank of a schedule that `make` makes; of others only where it is not made without."""
+    if name in _BLOCKS:
+        return make(name, ranks, virtual, microbatches).actions[rank]
+    return _written(name, ranks, virtual, microbatches, rank)
+
+
+def stages_of(name: str, ranks: int, virtual: int, rank: int) -> list[int]:
+    """The stages of one rank of a schedule, ascending."""
+    return [stage for stage, owner in enumerate(_placed(name, ranks, virtual)) if owner == rank]
+
+
+def _placed(name: str, ranks: int, virtual: int) -> tuple[int, ...]:
+    """Stage -> the rank that computes it."""
+    return v_shape(ranks) if SCHEDULES[name].stages == 2 else looped(ranks, virtual)
+
+
+def _written(name: str, ranks: int, virtual: int, microbatches: int, rank: int) -> list[Action]:
+    tape = builders.ScheduleBuilder(rank, _placed(name, ranks, virtual), microbatches)
+    _PATTERNS[name](tape)
+    return tape.actions
 
 
 def schedule_of(layout: Layout, microbatches: int) -> Schedule:

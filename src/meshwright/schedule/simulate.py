@@ -255,17 +255,26 @@ def _run(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> Times:
     start, end, arrival = ([0.0] * len(durations) for _ in range(3))
     clock = [0.0] * schedule.ranks
     link_free: dict[tuple[int, int], float] = defaultdict(float)
-    for at in flow.order:
+    for at in flow.order:  # without calls: long schedules have millions of actions
         rank = rank_of[at]
-        now = start[at] = max(clock[rank], arrival[at])
-        now = end[at] = clock[rank] = now + durations[at]
+        now, came = clock[rank], arrival[at]
+        if came > now:
+            now = came
+        start[at] = now
+        now += durations[at]
+        end[at] = clock[rank] = now
         transfer = transfers[at]
         if transfer is not None:
             pair, latency, seconds = transfer
-            link_free[pair] = max(now, link_free[pair]) + seconds
-            now = link_free[pair] + latency
-        if target[at] >= 0:
-            arrival[target[at]] = now
+            free = link_free[pair]
+            if free > now:
+                now = free
+            now += seconds
+            link_free[pair] = now
+            now += latency
+        to = target[at]
+        if to >= 0:
+            arrival[to] = now
     return start, end, arrival
 
 

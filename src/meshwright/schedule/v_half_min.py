@@ -85,18 +85,22 @@ class _RankList:
         self.taken = bytearray(len(listed) + 1)
         self.head = 0
         self.weights: deque[int] = deque()
-        self.streams: dict[tuple[Kind, int], deque[int]] = {}
+        streams: dict[tuple[Kind, int], deque[int]] = {}
+        self.stream_of: list[deque[int]] = []
         for at, (kind, stage, _) in enumerate(listed):
-            stream = self.weights if kind is _W else self.streams.setdefault((kind, stage), deque())
+            stream = self.weights if kind is _W else streams.setdefault((kind, stage), deque())
             stream.append(at)
+            self.stream_of.append(stream)
+        self.streams = list(streams.values())
 
     def take(self, now: int, done: list[int]) -> int:
         """Compute the first action that can run in unit `now`, W last; return its position, or -1 if none."""
-        streams = sorted((stream for stream in self.streams.values() if stream), key=lambda left: left[0])
-        for stream in [*streams, self.weights] if self.weights else streams:
-            at = stream[0]
+        heads = sorted([stream[0] for stream in self.streams if stream])
+        if self.weights:
+            heads.append(self.weights[0])
+        for at in heads:
             if done[self.needs[at]] < now and self._fits(at):
-                self._pull(stream.popleft())
+                self._pull(self.stream_of[at].popleft())
                 return at
         return -1
 

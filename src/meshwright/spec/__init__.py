@@ -2,7 +2,8 @@
 
 The spec: `run` is the whole, of the `sections`: `model`, whose fields are in `architecture` and
 `moe_mla`, `layout`, `train`, `precision`, `outer`, `distil`, `lora` and `preference`, all made of `base`.
-`presets` are named models, and `model_names` the names that people know them by.
+`presets` are named models, `model_names` the names that people know them by, and `near_names` those that are
+nearly one; `model_argument` is what may stand for a model on a command line.
 Tables: `optimisers`, kinds of `layers`, `pipeline_schedules`.
 Reading: `load` takes TOML and flags, with the sentences of `load_errors`, `toml` writes it, `schema` lists
 the keys, `files` reads what users name, `foreign_run_files` recognises those of other trainers, two of which

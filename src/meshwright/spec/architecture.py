@@ -9,10 +9,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, FrozenModel
-from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.errors import UserError
 from meshwright.spec.hf.config_read import has_weights, read_hf_config
 from meshwright.spec.hf.families import FamilyName
 from meshwright.spec.layers import Activation, LayerKind, LayerType, RopeScaling, RopeSpec
+from meshwright.spec.model_names import preset_named, why_unknown
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
@@ -27,7 +28,7 @@ class Architecture(FrozenModel):
     adds the counts of parameters and FLOPs.
     """
 
-    preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")
+    preset: str | None = Field("tiny", description="a preset, or another name of its model (`spec presets`)")
     hf: str | None = Field(
         None,
         description="a folder with an HF config.json, or the file itself: its architecture; train also takes "
@@ -139,10 +140,8 @@ class Architecture(FrozenModel):
                 weights = hf if has_weights(hf) else RANDOM
                 base = {"preset": None, **read_hf_config(hf), "weights": weights}
         elif preset is not None:
-            if preset not in PRESETS:
-                hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"
-                raise UserError(f"model.preset: there is no preset '{preset}'{hint}")
-            base = {"preset": preset, **PRESETS[preset]}
+            given = {**given, "preset": _preset(preset)}
+            base = dict(PRESETS[given["preset"]])
         for table in ("moe", "mla"):  # keys given for a preset's table win one by one
             if isinstance(given.get(table), dict) and isinstance(base.get(table), dict):
                 given = {**given, table: {**base[table], **given[table]}}
@@ -256,6 +255,13 @@ def _layer_kinds(model: Architecture) -> tuple[LayerKind, ...]:
 
 _REQUIRED = frozenset(name for name, field in Architecture.model_fields.items() if field.is_required())
 """The fields that a preset or an HF config gives."""
+
+
+def _preset(name: str) -> str:
+    """The preset of a model's name. Raises `UserError`."""
+    if (preset := preset_named(name)) is None:
+        raise UserError(f"model.preset: {name!r} {why_unknown(name, 'is not the name of a preset')}")
+    return preset
 
 
 def _derived(full: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from meshwright.spec.load_errors import Where, explain, nearest
 from meshwright.spec.lora import LoraSpec
 from meshwright.spec.lora_source import OF_A_RUN, adapter_fields, adapter_source
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.model_names import preset_named
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, WHOLE_SCHEDULE
-from meshwright.spec.presets import PRESETS
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
@@ -216,8 +216,8 @@ def read_tree(path: Path) -> dict[str, Any]:
             )
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
         remedy = near or "; give a TOML file, or the folder of a run, which has a run.json"
-        if path.name in PRESETS:
-            remedy = f"; it is the name of a preset: give --model.preset {path.name}"
+        if (preset := preset_named(str(path)) or preset_named(path.name)) is not None:
+            remedy = f"; it is the name of a preset: give --model.preset {preset}"
         raise UserError(f"there is no run file, and no run's folder, {path}{remedy}")
     if (foreign := foreign_tree(path)) is not None:
         return foreign

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-from meshwright.spec.errors import UserError
 from meshwright.spec.hf.config_read import HUB_ID
-from meshwright.spec.load import read_tree
+from meshwright.spec.near_names import did_you_mean_preset
 from meshwright.spec.presets import PRESETS
 
 REPOSITORIES: dict[str, tuple[str, ...]] = {
@@ -68,9 +64,12 @@ REPOSITORIES: dict[str, tuple[str, ...]] = {
     "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-Coder-0.5B"),
     "qwen2.5-1.5b": ("Qwen/Qwen2.5-1.5B",),
     "qwen2.5-3b": ("Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-Coder-3B"),
-    "qwen2.5-7b": ("Qwen/Qwen2.5-7B",),
-    "qwen2.5-14b": ("Qwen/Qwen2.5-14B",),
-    "qwen2.5-32b": ("Qwen/Qwen2.5-32B",),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-Coder-7B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"),
+    "qwen2.5-14b": ("Qwen/Qwen2.5-14B", "Qwen/Qwen2.5-Coder-14B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B"),
+    "qwen2.5-32b": (
+        "Qwen/Qwen2.5-32B", "Qwen/Qwen2.5-Coder-32B", "Qwen/QwQ-32B",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+    ),
     "qwen2.5-72b": ("Qwen/Qwen2.5-72B",),
     "qwen3-0.6b": ("Qwen/Qwen3-0.6B",),
     "qwen3-1.7b": ("Qwen/Qwen3-1.7B",),
@@ -101,7 +100,10 @@ REPOSITORIES: dict[str, tuple[str, ...]] = {
 The first has the config.json that the preset equals; those of the others have other positions at most.
 """
 
-_LEFT_OUT = {"meta", "hf", "base", "pt", "it", "instruct", "chat", "think", "thinking", "bf16", "fp8"}
+_LEFT_OUT = {
+    "meta", "hf", "base", "pt", "it", "instruct", "chat", "think", "thinking",
+    "bf16", "fp8", "gguf", "awq", "gptq", "bnb", "4bit", "8bit", "int4", "int8",
+}  # fmt: skip
 _DATE = re.compile(r"\d{4}")
 """Year and month, or month and day, such as 2507 and 0324."""
 
@@ -132,44 +134,20 @@ def preset_named(name: str) -> str | None:
     return preset
 
 
-def model_tables(word: str) -> tuple[dict[str, Any], str]:
-    """Return the tables of the run that a MODEL stands for, and its run file, or an empty text.
-
-    MODEL is a preset; a run file, or the folder of a run; an HF folder or its config.json; or a name by which
-    people know a preset's model. Raises `UserError`, as `read_tree` does too.
-    """
-    path = Path(word)
-    if word in PRESETS:
-        return {"model": {"preset": word}}, ""
-    if (path / "run.json").is_file():
-        return read_tree(path), word
-    if path.name == "config.json" or (path / "config.json").is_file():
-        return {"model": {"hf": word}}, ""
-    if path.suffix == ".toml" or path.is_file():
-        return read_tree(path), word
-    if not path.exists() and (preset := preset_named(word)) is not None:
-        return {"model": {"preset": preset}}, ""
-    raise UserError(f"MODEL: '{word}' {_unknown(word)}")
-
-
-def _unknown(word: str) -> str:
-    """Say why no model has a name, and what would do."""
-    name = word.rpartition("/")[2].lower()
+def why_unknown(name: str, otherwise: str) -> str:
+    """The reason why a name is no preset's: what its model has, or `otherwise` and presets that are near."""
+    last = name.rpartition("/")[2].lower()
     for pattern, parts in _NOT_COMPUTED.items():
-        if re.search(pattern, name):
+        if re.search(pattern, last):
             return f"has {parts}, which no key of model says, so it is neither planned nor trained"
-    if _LONG_ROPE.search(name):
+    if _LONG_ROPE.search(last):
         return (
             "has a factor for each pair of channels (long_factor), for which there is no preset; give a "
             "folder that holds its config.json"
         )
-    known = _known()
-    if near := get_close_matches(_plain(word), known, n=1, cutoff=0.7):
-        hint = f"; did you mean '{known[near[0]]}'?"
-    else:
-        folder = "a folder that holds its config.json, or " if HUB_ID.fullmatch(word) else ""
-        hint = f"; give {folder}one of the presets that `meshwright spec presets` lists"
-    return f"is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
+    folder = "a folder that holds its config.json, or " if HUB_ID.fullmatch(name) else ""
+    remedy = f"; give {folder}one of the presets that `meshwright spec presets` lists"
+    return otherwise + (did_you_mean_preset(list(_words(name))) or remedy)
 
 
 @cache
@@ -181,10 +159,11 @@ def _known() -> dict[str, str]:
 
 def _plain(name: str) -> str:
     """A model's name as names are compared: `Qwen/Qwen2.5-7B-Instruct` is qwen257b."""
-    return "".join(_words(name.rpartition("/")[2].lower()))
+    return "".join(_words(name)).replace(".", "")
 
 
 def _words(name: str) -> Iterator[str]:
-    for word in re.split(r"[^a-z0-9.]+", name):
-        if word not in _LEFT_OUT and not _DATE.fullmatch(word):
-            yield word.replace(".", "")
+    """The words of a name that say which model it is."""
+    for word in re.split(r"[^a-z0-9.]+", name.rpartition("/")[2].lower()):
+        if word and word not in _LEFT_OUT and not _DATE.fullmatch(word):
+            yield word

@@ -82,7 +82,7 @@ _GLM45 = {
     "rope_dim": 64, "qkv_bias": True,
 }  # fmt: skip
 _DEEPSEEK = {
-    "family": "deepseek_v3", "head_dim": 192, "vocab_size": 129280, "norm_eps": 1e-6, "max_seq_len": 4096,
+    "family": "deepseek_v3", "head_dim": 192, "vocab_size": 129280, "norm_eps": 1e-6, "max_seq_len": 163840,
     "init_std": 0.006, "mla": {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128},
 }  # fmt: skip
 _DEEPSEEK_V2 = {
@@ -102,7 +102,7 @@ _KIMI_K2 = {
 
 
 def _yarn40(scale: float) -> Fields:
-    """Positions of DeepSeek-V2: 40 times as many as 4,096."""
+    """Positions of DeepSeek-V2 and V3: 40 times as many as 4,096."""
     return {
         "kind": "yarn", "factor": 40.0, "original_max_seq_len": 4096, "mscale": scale,
         "mscale_all_dim": scale,
@@ -329,8 +329,8 @@ PRESETS: dict[str, Fields] = {
             dense_first=1,
         ),
     ),
-    # DeepSeek-AI 2024 (DeepSeek-V3), §4.2.
-    "deepseek-v3": _model(_DEEPSEEK, 61, 7168, 18432, 128, 128, moe=_MOE_DEEPSEEK),
+    # DeepSeek-AI 2024 (DeepSeek-V3), §4.2, and positions of the published models' config.json (§4.3).
+    "deepseek-v3": _model(_DEEPSEEK, 61, 7168, 18432, 128, 128, moe=_MOE_DEEPSEEK, rope_scaling=_yarn40(1.0)),
     # Liu et al. 2025 (Muon is Scalable for LLM Training: Moonlight), config of the model.
     "moonlight-16b-a3b": _model(
         _MOONLIGHT,

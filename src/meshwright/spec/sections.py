@@ -107,6 +107,11 @@ class SelectiveRecompute(FrozenModel):
     policy: Literal["selective"] = "selective"
     save: tuple[SavedOp, ...] = ("attention", "matmul")
 
+    @property
+    def saved_words(self) -> str:
+        """The operators that it saves, as a flag takes them; an empty text where they are the usual ones."""
+        return "" if self == SelectiveRecompute() else ",".join(self.save) or "nothing"
+
 
 RecomputeSpec = Annotated[NoRecompute | FullRecompute | SelectiveRecompute, Field(discriminator="policy")]
 

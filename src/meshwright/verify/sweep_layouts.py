@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.planner.layout_space import POLICIES, LayoutSpace
+from meshwright.planner.layout_levels import POLICIES
+from meshwright.planner.layout_space import LayoutSpace
 from meshwright.spec import RunSpec, UserError
 from meshwright.verify.covering import Case, Pairs
 from meshwright.verify.narrow import narrow_for_all

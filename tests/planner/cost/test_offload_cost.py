@@ -136,9 +136,11 @@ def test_a_plan_that_its_hosts_have_no_memory_for_is_not_offered() -> None:
         return SearchProblem(spec_of(offload="host"), replace(known, device=device), MESHWRIGHT, keys)
 
     (free,) = with_host(None).search(1).best
-    most = host_bytes(free.spec) / 0.9
+    most = host_bytes(free.spec, 8) / 8 / 0.9
     assert with_host(1.01 * most).search(1).best[0].spec == free.spec
-    assert all(host_bytes(each.spec) <= 0.8 * 0.9 * most for each in with_host(0.8 * most).search(5).best)
+    assert all(
+        host_bytes(each.spec, 8) / 8 <= 0.8 * 0.9 * most for each in with_host(0.8 * most).search(5).best
+    )
     none = with_host(1000.0)
     assert not none.search(1).best
     said = shortfall(none)

@@ -11,7 +11,7 @@ from meshwright.planner.memory.generic import Generic, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.states import states
 from meshwright.schedule import NAMES, make
-from meshwright.schedule.in_flight import in_flight
+from meshwright.schedule.in_flight import in_flight, most_in_flight
 from meshwright.schedule.validate import peak
 from meshwright.spec import RunSpec
 from meshwright.spec.pipeline_schedules import SCHEDULES
@@ -46,6 +46,15 @@ def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str, rank
             every = [by_stage.get(stage, 0.0) for stage in range(virtual * ranks)]
             assert found[rank].most(sizes, left) == pytest.approx(peak(listed, every, [share] * len(every)))
     assert held_microbatches(run(name, ranks, many)) == (many if SCHEDULES[name].holds_all else few)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_ranks_together_hold_what_the_fullest_of_them_does(name: str) -> None:
+    spec, some = run(name, 6, 12), (1, 3, 4)
+    each, together = in_flight(spec.layout, 12), most_in_flight(spec.layout, 12, some)
+    for whole, deferred in ((5.0, 3.0), (2.0, 2.0)), ((4.0, 4.0), (1.0, 1.0)):
+        sizes = whole[: spec.layout.chunks], deferred[: spec.layout.chunks]
+        assert together.most(*sizes) == max(each[rank].most(*sizes) for rank in some)
 
 
 @pytest.mark.parametrize("name", NAMES)

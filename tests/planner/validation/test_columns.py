@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.hardware.find import cluster
+from meshwright.planner.cost.remat import POLICIES, Remat
+from meshwright.planner.cost.software import STACKS
+from meshwright.planner.programs.stage_cuts import by_threshold
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.metrics import predict
-from meshwright.planner.validation.stage_cuts import by_threshold
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionError, read
 from meshwright.spec import ModelSpec, UserError
 
@@ -67,6 +69,59 @@ def test_maxtext_names_recomputation_in_its_own_words(
     assert found.cluster.device.name == "tpu-v6e" and found.stack.hosting == "graphs"
     assert list(dict.fromkeys(spec.recompute.policy for spec in found.specs)) == policies
     assert (f"recompute = {policies[0]}" in found.derived) == (len(policies) == 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [
+        ("remat custom", POLICIES["custom"]),
+        ("remat_policy=minimal_with_context", POLICIES["minimal_with_context"]),
+        ('"remat_policy": "qkv_proj_offloaded"', POLICIES["qkv_proj_offloaded"]),
+        (
+            "remat custom, decoder_layer_input=offload, qkv_proj=device, mlpwo: remat",
+            Remat(("query_proj", "key_proj", "value_proj"), ("decoder_layer_input",)),
+        ),
+        ("v6e-8", STACKS["maxtext"].remat),
+    ],
+)
+def test_what_maxtext_keeps_is_what_a_comment_names(tmp_path: Path, where: str, kept: Remat) -> None:
+    changed = {"precision": "bf16", "fp8_recipe": "", "gpu": "TPU v6e", "recompute": ""}
+    found = case(tmp_path, program="MaxText", source="a blog", where=where, **changed)
+    assert found.stack.remat == kept
+    other = case(tmp_path, program="torchtitan", source="a blog", where=where, **changed)
+    assert other.stack.remat == STACKS["fsdp"].remat
+
+
+def test_maxtexts_weights_in_bf16_have_moments_and_gradients_in_it(tmp_path: Path) -> None:
+    changed = {"precision": "bf16", "fp8_recipe": "", "gpu": "TPU v6e", "recompute": "full"}
+    need = {}
+    for where in ("", "weight_dtype=bfloat16"):
+        found = predict(case(tmp_path, program="MaxText", source="a blog", where=where, **changed))
+        need[where] = found.memory.parameters + found.memory.optimiser
+    assert need["weight_dtype=bfloat16"] == pytest.approx(need[""] / 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "where", "stack", "told"),
+    [
+        ("H100", "", "fsdp-compiled", ""),
+        ("H100", "benchmark of 2024-12", "fsdp-compiled", ""),
+        ("H100", "benchmarks/llama3_202506.md", "fsdp-compiled-loss", "derived"),
+        ("H100", "torch 2.9.0.dev20250811", "fsdp-compiled-loss", "derived"),
+        ("MI300X", "", "fsdp-compiled-loss", "inferred"),
+        ("B200", "", "fsdp-compiled-loss", "inferred"),
+        ("B200", "benchmark of 2025-02", "fsdp-compiled", ""),
+        ("B200", "FSDP2 eager", "fsdp", "derived"),
+    ],
+)
+def test_torchtitan_compiles_its_loss_from_april_2025_on(
+    tmp_path: Path, gpu: str, where: str, stack: str, told: str
+) -> None:
+    """By the row's date, or by a device that its releases before did not run on."""
+    found = case(tmp_path, PUBLISHED, 57, gpu=gpu, program="torchtitan", source="a blog", where=where)
+    assert found.stack.name == stack
+    assert (f"stack = {stack}" in found.derived) == (told == "derived")
+    assert (f"stack = {stack}" in found.inferred) == (told == "inferred")
 
 
 def test_a_device_that_no_run_was_timed_on_has_a_wider_interval(tmp_path: Path) -> None:
@@ -137,6 +192,12 @@ def test_the_network_of_a_row_is_of_a_device_or_of_a_node(tmp_path: Path) -> Non
         ("NVIDIA H100 80GB HBM3", "H100 SXM 80 GB"),
         ("H100 / NVLink4, SXM5", "H100 SXM 80 GB"),
         ("H100 80GB PCIe", "H100 PCIe 80 GB"),
+        ("NVIDIA H100 NVL", "H100 NVL 94 GB"),
+        ("8x H100-94GB", "H100 NVL 94 GB"),
+        ("H100 NVLink 80GB", "H100 SXM 80 GB"),
+        ("h200 nvl", "H200 NVL 141 GB"),
+        ("NVIDIA H200 NVL 141GB", "H200 NVL 141 GB"),
+        ("H200 141GB, NVLink", "H200 SXM 141 GB"),
         ("A100-SXM4-40GB", "A100 SXM 40 GB"),
         ("MI300X-192GB", "MI300X"),
         ("AMD Instinct MI355X", "MI355X"),
@@ -186,6 +247,12 @@ def test_gpus_of_a_node_are_the_rows(tmp_path: Path) -> None:
     assert case(tmp_path, gpus_per_node="128").cluster.levels[0].devices == 64  # all of them in one node
 
 
+def test_a_bridge_joins_two_cards_of_a_server(tmp_path: Path) -> None:
+    shape = {"gpu": "H100 NVL", "gpus_per_node": "8", "step_seconds": "1000", "mfu_pct": ""}
+    found = case(tmp_path, tokens_per_sec_per_gpu="", tflops_per_gpu="", where="", **shape).cluster
+    assert found.level_of((0, 1)).link.bandwidth == 300e9 > 5 * found.level_of((1, 2)).link.bandwidth
+
+
 def test_slices_of_experts_are_of_the_layout(tmp_path: Path) -> None:
     experts = {"experts": "64", "top_k": "4", "moe_ffn": "1024", "ep": "4", "params_b": "", "mfu_pct": ""}
     whole, sliced = (case(tmp_path, etp=each, **experts).specs[0].layout for each in ("", "2"))
@@ -198,6 +265,35 @@ def test_cuda_graphs_of_a_row_have_no_time_of_the_host(tmp_path: Path) -> None:
     dated = {"where": "[26.06 NeMo Container]", "gpu": "B200", "program": "NeMo", "moe_ffn": "1024"}
     dated |= {"experts": "64", "top_k": "4", "params_b": "", "mfu_pct": ""}
     assert case(tmp_path, **dated).stack.launch > 0 == case(tmp_path, cuda_graphs="yes", **dated).stack.launch
+
+
+EXPERTS = {
+    "experts": "64", "top_k": "4", "moe_ffn": "1024", "ep": "4", "program": "NeMo", "params_b": "",
+    "mfu_pct": "",
+}  # fmt: skip
+
+
+def test_a_capacity_of_experts_is_what_the_row_states(tmp_path: Path) -> None:
+    free = case(tmp_path, **EXPERTS)
+    found = {}
+    for capacity, pads in (("0.5", "no"), ("2.0", "no"), ("2.0", "yes")):
+        given = case(tmp_path, capacity_factor=capacity, moe_pad_to_capacity=pads, **EXPERTS)
+        assert given.specs[0].model.moe is not None and given.inferred == free.inferred
+        assert given.specs[0].model.moe.capacity_factor == float(capacity)
+        assert given.stack.pads_experts == (pads == "yes")
+        found[capacity, pads] = predict(given)
+    assert free.specs[0].model.moe is not None and free.specs[0].model.moe.capacity_factor is None
+    dropped, room, padded = (found[key] for key in (("0.5", "no"), ("2.0", "no"), ("2.0", "yes")))
+    assert dropped.seconds < room.seconds < padded.seconds
+    assert dropped.memory.activations < room.memory.activations < padded.memory.activations
+
+
+def test_rows_that_dropped_tokens_say_so() -> None:
+    rows = [row for row in read(FRONTIER) if "tokendrop" in row.words["model"]]
+    assert len(rows) == 4
+    assert all(
+        row.numbers["capacity_factor"] == 1 and row.words["moe_pad_to_capacity"] == "yes" for row in rows
+    )
 
 
 def test_a_models_name_tells_nothing_of_its_machines(tmp_path: Path) -> None:
@@ -240,6 +336,10 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
             {"etp": "2", "experts": "64", "top_k": "4", "moe_ffn": "1023", "params_b": ""},
             "its experts' channels",
         ),
+        ({"capacity_factor": "1.25"}, "its capacity_factor = 1.25 is of experts, of which it has none"),
+        ({"moe_pad_to_capacity": "yes"}, "pads rows to a capacity, of which it has none"),
+        ({"moe_pad_to_capacity": "2"}, "the moe_pad_to_capacity '2' is not one of yes, no"),
+        ({"capacity_factor": "0"}, "the cell 'capacity_factor' is '0', which is not a measurement"),
         ({"cuda_graphs": "maybe"}, "the cuda_graphs 'maybe' is not one of yes, no"),
         ({"model": "Nemotron-H-56B"}, "the model 'Nemotron-H-56B' has state-space layers"),
         ({"model": "Jamba 1.5"}, "has state-space layers"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.planner.cost.remat import POLICIES
+from meshwright.planner.cost.software import STACKS
 from meshwright.planner.validation.cases import case_of
 from meshwright.planner.validation.metrics import predict
 from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
@@ -104,6 +106,17 @@ def test_memory_is_in_gb_where_the_comment_says_that_of_memory(tmp_path: Path) -
     assert row(tmp_path, peak_mem_gib="60", where="H100 80 GB")["memory_bytes"] == 60 * 2**30
     told = row(tmp_path, peak_mem_gib="60", where="Table 3, memory printed as GB")
     assert told["memory_bytes"] == 60e9 and "peak_mem_gib = in GB, allocated" in told["inferred"]
+
+
+def test_memory_is_of_the_kind_that_a_source_states(tmp_path: Path) -> None:
+    """Torchtitan's own tables have what the allocator reserved."""
+    found = {}
+    for source, where in (("ours", ""), ("ours", "memory reserved"), ("torchtitan's benchmarks", "")):
+        told = row(tmp_path, peak_mem_gib="60", source=source, where=where)
+        found[source, where] = told["predicted_bytes"]
+        assert ("peak_mem_gib = in GiB, reserved" in told["inferred"]) == (source != "ours" or bool(where))
+    allocated, *reserved = found.values()
+    assert reserved == pytest.approx([allocated * (1 + STACKS["fsdp"].numbers.fragmentation)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +272,54 @@ def test_a_number_out_of_bounds_names_its_column(
     tmp_path: Path, changed: dict[str, str], reason: str
 ) -> None:
     assert reason in refusal(tmp_path, **changed)
+
+
+KNOWN = ", ".join(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        (
+            "remat_policy=mine",
+            f"remat policy 'mine' of its comment is not known and not counted; known are {KNOWN}",
+        ),
+        (
+            "remat policy: minimal_plus",
+            "'minimal_plus' of its comment is not known and taken for 'minimal'; known",
+        ),
+        (
+            '"remat" = "everything"',
+            "'everything' of its comment is not known and not counted; known are full,",
+        ),
+        (
+            "remat custom, mlpwq=offload",
+            "the output 'mlpwq' that its comment places (offload) is unknown and",
+        ),
+        (
+            "remat custom, mlpwo=ofload",
+            "the place 'ofload' of mlpwo in its comment is unknown and not counted;",
+        ),
+    ],
+)
+@pytest.mark.parametrize("program", ["MaxText", "torchtitan"])
+def test_words_of_recomputation_that_are_not_known_are_told(
+    tmp_path: Path, program: str, where: str, says: str
+) -> None:
+    told = row(tmp_path, where=where, program=program)
+    assert [note for note in told["notes"] if says in note] and told["predicted"] > 0
+
+
+@pytest.mark.parametrize(
+    "where",
+    [*(f"remat_policy={name}" for name in POLICIES), "no remat", "remat of attention", "context: long"],
+)
+def test_words_that_are_known_or_name_no_policy_are_not_remarked_on(tmp_path: Path, where: str) -> None:
+    assert row(tmp_path, where=where, program="MaxText")["notes"] == []
+
+
+def test_an_unknown_word_in_the_column_of_recomputation_is_refused_with_those_that_are_known(
+    tmp_path: Path,
+) -> None:
+    says = "the recompute 'minimal' is not one of none, full, selective"
+    assert refusal(tmp_path, program="MaxText", recompute="minimal") == says

@@ -28,9 +28,8 @@ from meshwright.api.source import keys_of_source
 from meshwright.data.chat_source import has_chats
 from meshwright.planner.explain.explanation import describe
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
-from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides, from_tree, given_keys
-from meshwright.spec.presets import PRESETS
+from meshwright.spec.model_names import preset_named, why_unknown
 from meshwright.spec.sections import DataSpec
 from meshwright.units import gigabytes, seconds, short
 
@@ -154,12 +153,9 @@ def _new(
     """Return the draft of a training from nothing, and what to know of it."""
     text = held.text
     assert text is not None  # `_wanted` has asked for it
-    if preset is not None and preset not in PRESETS:
-        raise UserError(
-            f"--preset: {preset!r} is not known"
-            + (did_you_mean(preset, PRESETS) or "; meshwright spec presets lists them")
-        )
-    name = preset or preset_for(text.tokens, where)
+    name = preset_for(text.tokens, where) if preset is None else preset_named(preset)
+    if name is None:
+        raise UserError(f"--preset: {preset!r} {why_unknown(str(preset), 'is not the name of a preset')}")
     shape = ModelSpec.model_validate({"preset": name})
     head = [f"A new model of the shape {name}, trained on {text.source} ({text.told}).", *_usage(where)]
     draft = Draft(head, given)

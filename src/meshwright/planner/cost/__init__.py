@@ -10,6 +10,6 @@ Messages: `collectives` times one, `published_messages` lists those of other pro
 those of parameters and gradients, `tensor_overlap` those that products hide, `exchange` those of ranks that
 step apart, and `expert_balance` is how uneven experts are.
 The host: `host` launches operators, and its memory takes moments (`offload`) and activations
-(`activation_copies`). `muon` is the update by Muon.
+(`activation_copies`), of programs that name what they keep those of `remat`. `muon` is the update by Muon.
 `software` has the programs whose runs were measured, `uncertainty` the intervals.
 """

@@ -14,12 +14,22 @@ from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
 
 
-def with_copies(passes: PassSeconds, spec: RunSpec, link: float | None, kind: LayerKind) -> PassSeconds:
-    """`passes` of a block with the seconds that it waits for copies; `link` is in bytes/s one way."""
-    if spec.train.offload_activations == "none" or link is None:
-        return passes
+def moved_bytes(spec: RunSpec, kind: LayerKind) -> float:
+    """Bytes that a block of this program copies to its host in a microbatch, and back."""
+    if spec.train.offload_activations == "none":
+        return 0.0
     sizes = Sizes(spec)
-    copy = movable(sizes, sizes.kinds[kind]) / link
+    return movable(sizes, sizes.kinds[kind])
+
+
+def with_copies(passes: PassSeconds, size: float, link: float | None) -> PassSeconds:
+    """`passes` of a block with the seconds that it waits for copies of `size` bytes, one way.
+
+    `link` is in bytes/s one way; where it is not known, copies are taken to be hidden.
+    """
+    if not size or link is None:
+        return passes
+    copy = size / link
     forward = max(0.0, copy - passes.forward.total)
     backward = max(0.0, copy - (passes.total - passes.forward.total))
     return passes._replace(

@@ -10,7 +10,10 @@ compute takes longer, so that less of it is done when compute is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from operator import le
 from typing import NamedTuple
 
 from meshwright.planner.cost.collectives import CollectiveCosts
@@ -98,7 +101,7 @@ class DataSeconds:
         return self.optimiser + once + self.copies_once
 
 
-class _Messages(NamedTuple):
+class DataMessages(NamedTuple):
     """Seconds of a rank's gathers and reductions by axis, and the elements that it updates."""
 
     gathers: dict[str, float]
@@ -106,24 +109,117 @@ class _Messages(NamedTuple):
     updated: float
 
 
+class _UnitCopies(NamedTuple):
+    """Bytes that a GPU copies of units, by purpose."""
+
+    each: dict[str, float]
+    """In each microbatch."""
+    once: dict[str, float]
+    more: float
+    """Bytes that another microbatch of a pipeline adds to `once`, of all purposes."""
+
+
 def data_seconds(
     spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
 ) -> DataSeconds:
     """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds."""
-    found = _data_seconds(spec, costs, held, forward, backward)
-    if not costs.counted:
-        return found
-    each, once = _copies(spec, held)
-    names = sorted({*each, *once})
-    moved = costs.kernels.moved
-    copies = {name: moved(spec.microbatches * each.get(name, 0.0) + once.get(name, 0.0)) for name in names}
-    return replace(
-        found, copies=copies, copies_each=moved(sum(each.values())), copies_once=moved(sum(once.values()))
-    )
+    return DataAxis(spec, costs, held).beside(forward, backward)
 
 
-def _copies(spec: RunSpec, held: StoredParameters) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of copies of units by purpose: in each microbatch, and once a step."""
+class DataAxis:
+    """The messages, the optimiser and the copies of a rank with `held`, whatever its microbatches take.
+
+    `messages` are `data_messages`, where they are known.
+    """
+
+    def __init__(
+        self, spec: RunSpec, costs: CostModel, held: StoredParameters, messages: DataMessages | None = None
+    ) -> None:
+        layout, stack, links = spec.layout, costs.stack, costs.links
+        messages = messages or data_messages(spec, costs, held)
+        self._gathers, self._reduces, updated = messages
+        self._optimiser = max(_update_seconds(spec, costs, updated), copy_seconds(spec, costs, updated))
+        self._count, self._often = spec.microbatches, layout.pp == 1 and spec.microbatches > 0
+        # A pipeline gathers and reduces once a step.
+        self._times = self._count if self._often and layout.zero >= 2 else 1
+        # Replicas wait for the last microbatch.
+        self._last = self._reduces["replicate"] if stack.ours and self._times > 1 else 0.0
+        self._gather, self._reduce = sum(self._gathers.values()), sum(self._reduces.values()) - self._last
+        self._units, self._sharded = max(1, held.units), layout.zero == 3
+        self._contention, self._slower = costs.contention, 1.0
+        if stack.own and self._reduce + self._gather:
+            lost = self._reduce * links.contention(_reduction(spec))
+            lost += self._gather * links.contention("all_gather")
+            self._contention, self._slower = lost / (self._reduce + self._gather), links.slowed
+        self._overlap, self._ahead = stack.overlap("data"), stack.overlap("parameters")
+        self._moved = costs.kernels.moved
+        self._copies = _copies(spec, held) if costs.counted else _UnitCopies({}, {}, 0.0)
+        self._copied_each = self._moved(sum(self._copies.each.values()))
+        self._copied_once = self._moved(sum(self._copies.once.values()))
+
+    def beside(self, forward: float, backward: float) -> DataSeconds:
+        """Seconds beside microbatches of `forward` and `backward` seconds."""
+        times, gathers, reduces = self._times, self._gathers, self._reduces
+        if self._sharded:
+            sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
+        else:
+            sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
+        sent["replicate"] -= (times - 1) * self._last
+        exposed = self._exposed(forward, backward)
+        return DataSeconds(sent, *exposed, self._by_purpose(), self._copied_each, self._copied_once)
+
+    def _by_purpose(self) -> dict[str, float]:
+        """Seconds of a step in which a GPU copies units."""
+        each, once, _ = self._copies
+        sizes = {name: self._count * each.get(name, 0.0) + once.get(name, 0.0) for name in {*each, *once}}
+        return {name: self._moved(sizes[name]) for name in sorted(sizes)}
+
+    def seconds(self, forward: float, backward: float, microbatches: int, enough: float = inf) -> float:
+        """Seconds of a step beside microbatches of `forward` and `backward` seconds; in a pipeline also for
+        another number of them than the run's. Where they are at least `enough`, any number that is."""
+        more = (microbatches - self._count) * self._moved(self._copies.more)
+        least = self._optimiser + self._copied_once + more + microbatches * self._copied_each
+        if least >= enough:
+            return least
+        exposed, slowed, _, each, once = self._exposed(forward, backward)
+        return least + (once if each else exposed + slowed) + microbatches * each
+
+    def within(self, other: DataAxis) -> bool:
+        """True if `seconds` are never above those of another rank with as much of the same model, if
+        contention is at most 1."""
+        if (self._sharded, self._times) != (other._sharded, other._times):
+            return False
+        return all(map(le, self._loads, other._loads))
+
+    @cached_property
+    def _loads(self) -> tuple[float, ...]:
+        rest = self._optimiser + self._copied_once + self._count * self._copied_each
+        return self._gather, self._reduce, self._last, rest
+
+    def _exposed(self, forward: float, backward: float) -> tuple[float, float, float, float, float]:
+        """The fields of `DataSeconds` from `exposed` to `once`."""
+        forward, backward = forward / self._slower, backward / self._slower  # of messages that they can hide
+        gather, reduce, times, contention = self._gather, self._reduce, self._times, self._contention
+        behind = gather + reduce if self._sharded else reduce
+        hidden_last = min(self._last, max(0.0, backward - behind)) * self._overlap
+        once = self._last - hidden_last
+        if not self._sharded:
+            hidden = min(gather, forward) * self._ahead
+            hidden_back = min(reduce, backward) * self._overlap * (1 - 1 / self._units)
+            exposed = times * (reduce - hidden_back) + gather - hidden + once
+            slowed = contention * (times * hidden_back + hidden + hidden_last)
+            return exposed, slowed, self._optimiser, 0.0, 0.0
+        hidden = min(gather, forward) * self._overlap
+        hidden_back = min(gather + reduce, backward) * self._overlap
+        exposed = max(
+            (gather - hidden) + (gather + reduce - hidden_back), gather / self._units + reduce / self._units
+        )
+        slowed = contention * (hidden + hidden_back)
+        each, after = exposed + slowed if self._often else 0.0, contention * hidden_last
+        return times * exposed + once, times * slowed + after, self._optimiser, each, once + after
+
+
+def _copies(spec: RunSpec, held: StoredParameters) -> _UnitCopies:
     layout, groups, copies = spec.layout, step_axes(spec), unit_copies(spec)
     gathers = dict.fromkeys(("casts", "gathered units"), 0.0)
     summed, added, packed, later = 0.0, 0.0, 0.0, spec.microbatches - 1
@@ -147,48 +243,10 @@ def _copies(spec: RunSpec, held: StoredParameters) -> tuple[dict[str, float], di
         else:
             added += copies.added * ends + copies.added_block * (trained - ends)
     once = {"gradient sums": later * (summed + added), "gradients of experts": packed}
+    more = summed + added + packed / spec.microbatches
     if layout.zero == 3 and layout.pp == 1:
-        return gathers, once
-    return {}, gathers | once
-
-
-def _data_seconds(
-    spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
-) -> DataSeconds:
-    """Seconds of messages and of the optimiser."""
-    layout, stack, links = spec.layout, costs.stack, costs.links
-    gathers, reduces, updated = _all_messages(spec, costs, held)
-    optimiser = max(_update_seconds(spec, costs, updated), copy_seconds(spec, costs, updated))
-    often = spec.microbatches if layout.pp == 1 else 0
-    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
-    last = reduces["replicate"] if stack.ours and times > 1 else 0.0  # replicas wait for the last microbatch
-    gather, reduce, units = sum(gathers.values()), sum(reduces.values()) - last, max(1, held.units)
-    contention, slower = stack.numbers.contention, 1.0
-    if stack.own and reduce + gather:
-        lost = reduce * links.contention(_reduction(spec)) + gather * links.contention("all_gather")
-        contention, slower = lost / (reduce + gather), links.slowed
-    forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
-    behind = gather + reduce if layout.zero == 3 else reduce
-    hidden_last = min(last, max(0.0, backward - behind)) * stack.overlap("data")
-    once = last - hidden_last
-    if layout.zero == 3:
-        sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
-        sent["replicate"] -= (times - 1) * last
-        hidden = min(gather, forward) * stack.overlap("data")
-        hidden_back = min(gather + reduce, backward) * stack.overlap("data")
-        exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
-        slowed = contention * (hidden + hidden_back)
-        each, slows = exposed + slowed if often else 0.0, times * slowed + contention * hidden_last
-        return DataSeconds(
-            sent, times * exposed + once, slows, optimiser, each, once + contention * hidden_last
-        )
-    hidden = min(gather, forward) * stack.overlap("parameters")
-    hidden_back = min(reduce, backward) * stack.overlap("data") * (1 - 1 / units)
-    exposed = times * (reduce - hidden_back) + gather - hidden + once
-    sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
-    sent["replicate"] -= (times - 1) * last
-    slowed = contention * (times * hidden_back + hidden + hidden_last)
-    return DataSeconds(sent, exposed, slowed, optimiser)
+        return _UnitCopies(gathers, once, more)
+    return _UnitCopies({}, gathers | once, more)
 
 
 def _reduction(spec: RunSpec) -> str:
@@ -210,7 +268,8 @@ def _sent_bytes(spec: RunSpec, costs: CostModel) -> tuple[float, float]:
     return width, gradient
 
 
-def _all_messages(spec: RunSpec, costs: CostModel, held: StoredParameters) -> _Messages:
+def data_messages(spec: RunSpec, costs: CostModel, held: StoredParameters) -> DataMessages:
+    """The messages of a rank with `held`, and the elements that it updates."""
     layout, groups, stack, links = spec.layout, step_axes(spec), costs.stack, costs.links
     width, gradient = _sent_bytes(spec, costs)
     unpack = costs.kernels.moved(stack.unpacked)
@@ -234,7 +293,7 @@ def _all_messages(spec: RunSpec, costs: CostModel, held: StoredParameters) -> _M
         across = widths(spec).exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
         updated += mine
-    return _Messages(gathers, reduces, updated)
+    return DataMessages(gathers, reduces, updated)
 
 
 def _update_seconds(spec: RunSpec, costs: CostModel, elements: float) -> float:

@@ -161,7 +161,7 @@ def exchange_seconds(
     contention = links.contention(call)
     if not stack.own:  # compute loses by what a message moves, not by how long a slow link takes to carry it
         rates = [links.rate(level) for level in (links.outermost(group), costs.cluster.levels[0])]
-        contention = stack.numbers.contention * min(1.0, rates[0] / rates[1])
+        contention = costs.contention * min(1.0, rates[0] / rates[1])
     whole = max(sum(elements for elements, _ in rank) for rank in listed)
     update = costs.kernels.moved((_MOVED + _coding(spec)) * widths(spec).exact * whole)
     in_period = sent, exposed, contention * (sent - exposed), update

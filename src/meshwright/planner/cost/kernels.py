@@ -116,7 +116,9 @@ class KernelCosts:
         rate = self.device.peak[name] * self.device.clock(name)
         kernel = kernel or self._attention
         rate *= self._relative(kernel)
-        if self.device.kind != "cpu":
+        if rates.array:
+            rate *= min(1.0, channels / rates.array)
+        elif self.device.kind != "cpu":
             rate *= _of_heads(kernel, channels)
         rate *= rates.attention_backward if backward else rates.attention
         return flops * (1 + _SHORT / length) / rate

@@ -16,10 +16,11 @@ from typing import Literal
 
 from meshwright.hardware.attention_backend import holds_documents, planned_backends
 from meshwright.hardware.measurements import attention_seconds
-from meshwright.planner.cost.activation_copies import with_copies
+from meshwright.planner.cost.activation_copies import moved_bytes, with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.embedding_head import EndCosts
+from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.host import counted_host_seconds, host_seconds
 from meshwright.planner.cost.kernels import START, KernelCosts
 from meshwright.planner.cost.operator_bytes import (
@@ -29,6 +30,7 @@ from meshwright.planner.cost.operator_bytes import (
 )
 from meshwright.planner.cost.precision import Precision, our_precision, precision
 from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
+from meshwright.planner.cost.remat import Remat
 from meshwright.planner.cost.software import KERNELS, SoftwareStack, elementwise_passes
 from meshwright.planner.cost.tensor_overlap import (
     fused_passes,
@@ -39,7 +41,7 @@ from meshwright.planner.cost.tensor_overlap import (
 )
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, layer_parameters, share, training_of
 from meshwright.planner.traffic.layer_messages import layer_messages
-from meshwright.planner.traffic.layer_shape import layer_shape
+from meshwright.planner.traffic.layer_shape import expert_room, layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.spec import RunSpec
 from meshwright.spec.layers import LayerKind
@@ -54,6 +56,7 @@ PRICED_AS = {"sequence": "expert"}
 
 Part = LayerKind | Literal["embed", "head"]
 """A layer of a kind, the embedding or the head."""
+ENDS: tuple[Part, ...] = ("embed", "head")
 
 
 @dataclass
@@ -64,6 +67,8 @@ class Dense:
     """Seconds of each part without experts."""
     sizes: dict[LayerKind, tuple[int, int, int]] = field(default_factory=dict)
     """Parameters of a layer of each kind: split by tensor ranks, replicated on them, of routed experts."""
+    work: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
+    """Seconds of products, which depend on their shapes alone, and of messages beside them."""
 
 
 @dataclass(eq=False)
@@ -71,7 +76,7 @@ class LayerCost(EndCosts):
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
     `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
-    format of matrix products, and `busiest` the rows of the busiest expert ranks over the mean.
+    format of matrix products, and `violation` how unequally popular experts are.
     """
 
     spec: RunSpec
@@ -80,7 +85,7 @@ class LayerCost(EndCosts):
     kernels: KernelCosts
     links: CollectiveCosts
     dense: Dense
-    busiest: float = 1.0
+    violation: float = 0.0
 
     def __post_init__(self) -> None:
         spec, stack, kernels = self.spec, self.stack, self.kernels
@@ -90,7 +95,11 @@ class LayerCost(EndCosts):
         shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
         selects = ours and spec.recompute.policy == "selective"  # of others `selective` names operators
         self.repeats = shape.repeated if selects else frozenset[str]()
-        self.shape = shape = replace(shape, width=self.width, repeated=frozenset(), busiest=self.busiest)
+        if stack.pads_experts and spec.model.moe is not None:
+            shape = replace(shape, admitted=expert_room(spec, spec.model.moe))
+        else:
+            shape = replace(shape, busiest=busiest(spec, self.violation))
+        self.shape = shape = replace(shape, width=self.width, repeated=frozenset())
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
         self.attention, self.document, self.masked = stack.attention, self.length, False
@@ -110,8 +119,23 @@ class LayerCost(EndCosts):
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
         self.kinds = spec.model.kinds
-        self.parts: tuple[Part, ...] = (*self.kinds, "embed", "head")
+        self.parts: tuple[Part, ...] = (*self.kinds, *ENDS)
         self._routed: dict[Part, PassSeconds] = {}
+        self.remat = self._remat()
+        """Where outputs wait that this program keeps by name; None where it names none, or keeps all."""
+
+    def _remat(self) -> Remat | None:
+        policy = self.spec.recompute.policy
+        if self.stack.selective != "named" or policy == "none":
+            return None
+        return self.stack.remat if policy == "selective" else Remat()
+
+    def offloaded(self, kind: LayerKind) -> float:
+        """Bytes that a layer has in the host's memory of what it keeps by name."""
+        if self.remat is None:
+            return 0.0
+        outputs = self.named_outputs(kind)
+        return self.width * sum(outputs[name] for name in self.remat.host)
 
     def seconds(self, part: Part) -> PassSeconds:
         """Seconds of a part of the model."""
@@ -136,7 +160,7 @@ class LayerCost(EndCosts):
         kernels = block_kernels(self.spec, kind) if self.counted else (0.0, 0.0)
         moved, moved_back = map(self.kernels.moved, self._bytes(kind), kernels)
         cast, cast_back = map(self.kernels.moved, self._casts(products))
-        multiplied, multiplied_back = self._multiplied(kind, products)
+        multiplied, multiplied_back, multiplied_weight = self._multiplied(kind, products)
         forward = self._exposed(listed, core, Phase.FORWARD)._replace(
             matmul=multiplied, attention=core, moved=moved + scores + cast
         )
@@ -146,38 +170,63 @@ class LayerCost(EndCosts):
         forward, input = self._overlapped(kind, forward, input)
         held = self.held(kind)[0] if self.counted else sum(self.held(kind))  # experts' are copies of units
         weight = Seconds(
-            matmul=sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in self._separate(products)),
+            matmul=multiplied_weight,
             moved=self.kernels.moved(self.packed(block=True) * held),
         )
-        policy, selective = self.spec.recompute.policy, self.stack.selective
-        again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
-        if policy == "selective" and selective == "attention":  # Korthikanti et al. 2022
-            again = Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
-        elif policy == "selective":
-            repeated = sum(self._product(p) for p in products if selective == "latents" and self.widens(p))
-            if selective == "half":  # source: every second product, as torchtitan
-                repeated = forward.matmul / 2
-            if "matmul" in self.repeats:
-                repeated = forward.matmul
-            attended = core if "attention" in self.repeats else 0.0
-            recast = cast if "matmul" in self.repeats else 0.0
-            again = again._replace(matmul=repeated, attention=attended, moved=moved + recast)
+        again = self._again(kind, forward, self._exposed(listed, core, Phase.RECOMPUTE), scores, cast)
         passes = self._uncovered(PassSeconds(forward, input, weight, again), listed)
         return self._offloaded(self._launched(passes, kind), kind)
+
+    def _again(
+        self, kind: LayerKind, forward: Seconds, messages: Seconds, scores: float, cast: float
+    ) -> Seconds:
+        """Seconds of what recomputation repeats of a layer's `forward`; `messages` are those that it repeats.
+
+        `scores` and `cast` are seconds of moving attention's scores, and of casts, in the forward.
+        """
+        policy, selective = self.spec.recompute.policy, self.stack.selective
+        core, moved = forward.attention, forward.moved - scores
+        if self.remat is not None:
+            kept = self.remat.kept
+            repeated = sum(share * self._product(p) for share, p in self.repeated_products(kind, kept))
+            attended = 0.0 if "context" in kept else core
+            return messages._replace(matmul=repeated, attention=attended, moved=moved)
+        if policy == "full":
+            return forward
+        if policy == "selective" and selective == "attention":  # Korthikanti et al. 2022
+            return Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
+        if policy == "none":
+            return messages
+        widened = (p for p in self.products(kind) if selective == "latents" and self.widens(p))
+        repeated = sum(map(self._product, widened))
+        if selective == "half":  # source: every second product, as torchtitan
+            repeated = forward.matmul / 2
+        if "matmul" in self.repeats:
+            repeated = forward.matmul
+        attended = core if "attention" in self.repeats else 0.0
+        recast = 0.0 if "matmul" in self.repeats else cast
+        return messages._replace(matmul=repeated, attention=attended, moved=moved - recast)
 
     def _fused(self, kind: LayerKind) -> bool:
         return self.counted and fuses_products(self.spec, kind, self.links, self.shape)
 
-    def _multiplied(self, kind: LayerKind, products: Sequence[Product]) -> tuple[float, float]:
-        """Seconds of a layer's products in the forward, and of those for the gradients of inputs."""
-        products = self._separate(products)
+    def _multiplied(self, kind: LayerKind, products: Sequence[Product]) -> tuple[float, ...]:
+        """Seconds of a layer's products in the forward, and of those for the gradients of inputs and of
+        weights."""
+        key = "products", self.format, kind, self.spec.layout.tp, self._fused(kind), *products
+        if key not in self.dense.work:
+            self.dense.work[key] = self._products_of_passes(kind, self._separate(products))
+        return self.dense.work[key]
+
+    def _products_of_passes(self, kind: LayerKind, products: Sequence[Product]) -> tuple[float, ...]:
         turned = [p._replace(n=p.k, k=p.n) for p in products]
+        weight = sum(self._product(p._replace(m=p.n, n=p.k, k=p.m)) for p in products)
         if not self._fused(kind):
-            return sum(map(self._product, products)), sum(map(self._product, turned))
+            return sum(map(self._product, products)), sum(map(self._product, turned)), weight
         rows = {each.row._replace(n=each.row.k, k=each.row.n) for each in self._maps(kind)}
         parts = partial(in_parts, self._started, ranks=self.spec.layout.tp)
         back = (parts(p=p) if p in rows else self._product(p) for p in turned)
-        return sum(parts(p=p) for p in products), sum(back)
+        return sum(parts(p=p) for p in products), sum(back), weight
 
     def _started(self, p: Product) -> float:
         """Seconds of a product with its start, which counts where it is short."""
@@ -187,13 +236,20 @@ class LayerCost(EndCosts):
         """Passes without the messages of tensor ranks that this program's products hide."""
         if not (self.counted and overlaps_sums(self.spec)):
             return forward, input
-        hidden = hidden_messages(self._maps(kind), self._started, self.links, self.shape, self._fused(kind))
+        layout, fused = self.spec.layout, self._fused(kind)
+        key = "messages", self.format, kind, layout.tp, layout.sequence_parallel, self.tokens, fused
+        if key not in self.dense.work:
+            self.dense.work[key] = hidden_messages(
+                self._maps(kind), self._started, self.links, self.shape, fused
+            )
+        hidden = self.dense.work[key]
         left = [max(0.0, each.tensor - less) for each, less in zip((forward, input), hidden, strict=True)]
         return forward._replace(tensor=left[0]), input._replace(tensor=left[1])
 
     def _offloaded(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for copies of activations."""
-        return with_copies(passes, self.spec, self.kernels.device.host_link, kind)
+        size = self.offloaded(kind) or moved_bytes(self.spec, kind)
+        return with_copies(passes, size, self.kernels.device.host_link)
 
     def _launched(self, passes: PassSeconds, kind: LayerKind) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
@@ -319,7 +375,7 @@ class LayerCost(EndCosts):
         Full recomputation is charged a whole forward, compute and messages alike, as the lower bounds of the
         search are; the program leaves out what no backward reads (`planner/traffic/messages.py`).
         """
-        merged = merged_share(self.shape, self.links) if routed and self.stack.merged_copies else 1.0
+        merged = merged_share(self.shape, self.links) if routed and self._merges() else 1.0
         if self.stack.own:
             listed = [*layer_messages(replace(self.shape, training=training), routed)]
         else:
@@ -334,9 +390,23 @@ class LayerCost(EndCosts):
             again = [m for m in called if m.phase is Phase.RECOMPUTE]
         elif policy == "selective" and selective == "half":
             again = [m.times(0.5) for m in again if m.axis == "tensor"]
+        elif policy == "selective" and selective == "named":
+            kept = self.stack.remat.kept  # of four messages, the last is of what no backward reads
+            needed = sum(not kept >= names for names in ({"query_proj"}, {"out_proj"}, {"mlpwi_0"})) / 4
+            again = [m.times(needed) for m in again if m.axis == "tensor"]
+            again += [dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []
         elif policy == "selective":
             again = [dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []
         return listed + [replace(m, phase=Phase.RECOMPUTE) for m in again]
+
+    def _merges(self) -> bool:
+        """True if the program sends merged copies, which it does where no expert drops any.
+
+        Source: Megatron-Core drops tokens with its plain all-to-all dispatcher only (TransformerConfig), and
+        Megatron-Bridge's recipes then hide none of its messages (scripts/performance/configs, moe_a2a).
+        """
+        moe = self.spec.model.moe
+        return self.stack.merged_copies and moe is not None and moe.capacity_factor is None
 
     def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
         """Seconds of the messages of `phases`, less what overlaps products or `core` seconds of attention."""
@@ -379,7 +449,7 @@ class LayerCost(EndCosts):
         if message.overlaps is not Overlap.COMPUTE:
             return 0.0
         if message.axis == "expert":
-            return stack.overlap("expert")
+            return stack.overlap("expert") if self._merges() == stack.merged_copies else 0.0
         # Source: buffers of products that overlap their messages are shared by the processes of one host
         # (NVIDIA Transformer Engine, "userbuffers").
         host, group = self.links.cluster.host, message.group

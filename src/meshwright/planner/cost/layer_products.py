@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 
 from meshwright.planner.cost.breakdown import Product
 from meshwright.planner.cost.kernels import WORD
 from meshwright.planner.cost.precision import Precision
+from meshwright.planner.cost.remat import Output
 from meshwright.planner.cost.tensor_overlap import ParallelMaps
 from meshwright.planner.traffic.layer_shape import LayerShape
 from meshwright.spec import RunSpec
@@ -111,6 +112,60 @@ class LayerProducts:
         inner = moe.ffn // self.spec.layout.etp
         router = Product(self.own, moe.experts, hidden)
         return [router, self._of_experts(self.gates * inner, hidden), self._of_experts(hidden, inner)]
+
+    def named_outputs(self, kind: LayerKind) -> dict[Output, float]:
+        """Elements of a layer's outputs that programs keep by name, 0 of those that no backward reads."""
+        routed, n, stream = kind.has_experts, self.tokens, float(self.own * self.spec.model.hidden)
+        channels = self.shape.moe.shared_ffn if routed else self.spec.model.ffn
+        gate, down = n * channels / self.spec.layout.tp, stream * self.spec.model.rereads_outputs
+        if routed:
+            gate += self.shape.copies * self.shape.moe.ffn / self.spec.layout.etp
+            down += self.shape.copies * self.spec.model.hidden
+        found: dict[Output, float] = {"decoder_layer_input": stream, "out_proj": stream}
+        found |= {"query_proj": n * self.q, "key_proj": n * self.kv, "value_proj": n * self.kv}
+        found |= {"context": n * self.q, "mlpwi_0": gate, "mlpwo": down}
+        return found | {"mlpwi_1": gate * (self.gates - 1)}
+
+    def every_second_output(self, kind: LayerKind, compiled: bool) -> float:
+        """Elements of the outputs that a layer keeps if it computes every second product again.
+
+        Queries, keys, values, gates and what they gate are products of their own; those of experts are all
+        computed again. A compiler does not keep what no backward reads, such as the last product's output.
+        Source: torchtitan's distributed/activation_checkpoint.py, 2025.
+        """
+        n, stream = self.tokens, self.own * self.spec.model.hidden
+        *joint, _ = self._attention_products()
+        found: list[float] = [n * self.q, n * self.kv, n * self.kv]
+        if self.spec.model.mla is not None:
+            found = [p.m * p.n for p in joint]
+        channels = self.shape.moe.shared_ffn if kind.has_experts else self.spec.model.ffn
+        found.append(stream)
+        if channels:
+            found += [n * channels / self.spec.layout.tp] * self.gates
+            read = not compiled or self.spec.model.rereads_outputs
+            found.append(stream * read)
+        return sum(found[::2])
+
+    def repeated_products(self, kind: LayerKind, kept: Collection[Output]) -> list[tuple[float, Product]]:
+        """(share of its columns, product) of a layer's forward that are computed again for a backward.
+
+        The last product of a dense layer is not: its output is the next layer's input, which is kept.
+        """
+        model, routed = self.spec.model, kind.has_experts
+        *joint, out = self._attention_products()
+        sizes = {"query_proj": self.q, "key_proj": self.kv, "value_proj": self.kv}
+        missing = sum(size for name, size in sizes.items() if name not in kept) / sum(sizes.values())
+        found = [(missing if model.mla is None else float(missing > 0), p) for p in joint]
+        found.append((float("out_proj" not in kept), out))
+        gates = ["mlpwi_0", "mlpwi_1"][: self.gates]
+        gated = sum(name not in kept for name in gates) / len(gates)
+        down = float("mlpwo" not in kept)
+        inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else model.ffn)
+        found += zip((gated, down * model.rereads_outputs), inner, strict=False)
+        if routed:
+            router, first, last = self._routed_products()
+            found += [(1.0, router), (gated, first), (down, last)]
+        return [(share, p) for share, p in found if share]
 
     def _of_experts(self, outputs: int, inputs: int) -> Product:
         """The product of each expert's rows with a matrix of its own."""

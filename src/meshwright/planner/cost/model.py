@@ -20,8 +20,8 @@ class CostModel:
     """Costs of kernels, collectives and blocks on a cluster.
 
     `stack` defaults to this program, in its variant for the cluster's kind of device. `format` is the number
-    format of matrix products where it differs from the run's: 'fp8', and `busiest` the rows of the busiest
-    expert ranks over the mean (`planner/cost/expert_balance.py`).
+    format of matrix products where it differs from the run's: 'fp8', and `violation` how unequally popular
+    its experts are (`planner/cost/expert_balance.py`).
     """
 
     def __init__(
@@ -29,20 +29,23 @@ class CostModel:
         cluster: Cluster,
         stack: SoftwareStack | None = None,
         format: str | None = None,
-        busiest: float = 1.0,
+        violation: float = 0.0,
     ) -> None:
         stack = stack or MESHWRIGHT
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
-        self.cluster, self.stack, self.format, self.busiest = cluster, stack, format, busiest
+        self.cluster, self.stack, self.format, self.violation = cluster, stack, format, violation
         self.counted = stack.ours and cluster.device.kind != "cpu"
         """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         device = _device_of_rank(cluster)
         self.kernels = KernelCosts(device, stack.attention, cluster.measured)
         self.links = CollectiveCosts(cluster, stack.flat_rings)
+        self.contention = max(stack.numbers.contention, device.rates.contention)
+        """Seconds that compute loses per second of a collective that it overlaps, where none was measured."""
         self.shared = shared_cores(cluster)
         self._models: list[ModelSpec] = []
         self._sizes: list[dict[LayerKind, tuple[int, int, int]]] = []
+        self._work: list[dict[tuple[object, ...], tuple[float, ...]]] = []
         self._dense: dict[tuple[object, ...], Dense] = {}
         self._blocks: dict[tuple[object, ...], LayerCost] = {}
 
@@ -61,19 +64,22 @@ class CostModel:
             format = self.format or spec.precision.compute
             known = self._dense.setdefault(dense, self.dense(spec.model))
             self._blocks[key] = LayerCost(
-                spec, format, self.stack, self.kernels, self.links, known, self.busiest
+                spec, format, self.stack, self.kernels, self.links, known, self.violation
             )
         return self._blocks[key]
 
     def dense(self, model: ModelSpec) -> Dense:
-        """Parameter counts of the model's blocks, shared by all its layouts, and no seconds yet."""
-        return Dense(sizes=self._sizes[self._number(model)])
+        """Parameter counts of the model's blocks and seconds of products, shared by all its layouts, and no
+        seconds of parts yet."""
+        number = self._number(model)
+        return Dense(sizes=self._sizes[number], work=self._work[number])
 
     def _number(self, model: ModelSpec) -> int:
         """The place of a model among those seen: comparing a few is quicker than hashing one."""
         if model not in self._models:
             self._models.append(model)
             self._sizes.append({})
+            self._work.append({})
         return self._models.index(model)
 
 

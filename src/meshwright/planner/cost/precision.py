@@ -84,8 +84,11 @@ def precision(name: str) -> Precision:
 
 
 def check_computes(name: str, device: Device) -> None:
-    """Raise `UserError` for bf16, plain or around a recipe, on a GPU that does not compute in it."""
-    if device.kind == "cpu" or name not in ("bf16", *OURS) or "bf16" in device.peak:
+    """Raise `UserError` for a recipe, or the bf16 around it, on a device that does not compute in it."""
+    if device.kind == "cpu" or name not in ("bf16", *OURS):
+        return
+    if "bf16" in device.peak:
+        _check_kernels(name, device)
         return
     raise UserError(
         f"precision.compute: {name!r} needs bf16, and {device.name} computes in {', '.join(device.peak)}; "
@@ -95,9 +98,14 @@ def check_computes(name: str, device: Device) -> None:
 
 def our_precision(name: str, device: Device) -> Precision:
     """The recipe of a name in this program. Raises `UserError` for a GPU that it does not run on."""
-    if device.kind != "cpu" and (needed := NEEDED.get(name)) and needed not in device.peak:
+    if device.kind != "cpu":
+        _check_kernels(name, device)
+    return OURS.get(name) or Precision(name)
+
+
+def _check_kernels(name: str, device: Device) -> None:
+    if (needed := NEEDED.get(name)) and needed not in device.peak:
         raise UserError(
             f"precision.compute: {name!r} has no kernels on {device.name}, which computes in "
             f"{', '.join(device.peak)}; try bf16"
         )
-    return OURS.get(name) or Precision(name)

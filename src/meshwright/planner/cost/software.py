@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 
 from meshwright.hardware.attention_backend import AttentionBackend
 from meshwright.hardware.sourced import read_tables
+from meshwright.planner.cost.remat import Remat
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.pipeline_schedules import ScheduleName
 from meshwright.spec.records import Count, Integer, NotNegative, Record
 
 Operators = Literal["unfused", "copying", "eager", "fused", "compiled"]
@@ -26,7 +26,7 @@ KERNELS: Mapping[AttentionBackend, Attention] = {
     "math": "unfused", "tiles": "unfused", "cpu": "flash2",
 }  # fmt: skip
 """The kernels that this program chooses, by the names that stacks have for them."""
-Loss = Literal["unfused", "fused", "chunked"]
+Loss = Literal["unfused", "fused", "compiled", "chunked"]
 Overlapped = Literal["data", "parameters", "tensor", "expert", "pipeline"]
 
 
@@ -78,7 +78,8 @@ class SoftwareStack(Record):
     """How the host launches operators: through modules that do more in Python, eager PyTorch, compiled
     blocks, or CUDA graphs that are replayed."""
     loss: Loss
-    """The loss keeps wider copies of the logits, is fused, or computes them in chunks."""
+    """The loss keeps wider copies of the logits, is fused, is compiled to keep their gradient alone beside
+    them, or computes them in chunks."""
     attention: Attention
     """Attention's kernels: a release of FlashAttention (Dao et al. 2022), or cuDNN's, which are written for
     each device; unfused attention stores its scores."""
@@ -93,18 +94,20 @@ class SoftwareStack(Record):
     """The host waits for the number of tokens of each expert before it launches what computes them."""
     merged_copies: bool
     """A token is sent once to each node that has experts of it, within a node once to each rank."""
+    pads_experts: bool
+    """Rows of each expert are padded to its capacity, if it has one, and sent so."""
     by_tensor: bool
     """Gradients and parameters are communicated tensor by tensor over the data axis, not in buckets."""
     accumulates: bool
     """Gradients of a microbatch are added to an fp32 copy of their own after it, not by the products."""
-    selective: Literal["attention", "half", "elementwise", "latents"]
-    """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or
-    these and the products that latents of attention are widened by."""
-    schedules: tuple[ScheduleName, ...]
-    """Pipeline schedules that it has; none of a program without pipelines."""
-    stages: Literal["even", "threshold"]
-    """How blocks are dealt to the stages of a pipeline where a published run does not state it: evenly, or
-    each stage until it exceeds its share (`planner/validation/stage_cuts.py`)."""
+    selective: Literal["attention", "half", "elementwise", "latents", "named"]
+    """Operators that selective recomputation repeats: attention, half the products, elementwise ones, these
+    and the products that latents of attention are widened by, or what `remat` does not name."""
+    remat: Remat
+    """Outputs of a block that selective recomputation keeps by name."""
+    planned_memory: bool
+    """A compiler places the tensors of a whole step in one memory ahead of it: none is reserved beyond them,
+    and logits, what a block's backward makes, and gradients are not held before or after they are needed."""
     scatter_pipeline: bool
     """Tensor ranks send a slice each between stages, and gather it there (Narayanan et al. 2021, 4.1)."""
     gradient_bytes: Count
@@ -201,9 +204,21 @@ STACKS = read_tables(SoftwareStack, tomllib.loads(_DATA.read_text(encoding="utf-
 MESHWRIGHT, MESHWRIGHT_ON_CPU = STACKS["meshwright"], STACKS["meshwright-cpu"]
 
 
+PROGRAM_NAMES: Mapping[str, str] = {
+    "torchtitan": "fsdp-compiled-loss",
+    "fsdp2": "fsdp",
+    "megatron": "megatron-core",
+    "megatron-bridge": "nemo",
+    "deepseek": "hai-llm",
+}
+"""Names that people have for programs -> the newest stack of each."""
+
+
 def stack_named(name: str) -> SoftwareStack:
-    """The software stack of this name. Raises `UserError`."""
-    if name not in STACKS:
-        hint = did_you_mean(name, STACKS) or f"; they are {', '.join(STACKS)}"
+    """The software stack of this name, or of a program that people know by it. Raises `UserError`."""
+    known = PROGRAM_NAMES.get(name, name)
+    if known not in STACKS:
+        names = (*STACKS, *PROGRAM_NAMES)
+        hint = did_you_mean(name, names) or f"; they are {', '.join(STACKS)}"
         raise UserError(f"--stack: there is no stack '{name}'{hint}")
-    return STACKS[name]
+    return STACKS[known]

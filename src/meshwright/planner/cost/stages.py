@@ -21,7 +21,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.muon import muon_seconds
 from meshwright.planner.cost.trained import Trained, trained_in
 from meshwright.planner.group_shapes import axes, step_world
-from meshwright.planner.layout_space import StageSplit
+from meshwright.planner.layout_levels import StageSplit
 from meshwright.schedule import StageCost, StageLink
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import Layout, ModelSpec, RunSpec

@@ -88,10 +88,11 @@ class StepModel:
         if costs.shared is not None and spec.layout.pp > 1:
             self.shared = replace(costs.shared, stride=axes(spec.layout).pipeline.stride)
 
-    def bound(self, spec: RunSpec, finals: Sequence[float]) -> float:
+    def bound(self, spec: RunSpec, finals: Sequence[float], mean: float = 0.0) -> float:
         """Seconds of a step at least, for ranks that never share cores.
 
-        `finals` are each rank's seconds after its last backward.
+        `finals` are each rank's seconds after its last backward. Where they are not known, `mean` is at most
+        their mean.
         """
         lists, stages = lists_of(spec), self.stages
         paths = self.times.paths[lists]
@@ -100,7 +101,9 @@ class StepModel:
             self._bounds[key] = rank_ends(
                 stages.stages, stages.placed.own, stages.hop, lists[0], lists[3], paths
             )
-        alone = self._seconds(spec, _last(self._bounds[key], finals), max(stages.by_rank))
+        done = self._bounds[key]
+        span = max(_last(done, finals), sum(done) / len(done) + mean)
+        alone = self._seconds(spec, span, max(stages.by_rank))
         return alone + stages.exchange(spec, alone).total
 
     def exact(self, spec: RunSpec, finals: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.spec import ModelSpec
 
-SIGMA_TIME = {"known": 0.08, "new": 0.095, "experts": 0.23}
+SIGMA_TIME = {"known": 0.08, "new": 0.0885, "experts": 0.23}
 """Standard deviation of ln(measured / predicted) step seconds, by regime. Fitted on: the published runs, each
 predicted without its source (`planner/validation/data/left_out.csv`), rounded up."""
 SIGMA_GUESS = 0.03
@@ -26,7 +26,8 @@ UNTIMED = 2.0
 SURE = 0.8
 """Least probability with which a plan must fit. Source: a choice, not a measurement."""
 COMFORTABLE = 0.95
-"""Probability to fit with which `fit` looks for nothing smaller. Source: a choice, not a measurement."""
+"""Probability to fit with which `fit` looks for nothing smaller, and of plans as fast as each other the first
+has, if one does. Source: a choice, not a measurement."""
 _Z = 1.6449
 """Half-width of the central 90% of a normal distribution, in standard deviations. Source: its 95%
 quantile."""

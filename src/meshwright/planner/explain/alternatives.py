@@ -11,7 +11,7 @@ from itertools import product
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.explain.candidate import Candidate
-from meshwright.planner.layout_space import POLICIES
+from meshwright.planner.layout_levels import POLICIES
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.rules import is_accepted
 

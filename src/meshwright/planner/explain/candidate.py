@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.hardware.attention_backend import AttentionBackends, planned_backends
 from meshwright.planner.cost.exchange import ExchangeFigures, exchange_json, refuse_other_stacks
-from meshwright.planner.cost.expert_balance import busiest
+from meshwright.planner.cost.expert_balance import VIOLATIONS, busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.offload import check_activation_offload, check_offload
@@ -19,6 +19,7 @@ from meshwright.planner.memory.exact import memory_model, shortened
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.memory.in_flight import expert_activations, host_activations
 from meshwright.planner.memory.states import moment_bytes, units
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.planner.rank_view import place_of
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError
@@ -29,13 +30,19 @@ TIE = 1e-3
 
 
 TIMED = {
-    "A100 SXM 80 GB": ("deepspeed-zero3", "megatron-2021", "megatron-deepspeed", "megatron-lm"),
+    "A100 SXM 80 GB": (
+        "deepspeed-zero3",
+        "megatron-2021",
+        "megatron-deepspeed",
+        "megatron-lm",
+        "megatron-zero-bubble",
+    ),
     "B200 180 GB": ("nemo",),
     "B300 288 GB": ("nemo", "nemo-graphs"),
     "GB200 186 GB": ("megatron-fsdp", "nemo", "nemo-graphs"),
     "GB300 279 GB": ("megatron-fsdp", "nemo", "nemo-graphs"),
     "H100 SXM 80 GB": ("llm-foundry", "megatron-core", "megatron-fsdp", "nanotron", "nemo"),
-    "H100 SXM 96 GB HBM2e": ("fsdp", "fsdp-compiled"),
+    "H100 SXM 96 GB HBM2e": ("fsdp", "fsdp-compiled", "fsdp-compiled-loss"),
 }
 """Device -> the software stacks whose published runs on it are timed (`meshwright validate`)."""
 
@@ -146,17 +153,17 @@ class Candidate:
     def uneven(self) -> dict[str, list[float]] | None:
         """Rows of the busiest expert rank over the mean, and then seconds of a step and bytes of the fullest
         rank: each in the best routing published and in usual one. None without expert ranks; all other
-        figures are of even routing.
+        bytes are of even routing, and seconds of equally popular experts.
         """
         spec, costs, moe = self.spec, self.costs, self.spec.model.moe
         if moe is None or spec.layout.ep == 1:
             return None
-        rows = busiest(moe, spec.layout.ep)
-        steps = (CostModel(costs.cluster, costs.stack, costs.format, more) for more in rows)
+        rows = [busiest(spec, each) for each in VIOLATIONS]
+        steps = (CostModel(costs.cluster, costs.stack, costs.format, each) for each in VIOLATIONS)
         bounded = spec.layout.bounds_dispatch  # then rows are as many whatever the routing
         of_experts = 0 if bounded else expert_activations(shortened(spec), self.memory.rank)
         return {
-            "rows": [*rows],
+            "rows": rows,
             "step_seconds": [self.time_on(each).seconds for each in steps],
             "memory": [self.memory.device + (more - 1) * of_experts for more in rows],
         }
@@ -232,6 +239,11 @@ class Candidate:
         limit = other.seconds * (1 - TIE)
         return self.bound < limit and self.seconds < limit
 
+    @property
+    def sharding(self) -> str:
+        """How another program calls the ZeRO stage; an empty text for this one, or where none is shared."""
+        return PROGRAMS[self.costs.stack.name].sharding_of(self.spec)
+
     def figures(self) -> dict[str, Any]:
         """The layout, its times and the probability that it fits, as plain values."""
         return {
@@ -244,6 +256,7 @@ class Candidate:
             "causal_mfu": self.causal_mfu,
             "attention": self.attention and self.attention.to_json(),
             "compiled": self.spec.train.compile,
+            "sharding": self.sharding or None,
             "planning_only": self.cluster.device.planning_only or None,
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,

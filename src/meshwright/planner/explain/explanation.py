@@ -12,6 +12,7 @@ from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.link_load import AxisLoad, communication
 from meshwright.planner.explain.neighbours import changes, neighbours
 from meshwright.planner.explain.sensitivity import assumptions
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.spec import RunSpec
 from meshwright.spec.sections import SelectiveRecompute
 
@@ -34,7 +35,7 @@ class Explanation(Candidate):
         probability that a plan must have, or all of the device where this layout is less sure to fit."""
         self.candidates = {
             words: Candidate(other, costs, self.times)
-            for words, other in changes(spec, costs.stack.schedules).items()
+            for words, other in changes(spec, PROGRAMS[costs.stack.name]).items()
         }
         """All neighbours, by words for the difference."""
         self.neighbours = neighbours(self, self.candidates, self.capacity, most)
@@ -103,6 +104,6 @@ def describe(spec: RunSpec) -> str:
         words.append(f"expert_buffer_factor={layout.expert_buffer_factor:g}")
     words += spec.exchange_words
     words += [f"micro_batch={spec.micro_batch}", f"recompute={recompute.policy}"]
-    if isinstance(recompute, SelectiveRecompute) and recompute != SelectiveRecompute():
-        words.append(f"recompute.save={'+'.join(recompute.save) or 'nothing'}")
+    if isinstance(recompute, SelectiveRecompute) and (saved := recompute.saved_words):
+        words.append(f"recompute.save={saved}")
     return ", ".join(words)

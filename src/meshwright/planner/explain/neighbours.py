@@ -14,8 +14,10 @@ from itertools import permutations
 from typing import Any, Literal, get_args
 
 from meshwright.planner.explain.candidate import TIE, Candidate
-from meshwright.planner.layout_space import POLICIES, context_modes
+from meshwright.planner.layout_levels import POLICIES, context_modes
 from meshwright.planner.memory.generic import Memory
+from meshwright.planner.programs.rules import ProgramLayouts
+from meshwright.planner.programs.table import OWN
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import Order
 from meshwright.spec.pipeline_schedules import SCHEDULES
@@ -106,23 +108,26 @@ Update = dict[str, Any]
 _ON_OFF = {True: "on", False: "off"}
 
 
-def changes(spec: RunSpec, schedules: Sequence[str] = tuple(SCHEDULES)) -> dict[str, RunSpec]:
-    """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
+def changes(spec: RunSpec, program: ProgramLayouts = OWN) -> dict[str, RunSpec]:
+    """Words for a change -> the run with it: every one that the rules accept and `program` runs, once; all
+    else stays.
 
     The microbatch stays too, where it is not the change, and step groups stay as many: others learn
-    otherwise. A schedule becomes one of `schedules`; with one that splits backwards blocks are not compiled.
+    otherwise. With a schedule that splits backwards blocks are not compiled. Blocks stay dealt to stages as
+    they are, or as the program deals them.
     """
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: dict[str, RunSpec] = {}
     seen = [base]
-    for update in _updates(spec, base, schedules):
-        layout = base.model_copy(update=update)
+    for update in _updates(spec, base, program.schedules):
+        layout = program.dealt(spec.model, base.model_copy(update=update))
         changed, words = spec.model_copy(update={"layout": layout}), _difference(base, update)
         if spec.train.compile and layout.splits_backward:
             train = spec.train.model_copy(update={"compile": False})
             changed, words = changed.model_copy(update={"train": train}), f"{words}, not compiled"
         if (
             _legal(changed)
+            and program.broken(changed) is None
             and changed.step_groups == spec.step_groups
             and not _same(layout, base)
             and layout not in seen

@@ -6,10 +6,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.fit.vllm import UTILIZATION, prompt_tokens
 from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.hf.config_read import has_weights
 from meshwright.spec.schema import known_keys
+from meshwright.spec.sections import SelectiveRecompute
 
 _OF_PIPELINES = ("schedule", "virtual", "stages")
 """Keys of the layout without effect unless there is a pipeline."""
@@ -28,7 +30,13 @@ def train_command(spec: RunSpec, request: PlanRequest) -> str:
     keys |= {"data.seq_len": str(spec.data.seq_len), "train.batch_tokens": str(spec.train.batch_tokens)}
     keys |= _layout_keys(spec.layout, request.given_in("layout"))
     keys["recompute.policy"] = spec.recompute.policy
+    if isinstance(spec.recompute, SelectiveRecompute) and (saved := spec.recompute.saved_words):
+        keys["recompute.save"] = saved
     return shlex.join([*words, *(word for key, text in keys.items() for word in (f"--{key}", text))])
+
+
+_SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
+"""Formats of 16 bits -> their names for `export` and vLLM."""
 
 
 def model_words(spec: RunSpec, request: PlanRequest) -> list[str]:
@@ -42,20 +50,30 @@ def model_words(spec: RunSpec, request: PlanRequest) -> list[str]:
 
 
 def serve_commands(spec: RunSpec, form: str, model: str, batch: int, length: int) -> list[str]:
-    """The commands that write a model's weights in a format, and serve them by vLLM on a replica's GPUs.
+    """The commands that write a model's weights in a format, and serve them by vLLM with the sizes counted.
 
     `model` is the folder of a run or of an HF model, or what stands for one.
     """
     folder, layout = f"{model}-{form}", spec.layout
     writing = [["meshwright", "quantise", model, folder, "--recipe", form]]
-    if form == "bf16":
+    name = _SIXTEEN.get(form)
+    if name is not None:
         is_hf = (Path(model) / "config.json").is_file()
         folder = model if is_hf else folder
-        writing = [] if is_hf else [["meshwright", "export", model, folder, "--dtype", "bfloat16"]]
+        writing = [] if is_hf else [["meshwright", "export", model, folder, "--dtype", name]]
+    if form == "mxfp4":  # which vLLM finds in config.json
+        folder, writing = model, []
     serving = ["vllm", "serve", folder, "--max-model-len", str(length), "--max-num-seqs", str(batch)]
-    sizes = {"tensor-parallel-size": layout.tp, "pipeline-parallel-size": layout.pp}
+    serving += ["--max-num-batched-tokens", str(prompt_tokens(batch))]
+    serving += ["--gpu-memory-utilization", str(UTILIZATION)]
+    serving += [] if form in _SIXTEEN or form == "mxfp4" else ["--quantization", "compressed-tensors"]
+    sizes = {
+        "tensor-parallel-size": layout.tp, "pipeline-parallel-size": layout.pp,
+        "data-parallel-size": layout.dp,
+    }  # fmt: skip
     serving += [word for flag, size in sizes.items() if size > 1 for word in (f"--{flag}", str(size))]
     serving += ["--enable-expert-parallel"] if layout.ep > 1 else []
+    serving += ["--dtype", "float16"] if form == "fp16" else []  # else a model in bf16 is served in it
     return [shlex.join(words) for words in (*writing, serving)]
 
 

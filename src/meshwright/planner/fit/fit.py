@@ -7,24 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.hardware import find as hardware
-from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.catalogue import ALIASES
+from meshwright.hardware.cluster import GPUS, Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.fit.command import served_model
+from meshwright.planner.fit.published import published_mxfp4
 from meshwright.planner.fit.serving import ServingFit, serving_fits
 from meshwright.planner.fit.training import TrainingFit, training_fit
+from meshwright.planner.fit.vllm import UTILIZATION
 from meshwright.planner.fit.ways import WAYS
-from meshwright.planner.memory.host import host_room
+from meshwright.planner.memory.host import with_host_room
 from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides
+from meshwright.spec.model_names import REPOSITORIES
+from meshwright.spec.parameters import parameters
 from meshwright.units import gigabytes, short
 
 SEQUENCES = 16
 """Sequences of an optimiser step for each GPU, where no batch is given."""
+_LIKELY = 0.9
+"""Probability from which a way is said to fit."""
 LONG = 4096
 """Tokens of a sequence where none are given, unless the model knows fewer."""
-_KINDS = ("cuda", "rocm")
 
 
 @dataclass(frozen=True)
@@ -47,25 +54,19 @@ class FitRequest:
 
     def cluster(self) -> Cluster:
         """The GPUs. Raises `UserError`."""
-        try:
-            kind = hardware.cluster(self.gpu) if isinstance(self.gpu, str) else self.gpu
-        except UserError as error:
-            raise UserError(str(error).replace("cluster:", "--gpu:", 1)) from None
-        if kind.device.kind not in _KINDS:
-            raise UserError(f"--gpu: {kind.name} has {kind.device.name}, and not GPUs; give such as rtx-4090")
+        kind = _cluster_named(self.gpu) if isinstance(self.gpu, str) else self.gpu
+        if kind.device.kind not in GPUS:
+            raise UserError(
+                f"--gpu: {kind.name} has no GPUs, which fit is about; give such as rtx-4090, or ask "
+                f"`meshwright plan --cluster {kind.name}`"
+            )
         if not 1 <= self.count <= kind.node:
             raise UserError(
                 f"--count: {self.count} is not a number of GPUs of one node of {kind.name}; give 1 to "
                 f"{kind.node}, and for more `meshwright plan --cluster {kind.name} --gpus N`"
             )
-        return kind.resized(self.count)
-
-    def room_of_host(self, cluster: Cluster) -> float | None:
-        """Bytes of the host's memory for these GPUs together; None where they are not known."""
-        if self.host_memory is not None:
-            return self.host_memory
-        share = host_room(cluster)
-        return None if share is None else self.count * share
+        found = kind.resized(self.count)
+        return found if self.host_memory is None else with_host_room(found, self.host_memory)
 
     def planned(self, cluster: Cluster) -> PlanRequest:
         """The request for a layout, with a length and a batch. Raises `UserError`."""
@@ -83,6 +84,22 @@ class FitRequest:
         return asked if has_batch else replace(asked, batch_tokens=sequences * length)
 
 
+def _cluster_named(name: str) -> Cluster:
+    """The cluster of a name or a hardware file. Raises `UserError`."""
+    is_file = name.endswith(".json") or Path(name).is_file()
+    if not is_file and not hardware.is_catalogued(name):
+        gpus = [key for key, each in hardware.catalogue().items() if each.device.kind in GPUS]
+        hint = did_you_mean(name.lower(), [*gpus, *ALIASES]) or f"; the names are {', '.join(gpus)}"
+        raise UserError(
+            f"--gpu: '{name}' is neither a name of the catalogue nor a hardware file{hint}; for another GPU "
+            f"put its figures into what `meshwright clusters rtx-4090 --json > gpu.json` writes, and give it"
+        )
+    try:
+        return hardware.cluster(name)
+    except UserError as error:
+        raise UserError(str(error).replace("cluster:", "--gpu:", 1)) from None
+
+
 @dataclass(frozen=True)
 class Fits:
     """How each way of training and serving a model fits some GPUs."""
@@ -94,6 +111,27 @@ class Fits:
     serving: tuple[ServingFit, ...]
 
     @property
+    def published(self) -> str | None:
+        """The repository on the hub with trained weights of the model, where it has a preset of one."""
+        return next(iter(REPOSITORIES.get(self.model.preset or "", ())), None)
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of routed experts."""
+        listed = (each for unit in parameters(self.model).values() for each in unit)
+        return sum(each.size for each in listed if each.expert)
+
+    @property
+    def published_mxfp4(self) -> str | None:
+        """The repository or folder of the model's weights in MXFP4, where it is published so."""
+        return published_mxfp4(self.model)
+
+    @property
+    def utilization(self) -> float:
+        """Share of a GPU's memory that serving may fill."""
+        return UTILIZATION
+
+    @property
     def room(self) -> float:
         """Bytes of a GPU."""
         return room(self.cluster)
@@ -102,7 +140,7 @@ class Fits:
     def best(self) -> TrainingFit | None:
         """The first way of training, from all weights to adapters of a quantised base, that fits as plans do,
         or else more likely than not."""
-        sure = (each for each in self.training if each.fits and each.probability >= 0.9)
+        sure = (each for each in self.training if each.fits and each.probability >= _LIKELY)
         return next(sure, None) or next((each for each in self.training if each.fits), None)
 
     @property
@@ -116,12 +154,16 @@ class Fits:
             verb = "may fit, and may not" if first.fits else "does not fit"
             told += f"{first.way.title} {verb} (needs {need}); "
         if best is None:
-            return f"{told}no way of training fits"
+            needs = {each.way.title: each.plan.memory.device for each in self.training if each.plan}
+            least = min(needs, key=needs.__getitem__, default=None)
+            need = f"; {least} needs least, {gigabytes(needs[least])}" if least else ""
+            return f"{told}no way of training fits{need}"
         assert best.plan is not None
         low, high = (f"{size / 1e9:.3g}" for size in best.interval)
         host = f", with {gigabytes(best.host_bytes)} of host memory" if best.host_bytes else ""
+        verb = "fits" if best.probability >= _LIKELY else "may fit"
         return (
-            f"{told}{best.way.title} fits at {best.plan.spec.data.seq_len:,} tokens, "
+            f"{told}{best.way.title} {verb} at {best.plan.spec.data.seq_len:,} tokens, "
             f"{gigabytes(best.plan.memory.device)} ({low} to {high}), {best.probability:.0%}{host}"
         )
 
@@ -145,10 +187,8 @@ def fit(request: FitRequest) -> Fits:
     """How each way of training and serving a model fits some GPUs. Raises `UserError`, also where no way of
     training can be had at all."""
     cluster = request.cluster()
-    # what a layout takes of the host is told beside it, also where that is too much
-    boundless = replace(cluster, device=replace(cluster.device, host_memory=None))
-    asked = request.planned(boundless)
-    training = tuple(training_fit(way, asked, request.room_of_host(cluster)) for way in WAYS)
+    asked = request.planned(cluster)
+    training = tuple(training_fit(way, asked) for way in WAYS)
     problem = next((each.problem for each in training if each.problem is not None), None)
     if problem is None:
         raise UserError(training[0].reason or "no way of training can be had")

@@ -1,8 +1,9 @@
-"""Serving a model on some GPUs: weights in bf16 or quantised, and the keys and values of a batch.
+"""Serving a model on some GPUs by vLLM: weights in 16 bits or quantised, and the keys and values of a batch.
 
-A replica is cut over tensor ranks, and over pipeline ranks where heads do not let it be, and experts over
-the tensor ranks; the GPUs that are left have further replicas. Caches are pages of `PAGE_TOKENS` tokens, as
-those of `infer/paged_cache.py`; weights of linear layers in blocks have the bytes that `quantise` writes.
+A replica is cut over tensor ranks, and over pipeline ranks where heads do not let it be; the GPUs that are
+left have further replicas, and experts are dealt out over the tensor ranks of all. Caches are pages of
+`PAGE_TOKENS` tokens, as those of `infer/paged_cache.py`; weights of linear layers in blocks have the bytes
+that `quantise` writes. What else vLLM takes is in `vllm.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any, Literal
 
+from meshwright.hardware.cluster import Device
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import (
     COMFORTABLE,
@@ -23,6 +25,8 @@ from meshwright.planner.cost.uncertainty import (
 )
 from meshwright.planner.fit.bisection import doubled
 from meshwright.planner.fit.command import serve_commands
+from meshwright.planner.fit.published import is_packed, not_served, packed_bytes, published_mxfp4
+from meshwright.planner.fit.vllm import vllm_room, working
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.rank_view import RankView, place_of, widths
@@ -33,15 +37,20 @@ from meshwright.spec.load import from_tree
 from meshwright.spec.low_precision_rules import rounded_in_blocks
 from meshwright.spec.parameters import Parameter, Piece, parameters
 from meshwright.spec.quantisation import GROUPS
-from meshwright.spec.serving import MOST_PROMPT_TOKENS, PAGE_TOKENS, RESERVED_PAGES
+from meshwright.spec.serving import PAGE_TOKENS, RESERVED_PAGES
 
 MOST_SEQUENCES = 4096
 """Sequences of the largest batch that is tried."""
-_SCALE, _LOGIT = 2, 4
-"""Bytes of a scale, and of a logit that is drawn from."""
+_SCALE = 2
+"""Bytes of a scale."""
 
-Format = Literal["bf16", "int8", "fp8", "int4"]
-FORMATS: tuple[Format, ...] = ("bf16", "int8", "fp8", "int4")
+Format = Literal["bf16", "fp16", "int8", "fp8", "int4", "mxfp4"]
+"""Formats of served weights; mxfp4 is that of published ones alone, which this program does not write."""
+SIXTEEN: tuple[Format, ...] = ("bf16", "fp16")
+"""Formats of 16 bits, in which no weight is rounded in blocks."""
+_UNPACKS = 7, 5
+"""Least compute capability of a GPU on which vLLM has kernels for weights that `quantise` writes: none on
+Volta. Source: vLLM's documentation, 2026, table of quantisation by hardware."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class ServingFit:
         """Probability that it fits a GPU."""
         if self.spec is None:
             return 0.0
-        return fits_probability(self.needs.device, room(self.costs.cluster), self._wider)
+        return fits_probability(self.needs.device, self._room(self.needs), self._wider)
 
     @property
     def fits(self) -> bool:
@@ -92,6 +101,9 @@ class ServingFit:
     def interval(self) -> tuple[float, float]:
         """Bytes between which a GPU's need is in 9 of 10 cases."""
         return memory_interval(self.needs.device, self._wider)
+
+    def _room(self, needs: Memory) -> float:
+        return vllm_room(needs, room(self.costs.cluster))
 
     @property
     def _wider(self) -> float:
@@ -112,7 +124,8 @@ class ServingFit:
         return doubled(lambda batch: self._holds(batch, self.length), 1, most)
 
     def _holds(self, batch: int, length: int) -> bool:
-        return self.memory(batch, length).device <= fitting(room(self.costs.cluster), self._wider)
+        needs = self.memory(batch, length)
+        return needs.device <= fitting(self._room(needs), self._wider)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; bytes are those of the fullest GPU."""
@@ -139,15 +152,31 @@ class ServingFit:
 def serving_fits(
     model: ModelSpec, costs: CostModel, batch: int, length: int, folder: str
 ) -> Iterator[ServingFit]:
-    """How serving fits in each format that this program writes, and the device computes or unpacks."""
-    for form in FORMATS:
-        if form == "fp8" and "fp8" not in costs.cluster.device.peak:
-            continue
+    """How serving fits in each format that this program writes, and the device computes or unpacks; and in
+    the format of weights that are published in MXFP4."""
+    for form in formats(costs.cluster.device):
         unserved = ServingFit(form, costs, batch, length, model=folder)
-        if (reason := _not_written(model, form)) is not None:
+        if (reason := _not_written(model, form) or _not_unpacked(costs.cluster.device, form)) is not None:
             yield replace(unserved, reason=reason)
         else:
             yield _on_fewest(unserved, model)
+    if (published := published_mxfp4(model)) is not None:
+        unserved = ServingFit("mxfp4", costs, batch, length, model=published)
+        reason = not_served(costs.cluster.device)
+        yield _on_fewest(unserved, model) if reason is None else replace(unserved, reason=reason)
+
+
+def formats(device: Device) -> list[Format]:
+    """The formats that serving on a device may be in: its own of 16 bits first."""
+    plain: Format = "fp16" if device.default_format == "fp16" else "bf16"
+    return [plain, "int8", "fp8", "int4"] if "fp8" in device.peak else [plain, "int8", "int4"]
+
+
+def _not_unpacked(device: Device, form: Format) -> str | None:
+    """Why a device does not serve weights in a format; None where it does."""
+    if form in SIXTEEN or device.capability is None or device.capability >= _UNPACKS:
+        return None
+    return f"vLLM has no kernels for weights in {form} on {device.name}; serve them in 16 bits"
 
 
 def _on_fewest(unserved: ServingFit, model: ModelSpec) -> ServingFit:
@@ -165,7 +194,7 @@ def _on_fewest(unserved: ServingFit, model: ModelSpec) -> ServingFit:
 def _not_written(model: ModelSpec, form: Format) -> str | None:
     """Why `quantise` does not write a model in a format; None where it does."""
     family = FAMILIES[model.family]
-    if form == "bf16":
+    if form in SIXTEEN:
         return None
     if family.names.transposed or (model.moe is not None and family.expert_names.joint is not None):
         return f"quantise: {model.family} has layers that compressed-tensors does not know"
@@ -178,12 +207,17 @@ def _not_written(model: ModelSpec, form: Format) -> str | None:
 
 def _layouts(model: ModelSpec, count: int) -> Iterator[RunSpec]:
     """The layouts of so many GPUs that the rules take: the fewest GPUs for a replica first, and of these the
-    most tensor ranks."""
+    most tensor ranks.
+
+    vLLM deals experts to all tensor and data ranks of a stage (`--enable-expert-parallel`), so that replicas
+    share them; where their number does not divide so, they are cut by tensor ranks.
+    """
     length = min(model.max_seq_len, 512)  # rules ask for a batch, which serving has not
     for each in divisors(count):
         for tp in reversed(divisors(each)):
-            shares = model.moe is not None and model.moe.experts % tp == 0
-            layout = {"tp": tp, "pp": each // tp, "dp": count // each, "ep": tp if shares else 1}
+            dp = count // each
+            shares = model.moe is not None and model.moe.experts % (tp * dp) == 0
+            layout = {"tp": tp, "pp": each // tp, "dp": dp, "ep": tp * dp if shares else 1}
             tree = {
                 "model": model.model_dump(mode="json"),
                 "layout": {**layout, "sequence_parallel": False, "micro_batch": 1},
@@ -208,19 +242,21 @@ def served(costs: CostModel, spec: RunSpec, form: Format, batch: int, length: in
 
 def _on_rank(costs: CostModel, view: RankView, rank: int, form: Format, batch: int, length: int) -> Memory:
     tokens = PAGE_TOKENS * (batch * ceil(length / PAGE_TOKENS) + RESERVED_PAGES)
-    weights = weight_bytes(view, form)
+    weights = weight_bytes(view, form, costs.cluster.device)
     cache = view.layers * tokens * cached_bytes(view.spec)
-    terms = (weights, 0.0, 0.0, cache, _logits(view, batch), _working(view, batch, length))
+    terms = (weights, 0.0, 0.0, cache, 0.0, working(view, batch))
     return memory_model(costs).on_device(view.spec.layout, rank, terms)
 
 
-def weight_bytes(view: RankView, form: Format) -> int:
+def weight_bytes(view: RankView, form: Format, device: Device) -> float:
     """Bytes of a rank's weights, with linear layers of blocks in a format."""
     group, width = group_of(view.spec.model), widths(view.spec).compute
-    total = 0
+    total = 0.0
     for parameter, piece in (each for listed in view.pieces().values() for each in listed):
         elements = prod(piece.local_shape)
-        if form != "bf16" and rounded_in_blocks(parameter):
+        if form == "mxfp4":
+            total += packed_bytes(view, device, elements) if is_packed(parameter) else elements * width
+        elif form not in SIXTEEN and rounded_in_blocks(parameter):
             total += _quantised(parameter, piece, elements, form, group)
         else:
             total += elements * width
@@ -247,19 +283,3 @@ def cached_bytes(spec: RunSpec) -> int:
     if model.mla is not None:
         return width * (model.mla.kv_rank + model.mla.rope_dim)
     return width * 2 * max(1, model.kv_heads // spec.layout.tp) * model.head_dim
-
-
-def _logits(view: RankView, batch: int) -> float:
-    """Bytes of the next tokens' logits, and of the copy that is drawn from."""
-    return batch * view.spec.model.vocab_size * (widths(view.spec).compute + _LOGIT) if view.head else 0.0
-
-
-def _working(view: RankView, batch: int, length: int) -> float:
-    """Bytes of what a block computes of prompts, and of its copy of the keys and values that it reads."""
-    model, tp, width = view.spec.model, view.spec.layout.tp, widths(view.spec).compute
-    tokens = min(MOST_PROMPT_TOKENS, batch * length)
-    channels = model.ffn if model.moe is None else max(model.ffn, model.moe.ffn * model.moe.top_k)
-    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-    block = width * tokens * (4 * model.hidden + (heads + 3 * channels) / tp)
-    mask = tokens * length
-    return block + mask + batch * length * cached_bytes(view.spec)

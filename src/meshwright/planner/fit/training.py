@@ -14,9 +14,8 @@ from meshwright.planner.fit.command import train_command
 from meshwright.planner.fit.most import largest_micro_batch, longest_sequence
 from meshwright.planner.fit.ways import Way
 from meshwright.planner.memory.exact import memory_model
-from meshwright.planner.memory.states import moment_bytes, units
+from meshwright.planner.memory.host import host_bytes, host_ranks, host_room, offloads, with_host_room
 from meshwright.planner.plan import Plan
-from meshwright.planner.rank_view import place_of
 from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.problem import SearchProblem
@@ -36,8 +35,6 @@ class TrainingFit:
     problem: SearchProblem | None = None
     plan: Plan | None = None
     reason: str | None = None
-    host_memory: float | None = None
-    """Bytes of the host's memory, where they are known."""
 
     @property
     def probability(self) -> float:
@@ -45,10 +42,20 @@ class TrainingFit:
         return 0.0 if self.plan is None else self.plan.fits_probability
 
     @property
+    def fits_device(self) -> bool:
+        """True if it fits a GPU more likely than not."""
+        return self.plan is not None and self.probability >= 0.5
+
+    @property
     def fits(self) -> bool:
         """True if it fits a GPU more likely than not, and the host, where its memory is known."""
         enough = self.host_memory is None or self.host_bytes <= self.host_memory
-        return self.plan is not None and enough and self.probability >= 0.5
+        return self.fits_device and enough
+
+    @property
+    def host_memory(self) -> float | None:
+        """Bytes of the host's memory that the run may fill, where they are known."""
+        return None if self.problem is None else host_room(self.problem.cluster)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -59,12 +66,10 @@ class TrainingFit:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of moments in the host's memory, for all GPUs together."""
-        if self.plan is None or self.plan.spec.train.offload == "none":
+        """Bytes in the host's memory, of all GPUs together."""
+        if self.plan is None or not offloads(self.plan.spec):
             return 0.0
-        layout = self.plan.spec.layout
-        stages = (place_of(self.plan.spec, rank) for rank in range(layout.pp))
-        return layout.world_size // layout.pp * sum(moment_bytes(view, units(view)) for view in stages)
+        return host_bytes(self.plan.spec, host_ranks(self.plan.cluster))
 
     @property
     def command(self) -> str | None:
@@ -91,8 +96,8 @@ class TrainingFit:
             "micro_batch": spec.micro_batch,
             "seq_len": spec.data.seq_len,
             "batch_tokens": spec.train.batch_tokens,
-            "longest_seq_len": longest_sequence(self.problem),
-            "largest_micro_batch": largest_micro_batch(self.problem),
+            "longest_seq_len": longest_sequence(self.problem, self.plan.spec),
+            "largest_micro_batch": largest_micro_batch(self.problem, self.plan.spec),
             "host_bytes": self.host_bytes,
             "host_is_known": self.host_memory is not None,
             "tokens_per_second": self.plan.tokens_per_second,
@@ -100,12 +105,12 @@ class TrainingFit:
         }
 
 
-def training_fit(way: Way, request: PlanRequest, host_memory: float | None) -> TrainingFit:
+def training_fit(way: Way, request: PlanRequest) -> TrainingFit:
     """How a way of training fits the request's GPUs; its reason says why it cannot be had."""
     try:
         request = replace(request, overrides=way.overrides(request))
         (problem,), _ = request.problems()
-        return TrainingFit(way, request, problem, _planned(problem), None, host_memory)
+        return TrainingFit(way, request, problem, _planned(problem))
     except UserError as error:
         return TrainingFit(way, request, reason=str(error))
 
@@ -114,18 +119,21 @@ def _planned(problem: SearchProblem) -> Plan:
     """The fastest plan that fits comfortably, else surely, else more likely than not, else the one that needs
     least. Raises `UserError` where no layout is legal."""
     comfortable = fitting(room(problem.cluster), spread(problem.cluster, problem.stack), COMFORTABLE)
-    for each in (replace(problem, limit=comfortable), problem, replace(problem, unsure=True)):
-        if best := each.search(1).best:
-            return Plan(best[0].spec, problem.costs)
-    return _least(problem)
+    unbound = replace(problem, cluster=with_host_room(problem.cluster, None))
+    for run in [problem, unbound] if offloads(problem.base) else [problem]:
+        for each in (replace(run, limit=comfortable), run, replace(run, unsure=True)):
+            if best := each.search(1, simplest=False).best:
+                return Plan(best[0].spec, problem.costs)
+    return _least(unbound)
 
 
 def _least(problem: SearchProblem) -> Plan:
-    """The layout that needs least, within `_GROWTH`. Raises `UserError` where none is legal."""
+    """A layout that needs no more than `_GROWTH` times the least, where the bound of that is as near. Raises
+    `UserError` where none is legal."""
     bound = problem.least_memory()
     if bound is None:
         raise UserError(shortfall(problem))
-    size, memory = bound.device, memory_model(problem.costs)
+    size, memory = _GROWTH * bound.device, memory_model(problem.costs)
     while True:
         if best := search(problem.space(), problem.costs, size, 1, any_will_do=True, memory=memory).best:
             return Plan(best[0].spec, problem.costs)

@@ -8,12 +8,13 @@ gathered or reduced and the temporaries of the operators at the peak on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from meshwright.planner.activations import Activations, activations
+from meshwright.planner.activations import Activations, activations, backward_peaks
+from meshwright.planner.activations_sizes import Sizes
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.generic import Generic, Memory, held_microbatches
-from meshwright.planner.memory.in_flight import peak_activations
+from meshwright.planner.memory.in_flight import peaks_of_ranks
 from meshwright.planner.memory.lower_bound import LowerBound
 from meshwright.planner.memory.peak import Moment, fullest_moment
 from meshwright.planner.memory.states import StateShard, states_at, units
@@ -33,10 +34,18 @@ class Exact(LowerBound):
         """Bytes of each rank of the pipeline in a step of `train.batch_tokens`."""
         short = shortened(spec)
         kept = activations(short, self.costs.cluster.device.kind == "cpu")
-        return [self._rank(place_of(short, rank), kept, rank) for rank in range(spec.layout.pp)]
+        flights = peaks_of_ranks(short, kept, self.costs.cluster.device.kind == "cpu")
+        known: dict[object, list[StateShard]] = {}
+        views = (place_of(short, rank) for rank in range(spec.layout.pp))
+        return [self._rank(view, units(view, known), kept, flights) for view in views]
 
-    def _rank(self, view: RankView, kept: Activations, rank: int) -> Memory:
-        shards = units(view)
+    def _rank(
+        self,
+        view: RankView,
+        shards: Sequence[StateShard],
+        kept: Activations,
+        flights: Callable[[RankView], int],
+    ) -> Memory:
         on_cpu = self.costs.cluster.device.kind == "cpu"
         held = states_at(view, shards, staged=not on_cpu)
         if view.spec.layout.pp == 1:
@@ -44,8 +53,10 @@ class Exact(LowerBound):
         else:  # microbatches are at every stage of their passes, so that everything is held at once
             head = kept.at_head if view.head else 0
             block = kept.in_block - (kept.head if view.head else 0) if view.layers else 0
-            flight = peak_activations(view.spec, rank, kept, on_cpu)
-            moment = Moment(held.gradients, flight, max(head, block, 0), buffers(view, shards))
+            before, after = messages(view, on_cpu)
+            forward = self._in_forward(view, kept, on_cpu) - before  # the input that came is kept
+            most = 2 * (before + after) + max(head, block, forward, 0)
+            moment = Moment(held.gradients, flights(view), most, buffers(view, shards))
         terms = (
             held.parameters + held.masters,
             moment.gradients,
@@ -54,7 +65,22 @@ class Exact(LowerBound):
             moment.temporaries,
             moment.buffers,
         )
-        return self.on_device(view.spec.layout, rank, terms)
+        return self.on_device(view.spec.layout, view.rank, terms)
+
+    @staticmethod
+    def _in_forward(view: RankView, kept: Activations, on_cpu: bool) -> int:
+        """Most bytes beyond those kept in the forward of the last block of a rank's stage."""
+        sizes = Sizes(view.spec, on_cpu)
+        blocks = {stage.blocks[-1]: stage for stage in view.own if stage.blocks}
+        return max(
+            (
+                backward_peaks(sizes, layer, on_cpu).forward
+                - (kept.head if stage.head else 0)
+                + (kept.unread if stage.embed else 0)
+                for layer, stage in blocks.items()
+            ),
+            default=0,
+        )
 
 
 def shortened(spec: RunSpec) -> RunSpec:
@@ -66,6 +92,16 @@ def shortened(spec: RunSpec) -> RunSpec:
     train = spec.train.model_copy(update={"batch_tokens": tokens, "batch_warmup": ()})
     layout = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     return spec.model_copy(update={"train": train, "layout": layout})
+
+
+def messages(view: RankView, on_cpu: bool) -> tuple[int, int]:
+    """Bytes of one message between a rank of a pipeline and the ranks before it, and after it; 0 without any.
+
+    Of each there are two at a time, besides what the schedule holds: the one that was sent last, and the one
+    that comes next.
+    """
+    size = widths(view.spec).compute * Sizes(view.spec, on_cpu).stream
+    return size * any(not stage.embed for stage in view.own), size * any(not stage.head for stage in view.own)
 
 
 def buffers(view: RankView, shards: Sequence[StateShard]) -> int:

@@ -93,18 +93,21 @@ class Generic:
         """Bytes of each rank of the pipeline in a step of `train.batch_tokens`."""
         blocks, placed = self.costs.blocks(spec), placed_stages(spec)
         flights = in_flight(spec.layout, held_microbatches(spec))
-        splits = spec.layout.splits_backward
-        known = {held: stage_activations(blocks, held, splits) for held in set(placed.contents)}
+        halves = self.deferred if spec.layout.splits_backward else self.kept
+        known = {held: (self.kept(blocks, held), halves(blocks, held)) for held in set(placed.contents)}
         found = []
         for rank, member in enumerate(placed.by_rank):
-            mine, kept = together(member), [known[held] for held in member]
-            flight = flights[rank].most(kept, kept) + working(blocks, mine)
-            found.append(self.rank(spec, blocks, stored(blocks, mine), flight, mine.head, rank))
+            mine = together(member)
+            flight = flights[rank].most(*zip(*(known[held] for held in member), strict=True))
+            found.append(
+                self.rank(spec, blocks, stored(blocks, mine), flight, mine.head, rank, working(blocks, mine))
+            )
         return found
 
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
-        """Bytes that a stage keeps of one microbatch; `split` is None where the schedule is not known."""
-        return stage_activations(blocks, held, bool(split))
+        """Bytes that a stage keeps of one microbatch until its backward; `split` is None where no schedule is
+        known."""
+        return stage_activations(blocks, held)
 
     def deferred(self, blocks: LayerCost, held: Contents) -> float:
         """Bytes that a stage keeps of one microbatch whose weight gradients alone are left."""
@@ -115,8 +118,8 @@ class Generic:
 
         `met` is true if gradients of all its stages wait at one time.
         """
-        kept = working(blocks, held) + (self.kept(blocks, held) if spec.layout.pp == 1 else 0.0)
-        return self.rank(spec, blocks, stored(blocks, held), kept, held.head, 0)
+        kept = self.kept(blocks, held) if spec.layout.pp == 1 else 0.0
+        return self.rank(spec, blocks, stored(blocks, held), kept, held.head, 0, working(blocks, held))
 
     def lower_bound(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:
         """Bytes that the fullest rank needs at least, however stages are cut; `model` is the whole model.
@@ -125,6 +128,10 @@ class Generic:
         """
         held, kept = self.equal_share(blocks, model, spec.layout.pp)
         return self.rank(spec, blocks, held, kept, False, 0)
+
+    def least_states(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:
+        """`lower_bound` without activations."""
+        return self.rank(spec, blocks, self.equal_share(blocks, model, spec.layout.pp)[0], 0.0, False, 0)
 
     def equal_share(self, blocks: LayerCost, model: Contents, pp: int) -> tuple[StoredParameters, float]:
         """Parameters of 1 / `pp` of the model, and bytes that as much of its blocks keeps of a microbatch."""
@@ -146,8 +153,12 @@ class Generic:
         activations: float,
         head: bool,
         rank: int,
+        in_block: float = 0.0,
     ) -> Memory:
-        """Bytes of a rank that stores `held`; `head` is true if it has the output head."""
+        """Bytes of a rank that stores `held`; `head` is true if it has the output head.
+
+        A block's backward takes `in_block` beyond the `activations` that are kept.
+        """
         stack, layout = self.costs.stack, spec.layout
         recipe = stack.recipe
         shards, expert_shards = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
@@ -172,18 +183,32 @@ class Generic:
         elif layout.zero:
             buffers = unit * stack.gradient_bytes
         logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
-        terms = copy + master, gradients, optimiser, activations, logits, buffers
+        terms = copy + master, gradients, optimiser, activations + in_block, logits, buffers
+        if stack.planned_memory:
+            in_blocks = copy + master, gradients, optimiser, activations + in_block, 0.0, buffers
+            early = gradients if spec.microbatches > 1 else 0.0
+            if layout.zero == 3 and layout.pp == 1:
+                buffers = blocks.largest_unit * (stack.gather_bytes + stack.gradient_bytes)
+            at_head = copy + master, early, optimiser, activations, logits, buffers
+            terms = max(in_blocks, at_head, key=sum) if head else in_blocks
         return self.on_device(layout, rank, terms)
 
+    @property
+    def fragmentation(self) -> float:
+        """Bytes that an allocator reserves beyond allocated ones, as a share of these."""
+        stack, caches = self.costs.stack, self.costs.cluster.device.kind not in ("cpu", "tpu")
+        return stack.numbers.fragmentation if caches and not stack.planned_memory else 0.0
+
     def on_device(self, layout: Layout, rank: int, terms: Terms) -> Memory:
-        """Bytes of a rank with such terms of tensors; a GPU adds fragmentation, context and communicators."""
-        if self.costs.cluster.device.kind == "cpu":
+        """Bytes of a rank with such terms of tensors; a GPU adds fragmentation, context and communicators.
+
+        The memory of a TPU in the catalogue is what its compiler may plan with.
+        """
+        if self.costs.cluster.device.kind in ("cpu", "tpu"):
             return Memory(*terms, 0.0, 0.0, 0.0, rank)
         sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
         communicators = _CHANNEL * sum(size > 1 for size in sizes)
-        return Memory(
-            *terms, self.costs.stack.numbers.fragmentation * sum(terms), _CONTEXT, communicators, rank
-        )
+        return Memory(*terms, self.fragmentation * sum(terms), _CONTEXT, communicators, rank)
 
 
 def held_microbatches(spec: RunSpec) -> int:
@@ -216,16 +241,22 @@ def block_activations(blocks: LayerCost, kind: LayerKind) -> float:
     every = everything(blocks, kind)
     if policy == "none":
         return every
+    if blocks.remat is not None:
+        named, held = blocks.named_outputs(kind), {"decoder_layer_input", *blocks.remat.device}
+        return blocks.width * sum(size for name, size in named.items() if name in held - {*blocks.remat.host})
     if stack.selective == "attention":
         return every - _scores(blocks)
+    if stack.selective == "latents":
+        return every - _light(blocks, kind)
+    core = blocks.tokens * blocks.q * blocks.width
+    if stack.selective == "half":
+        compiled = stack.operators == "compiled"
+        return entry + core + blocks.width * blocks.every_second_output(kind, compiled)
     hidden, n, outputs = blocks.spec.model.hidden, blocks.tokens, 0.0
     for each in blocks.products(kind):
-        if stack.selective == "latents" and blocks.widens(each):
-            continue
         summed = each.n == hidden and each.m == n  # over tensor ranks: a rank keeps its own tokens
         outputs += (blocks.own if summed else each.m) * each.n * each.batch
-    core = blocks.tokens * blocks.q * blocks.width
-    return entry + core + blocks.width * outputs * (0.5 if stack.selective == "half" else 1.0)
+    return entry + core + blocks.width * outputs
 
 
 def weight_gradient_inputs(blocks: LayerCost, kind: LayerKind) -> float:
@@ -233,13 +264,13 @@ def weight_gradient_inputs(blocks: LayerCost, kind: LayerKind) -> float:
 
     `planner/memory/in_flight.py` has them for this program, to the byte.
     """
-    layout, n = blocks.spec.layout, blocks.tokens
+    layout, n, low = blocks.spec.layout, blocks.tokens, _kept_width(blocks)
     found = 0.0
     for each in blocks.products(kind):
-        found += each.batch * each.m * (each.n + each.k)
+        found += each.batch * each.m * (blocks.width * each.n + low * each.k)
     if layout.tp > 1 and layout.sequence_parallel:  # the input is kept by the ranks together
-        found -= 2 * (n - blocks.own) * blocks.spec.model.hidden
-    return blocks.width * found
+        found -= 2 * (n - blocks.own) * blocks.spec.model.hidden * low
+    return found
 
 
 def working(blocks: LayerCost, held: Contents) -> float:
@@ -253,13 +284,14 @@ def working(blocks: LayerCost, held: Contents) -> float:
     if blocks.spec.recompute.policy == "none":
         return gradient
     _, kind = held.by_kind(blocks.kinds)[-1]
-    return everything(blocks, kind) - block_activations(blocks, kind) + gradient
+    came = blocks.offloaded(kind)  # ahead of the block before
+    return everything(blocks, kind) - block_activations(blocks, kind) + gradient + came
 
 
 def everything(blocks: LayerCost, kind: LayerKind) -> float:
     """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
-    low = blocks.precision.kept if blocks.stack.low_states and blocks.precision.cast else b
+    low = _kept_width(blocks)
     found = own * d * 2 * (b + low)  # inputs of both norms, and of what follows them
     if blocks.stack.dropout:
         found += own * d * 2
@@ -277,6 +309,24 @@ def everything(blocks: LayerCost, kind: LayerKind) -> float:
     activated = blocks.gates == 2 and not blocks.stack.fuses_gates
     found += n * ((gates + activated) * b + low) * channels / t
     return found + _scores(blocks)
+
+
+def _kept_width(blocks: LayerCost) -> float:
+    """Bytes of an element of a product's input as it is kept."""
+    return blocks.precision.kept if blocks.stack.low_states and blocks.precision.cast else blocks.width
+
+
+def _light(blocks: LayerCost, kind: LayerKind) -> float:
+    """Bytes of `everything` that norms, activations and the products that widen latents gave."""
+    model, shape, layout = blocks.spec.model, blocks.shape, blocks.spec.layout
+    low = _kept_width(blocks)
+    channels, routed = model.ffn, 0.0
+    if kind.has_experts:
+        channels, routed = shape.moe.shared_ffn, shape.copies * shape.moe.ffn / layout.etp
+    found = low * (2 * blocks.own * model.hidden + blocks.tokens * channels / layout.tp + routed)
+    if model.mla is not None:
+        found += blocks.tokens * blocks.width * (blocks.q + 2 * blocks.kv)
+    return found
 
 
 def _scores(blocks: LayerCost) -> float:

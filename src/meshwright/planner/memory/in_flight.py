@@ -13,14 +13,17 @@ attention's output, F of the feed-forward layer on this rank:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from operator import mul
 
 from meshwright.planner.activations import Activations, activations, of_experts
+from meshwright.planner.activations_lora import adapters_deferred, adapts_experts
 from meshwright.planner.activations_moe import routed_deferred, routed_everything, routed_saved
 from meshwright.planner.activations_sizes import Sizes
-from meshwright.planner.rank_view import place_of, training_of
-from meshwright.schedule.in_flight import in_flight
+from meshwright.planner.rank_view import RankView, place_of, training_of
+from meshwright.schedule.in_flight import most_in_flight
 from meshwright.spec import MoeSpec, RunSpec
+from meshwright.spec.layers import LayerKind
 from meshwright.spec.stages import Stage
 
 
@@ -31,18 +34,27 @@ def peak_activations(
 
     `kept` is what one microbatch keeps, if that is known already.
     """
-    kept, sizes = kept or activations(spec, cpu), Sizes(spec, cpu)
+    return peaks_of_ranks(spec, kept or activations(spec, cpu), cpu)(place_of(spec, pipeline_rank))
+
+
+def peaks_of_ranks(spec: RunSpec, kept: Activations, cpu: bool) -> Callable[[RankView], int]:
+    """The function that gives `peak_activations` of each rank of a run's pipeline."""
+    sizes, model = Sizes(spec, cpu), spec.model
+
+    @cache
+    def of_kind(kind: LayerKind) -> int:
+        return weight_gradient_inputs(sizes, model.last_layers[kind])
 
     def deferred(stage: Stage) -> int:
         trained = (layer for layer in stage.layers if training_of(spec, layer).feed_forward)
-        return sum(weight_gradient_inputs(sizes, layer) for layer in trained)
+        return sum(of_kind(model.kind_of(layer)) for layer in trained)
 
-    return _most(spec, pipeline_rank, kept.of, deferred, kept.plans_of(place_of(spec, pipeline_rank).own))
+    return lambda view: _most(view, kept.of, deferred, kept.plans_of(view.own))
 
 
 def host_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Peak bytes of activations that a pipeline rank has in the host's memory between two of its actions."""
-    return _most(spec, pipeline_rank, activations(spec).moved_of, lambda _stage: 0)
+    return _most(place_of(spec, pipeline_rank), activations(spec).moved_of, lambda _stage: 0)
 
 
 def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -56,12 +68,11 @@ def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
         return sum(of_experts(sizes, layer, kept) for layer in stage.blocks[-1:])
 
     offloads = spec.train.offload_activations != "none"
-    return _most(spec, pipeline_rank, stays if offloads else of(kept), of(routed_deferred))
+    return _most(place_of(spec, pipeline_rank), stays if offloads else of(kept), of(routed_deferred))
 
 
 def _most(
-    spec: RunSpec,
-    pipeline_rank: int,
+    view: RankView,
     whole: Callable[[Stage], int],
     deferred: Callable[[Stage], int],
     once: int = 0,
@@ -70,9 +81,9 @@ def _most(
 
     `once` is kept as long as any microbatch is in flight in a stage with blocks.
     """
-    own = place_of(spec, pipeline_rank).own
+    spec, own = view.spec, view.own
     halves = [deferred(stage) if spec.layout.splits_backward else 0 for stage in own]
-    flight = in_flight(spec.layout, spec.microbatches)[pipeline_rank]
+    flight = most_in_flight(spec.layout, spec.microbatches, (view.rank,))
     if not once:
         return int(flight.most([*map(whole, own)], halves))
     sizes, blocks = [*map(whole, own), *halves], [bool(stage.blocks) for stage in own] * 2
@@ -84,6 +95,9 @@ def _most(
 def weight_gradient_inputs(s: Sizes, layer: int) -> int:
     """Bytes that a block's deferred weight gradients need; in low precision rounded, but for inputs that
     tensor ranks gather."""
+    routed = of_experts(s, layer, routed_deferred)
+    if s.spec.lora is not None:  # frozen weights need nothing
+        return adapters_deferred(s, layer) + (routed if adapts_experts(s, layer) else 0)
     model, found, inputs = s.spec.model, s.queries + s.whole + s.out, s.stream
     if (mla := model.mla) is None:
         found += s.keys + s.values
@@ -95,5 +109,4 @@ def weight_gradient_inputs(s: Sizes, layer: int) -> int:
         inputs += s.stream
         found += (s.gates + 1) * s.inner(layer) + s.whole
     plain, width = s.width.compute, s.width.compute if s.rounded is None else s.rounded
-    routed = of_experts(s, layer, routed_deferred)
     return round(width * found + (plain if s.gathers else width) * inputs) + routed

@@ -124,6 +124,12 @@ class LowerBound(Generic):
         bounds = (self._count(spec, blocks, model, *each, pp) for each in ((kept, True), (apart, False)))
         return min(bounds, key=lambda memory: memory.allocated)
 
+    def least_states(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:
+        """`lower_bound` without activations."""
+        pp = spec.layout.pp
+        bounds = (self._count(spec, blocks, model, 0.0, met, pp) for met in (True, False))
+        return min(bounds, key=lambda memory: memory.allocated)
+
     def _count(
         self, spec: RunSpec, blocks: LayerCost, held: Contents, kept: float, met: bool, shares: int = 1
     ) -> Memory:

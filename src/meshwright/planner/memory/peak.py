@@ -217,9 +217,9 @@ class _Step:
         self.look(at_mask(self.sizes, self.on_cpu))
         for layer, name in enumerate(blocks):
             self.gather(name, blocks[layer + 1] if name != blocks[-1] else self.after_blocks)
-            self.release(self.passed(name))
             self.activations += kept.by_block[layer] + kept.moved[layer]
-            self.look(0)
+            self.look(self.peaks[layer].forward + kept.unread)
+            self.release(self.passed(name))
             if layer:  # what the block before saved has left
                 self.activations -= kept.moved[layer - 1]
         self.gather("embed" if self.joined else "head", None)
@@ -299,6 +299,7 @@ class _Step:
         units, peaks = self.trained(f"blocks.{layer}"), self.peaks[layer]
         routed, others = ([unit for unit in units if unit.routed == kind] for kind in (True, False))
         more = peaks.kept - kept
+        self.look(more + peaks.recomputed)
         if self.sizes.channels(layer):
             for unit in others:
                 self.pack(unit)

@@ -200,9 +200,12 @@ def checkpoint_bytes(spec: RunSpec) -> int:
     return total
 
 
-def units(view: RankView) -> list[StateShard]:
+def units(view: RankView, known: dict[object, list[StateShard]] | None = None) -> list[StateShard]:
     """The units of a rank in the order of its forward; routed experts follow the rest of their block, and of
-    both what is not trained follows what is."""
+    both what is not trained follows what is.
+
+    `known` are units of other ranks of the same run by kind, to which those of this one are added.
+    """
     layout, moe = view.spec.layout, view.spec.model.moe
     experts = layout.expert_data_ranks if moe is not None else 1
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
@@ -222,12 +225,15 @@ def units(view: RankView) -> list[StateShard]:
                 counts = _adam_counts(view.spec, unit, pieces) if kind.trainable else 0
                 yield StateShard(unit, *kind, ranks, part, decays, blocks, zero, sent, counts)
 
-    every = view.pieces()
     if view.spec.train.lr_factors or view.spec.train.weight_decays:  # patterns may name a block
-        return [shard for name, listed in every.items() for shard in shards(name, listed)]
-    kinds = {id(listed): (name, listed) for name, listed in every.items()}  # blocks of one kind share a list
-    of_kind = {kind: list(shards(*named)) for kind, named in kinds.items()}
-    return [replace(shard, name=name) for name, listed in every.items() for shard in of_kind[id(listed)]]
+        return [shard for name, listed in view.pieces().items() for shard in shards(name, listed)]
+    kinds, of_kind = view.kinds_of_units(), {} if known is None else known
+    if not of_kind.keys() >= set(kinds.values()):
+        pieces = view.pieces()
+        for name, kind in kinds.items():
+            if kind not in of_kind:
+                of_kind[kind] = list(shards(name, pieces[name]))
+    return [replace(shard, name=name) for name, kind in kinds.items() for shard in of_kind[kind]]
 
 
 def _adam_counts(spec: RunSpec, unit: str, pieces: Iterable[Piece]) -> int:
@@ -253,12 +259,12 @@ def waits(spec: RunSpec, unit: StateShard) -> bool:
     return unit.ranks == 1 or (several and (unit.zero < 2 or spec.layout.pp > 1))
 
 
-def gradients_meet(spec: RunSpec) -> bool:
-    """True if each rank of a pipeline has gradients of all its stages before any are complete."""
-    layout = spec.layout
-    if layout.chunks == 1 and not layout.splits_backward:
-        return spec.microbatches > 1
-    return not SCHEDULES[layout.schedule].holds_all and spec.microbatches >= 2 * layout.pp
+def gradients_meet(schedule: str, ranks: int, chunks: int, microbatches: int) -> bool:
+    """True if each rank of a pipeline has gradients of all its stages, `chunks` of them, before any are
+    complete."""
+    if chunks == 1 and not SCHEDULES[schedule].splits:
+        return microbatches > 1
+    return not SCHEDULES[schedule].holds_all and microbatches >= 2 * ranks
 
 
 def packed_width(view: RankView, unit: StateShard) -> int:
@@ -325,13 +331,12 @@ def _events(view: RankView, shards: Sequence[StateShard]) -> Iterator[StateShard
     for unit in shards:
         by_name.setdefault(unit.name, []).insert(0, unit)  # experts come first in a backward
     lists = view.schedule
-    rank = lists.rank_of[view.own[0].index]
 
     def of_block(block: int, action: Action) -> Iterator[StateShard]:
         found = by_name.get(f"blocks.{block}", ())
         return (unit for unit in found if not (unit.routed and action.kind is Kind.I))
 
-    for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, rank):
+    for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, view.rank):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W
         joined = view.spec.model.head_embeds and view.embed and view.head

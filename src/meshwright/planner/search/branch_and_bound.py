@@ -7,6 +7,7 @@ no other can be among the best k (Land & Doig 1960). Branches whose least memory
 dropped as they come up, and where that of all layouts is above it, nothing is searched. A first pass over
 common layouts finds good plans early, which cut most of the second pass. A last pass finds the layout that
 changes least of those near the fastest (`planner/search/simplest.py`): its queue is in the order of changes.
+It looks at layouts that fit comfortably first, and at others where none of these is near.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.uncertainty import COMFORTABLE, fitting, room, spread
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.memory.host import fits_host, offloads
 from meshwright.planner.search import simplest
 from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import Progress, SearchCounts, SearchResult, Simplest, TimedLayout
-from meshwright.planner.search.tree import Branch, SearchTree
+from meshwright.planner.search.tree import Branch, SearchTree, with_rounding
 from meshwright.spec import RunSpec
 
 
@@ -41,15 +43,19 @@ def search(
     any_will_do: bool = False,
     memory: Generic | None = None,
     counts: SearchCounts | None = None,
+    simplest: bool = True,
 ) -> SearchResult:
     """The `top` fastest layouts of one or several spaces that need at most `capacity` bytes of a device by
     `memory`.
 
     `progress` is called with each plan that is better than all before. With `any_will_do` the search ends
     with the first layout that fits. The default of `memory` is the generic model. Work is added to `counts`.
+    Without `simplest` no other layout is preferred to the fastest.
     """
     memory = memory or Generic(costs)
     each = [spaces] if isinstance(spaces, LayoutSpace) else spaces
+    if costs.counted:
+        each = [part for space in each for part in space.by_backward()]
     known = type(memory) is Generic and not any(offloads(space.base) for space in each)
     exact = None if known else partial(_needs, memory, costs.cluster)
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
@@ -64,12 +70,21 @@ def search(
             if found.hopeful(0.0):
                 _pass(tree.roots(common), found)
         if found.best:
-            found.preferred = found.best[0] if any_will_do else _simplest(trees, found)
+            found.preferred = _simplest(trees, found) if simplest and not any_will_do else found.best[0]
     finally:
         if collects:
+            _age_objects()
             gc.enable()
     counts.seconds += time.perf_counter() - found.start
     return found
+
+
+def _age_objects() -> None:
+    """Put what was made meanwhile among the oldest objects: a collection of the young ones would go through
+    all of it, and nearly all is still in use."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
 
 
 def _needs(memory: Generic, cluster: Cluster, spec: RunSpec) -> float:
@@ -84,16 +99,26 @@ def _may_fit(tree: SearchTree) -> bool:
 
 
 def _simplest(trees: Sequence[SearchTree], found: SearchResult) -> TimedLayout | None:
-    """The layout that changes least of those near the fastest, whose branches come up by their changes."""
+    """The layout that changes least of those near the fastest, whose branches come up by their changes: of
+    those that fit comfortably, or where none does, of all."""
     most = (1 + simplest.NEAR) * found.best[0].seconds
     ordering = trees[0].ordering
-    judge = Simplest(ordering, most, found.exact, found.capacity, found.speedup, found.counts)
-    for each in found.best:
-        judge.keep(each)
-    for tree in trees:
-        tree.found = judge
-    _pass((branch for common in (True, False) for tree in trees for branch in tree.roots(common)), judge)
+    for capacity in sorted({min(comfortable(trees[0].costs), found.capacity), found.capacity}):
+        judge = Simplest(ordering, most, found.exact, capacity, found.speedup, found.counts)
+        for each in found.best:
+            if each.memory <= capacity:
+                judge.keep(each)
+        for tree in trees:
+            tree.found, tree.capacity = judge, with_rounding(capacity)
+        _pass((branch for common in (True, False) for tree in trees for branch in tree.roots(common)), judge)
+        if judge.best is not None:
+            break
     return judge.best
+
+
+def comfortable(costs: CostModel) -> float:
+    """Most bytes of a device that a layout may need to fit comfortably."""
+    return fitting(room(costs.cluster), spread(costs.cluster, costs.stack), COMFORTABLE)
 
 
 def _pass(roots: Iterable[Branch], found: SearchResult | Simplest) -> None:

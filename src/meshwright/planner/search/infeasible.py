@@ -7,15 +7,18 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
+from meshwright.hardware.cluster import GPUS
 from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.memory.generic import Memory
-from meshwright.planner.memory.host import host_bytes, host_room, offloads
+from meshwright.planner.memory.host import host_bytes, host_ranks, host_room, offloads, with_host_room
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.results import AXES
 from meshwright.spec import UserError
 from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.load import from_tree
+from meshwright.spec.rules import is_accepted
 
 _NO_KEYS = {"policy": "recompute.policy", "max_stages": "--max-stages"}
 """Fixed things that are not keys of the layout, as users give them."""
@@ -50,17 +53,16 @@ def _host_shortfall(problem: SearchProblem) -> str | None:
     room = host_room(cluster)
     if room is None or not offloads(problem.base):
         return None
-    unbound = replace(cluster, device=replace(cluster.device, host_memory=None))
-    found = replace(problem, cluster=unbound).search(1).best
+    found = replace(problem, cluster=with_host_room(cluster, None)).search(1).best
     if not found:
         return None
     key = "train.offload" if train.offload == "host" else "train.offload_activations"
-    node = min(cluster.host or cluster.node, cluster.count)
-    least = _gb(node * host_bytes(found[0].spec))
+    node = host_ranks(cluster)
+    least = _gb(host_bytes(found[0].spec, node))
     return (
         f"{key}: the layouts that fit {problem.ranks:,} x {cluster.device.name} need more memory of their "
         f"hosts than there is: the fastest {least} for {node} ranks of a node, "
-        f"where they may fill {_gb(node * room)}; give 'none', more devices, or a hardware file with another "
+        f"where they may fill {_gb(room)}; give 'none', more devices, or a hardware file with another "
         f"device.host_memory in bytes a device"
     )
 
@@ -69,8 +71,28 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.4g} GB"
 
 
+def not_run(problem: SearchProblem, pipelines: bool = False) -> str | None:
+    """The sentence of the rule for which the program runs no layout, or none with `pipelines`; else None.
+
+    Without that rule there is a layout, or, where several are broken, without it and others. Rules on keys
+    that are fixed are tried first.
+    """
+    name = problem.stack.name
+    program = PROGRAMS[name]
+    rules = sorted(program.rules, key=lambda rule: rule.key not in problem.fixed)
+    sets = [*((rule,) for rule in rules), *(tuple(rules[: end + 1]) for end in range(1, len(rules)))]
+    for dropped in sets:
+        space = replace(problem, program=program.without(dropped)).space()
+        layout = next((each for each in space.layouts() if each.layout.pp > 1 or not pipelines), None)
+        if layout is not None:  # which breaks the last of them, without which there was none before
+            return dropped[-1].sentence(name, PROGRAMS[name].release, layout)
+    return None
+
+
 def _no_layout(problem: SearchProblem) -> str:
     """Why no layout is legal: the batch, the sequence or fixed keys do not go with the number of ranks."""
+    if (words := not_run(problem)) is not None:
+        return words
     base, fixed = problem.base, problem.fixed
     if fixed:
         if (broken := _broken_rule(problem)) is not None:
@@ -173,6 +195,26 @@ def _changes(problem: SearchProblem, least: Memory) -> Iterator[str]:
         yield (f"the smallest power of two of nodes that does is {count:,} devices of {problem.cluster.name}")
     if problem.limit is None:
         yield from _roomier(problem)
+    if problem.stack.ours and problem.cluster.device.host_link is not None:
+        yield from _other_ways(problem)
+
+
+def _other_ways(problem: SearchProblem) -> Iterator[str]:
+    """Moments in the hosts' memory where that does, and the verb that tries more ways on GPUs of one node."""
+    offloaded = problem.with_offload()
+    if is_accepted(offloaded.base) and offloaded.fits():
+        yield "it fits with --train.offload host"
+    model, cluster = problem.base.model, problem.cluster
+    if (
+        cluster.device.kind in GPUS
+        and problem.ranks <= cluster.node
+        and cluster.name in catalogue()
+        and (model.preset or model.hf)
+    ):
+        yield (
+            f"`meshwright fit {problem.model_name} --gpu {cluster.name} --count {problem.ranks}` tells which "
+            f"other ways of training fit, such as LoRA and QLoRA"
+        )
 
 
 def _roomier(problem: SearchProblem) -> Iterator[str]:

@@ -11,12 +11,16 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.cost.uncertainty import fitting, room, spread
-from meshwright.planner.layout_space import POLICIES, LayoutSpace
+from meshwright.planner.layout_levels import POLICIES
+from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
+from meshwright.planner.programs.rules import ProgramLayouts
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import SearchResult
+from meshwright.planner.search.simplest import NEAR
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.pipeline_schedules import SCHEDULES
 
@@ -36,6 +40,8 @@ class SearchProblem:
     compiled_by_default: bool = False
     """True if blocks are compiled unless a layout's schedule splits backwards, as in runs that leave it
     open."""
+    program: ProgramLayouts | None = None
+    """Whose rules layouts keep; the stack's by default."""
 
     @property
     def ranks(self) -> int:
@@ -64,13 +70,23 @@ class SearchProblem:
         idle = self.stack.selective == "attention" and self.stack.fused_attention
         policies = [name for name in POLICIES if name != "selective" or not idle]
         levels = [level.devices for level in self.cluster.levels]
-        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels, self.stack.schedules)
+        program = self.program or PROGRAMS[self.stack.name]
+        kinds = policies, self._keeps_attention, levels, program
+        return LayoutSpace(self.base, self.ranks, self.fixed, *kinds)
+
+    @property
+    def _keeps_attention(self) -> bool:
+        """True if recomputing all but attention is tried: if a second forward of it takes more than `NEAR` of
+        a step, by its FLOPs."""
+        model, length = self.base.model, self.base.data.seq_len
+        least, every = (model.flops_per_token(each, causal=True) for each in (1, length))
+        return self.stack.ours and every - least > 3 * NEAR * every
 
     def _split_space(self) -> LayoutSpace:
         """The pipelines whose schedules split backwards, with blocks that are not compiled."""
         train = self.base.train.model_copy(update={"compile": False})
         space = replace(self, base=self.base.model_copy(update={"train": train})).space()
-        return space.only([name for name in self.stack.schedules if SCHEDULES[name].splits])
+        return space.only([name for name, kind in SCHEDULES.items() if kind.splits])
 
     def least_memory(self, enough: float = 0.0) -> Memory | None:
         """Bytes that a rank needs at least, in the layout that needs least or in the first with at most
@@ -103,6 +119,11 @@ class SearchProblem:
         tree = self.base.to_json()
         tree["model"] = model.model_dump(mode="json")
         return replace(self, base=RunSpec.model_validate(tree))
+
+    def with_offload(self) -> SearchProblem:
+        """The run with its moments in the hosts' memory, whether or not rules accept that."""
+        train = self.base.train.model_copy(update={"offload": "host"})
+        return replace(self, base=self.base.model_copy(update={"train": train}))
 
     def with_replicas(self, count: int, **tables: Mapping[str, Any]) -> SearchProblem:
         """The run with `count` replicas, and tables of keys that go with them. Raises `UserError`."""

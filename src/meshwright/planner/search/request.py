@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -16,19 +16,23 @@ from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.offload import check_activation_offload, check_offload
 from meshwright.planner.cost.precision import check_computes
 from meshwright.planner.cost.software import stack_named
-from meshwright.planner.search.infeasible import key_name
+from meshwright.planner.programs.table import check_devices, refuse_mxfp4
+from meshwright.planner.search.infeasible import key_name, not_run
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.base import MAX_BATCH
+from meshwright.spec.arithmetic import check_divides
+from meshwright.spec.base import MAX_BATCH, MAX_RANKS
 from meshwright.spec.compiled import COMPILE, COMPILED_ON, is_open, with_compiled_blocks
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_keys
-from meshwright.spec.model_names import model_tables
+from meshwright.spec.model_argument import model_tables
 from meshwright.spec.other_models import refuse_other_models
 from meshwright.spec.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, WHOLE_SCHEDULE
 from meshwright.units import amount, duration
 
 _MOST_SHOWN = 20
 """Layouts that are shown at most: a search for many more takes minutes."""
+_NEAR = 0.05
+"""Share of a batch by which it is changed at most, so that all devices share it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class PlanRequest:
         """
         stack = stack_named(self.stack)
         kind = self._kind if self.price is None else replace(self._kind, price=self.price)
+        check_devices(stack.name, kind.device)
         self._check(kind)
         sizes = sizes_of(self.gpus, kind)
         base, note = self._base_run(kind)
@@ -80,7 +85,9 @@ class PlanRequest:
         if (tokens := self.total_tokens) is not None:
             train = base.train.model_copy(update={"steps": None, "epochs": None, "tokens": int(tokens)})
             base = base.model_copy(update={"train": train})
-        keys = fixed_layout(self.overrides) | {"policy": dict(self.overrides).get("recompute.policy")}
+        saves = "selective" if "recompute.save" in self._given else None
+        keys = fixed_layout(self.overrides) | {"policy": dict(self.overrides).get("recompute.policy", saves)}
+        _check_axes(keys, sizes)
         keys["max_stages"] = self.max_stages
         fixed = {name: value for name, value in keys.items() if value is not None}
         tree, _ = self._tables(kind)
@@ -198,6 +205,8 @@ class PlanRequest:
         """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
         tree, source = self._tables(cluster)
         given = self._given
+        if "mxfp4" in (given.get("precision.compute"), tree.get("precision", {}).get("compute")):
+            refuse_mxfp4(stack_named(self.stack).name)
         tables = ["layout"]
         if self.islands is not None or given_keys("outer", tree, self.overrides).get("every"):
             tables.append("outer")  # islands come with the layout
@@ -224,7 +233,7 @@ class PlanRequest:
                 "--batch-tokens: is missing (tokens of one optimiser step); give it, such as --batch-tokens "
                 "4M"
             )
-        tokens, note = batch_of(wanted, seq_len)
+        tokens, note = batch_of(wanted, seq_len, sizes_of(self.gpus, cluster)[0])
         others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
         wanted = SCHEDULES.get(given.get("layout.schedule", ""))
         split = wanted is not None and wanted.splits
@@ -263,6 +272,13 @@ class PlanRequest:
         return tree, source
 
 
+def _check_axes(keys: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    """Raise `UserError` for pipeline or context ranks that divide no number of devices."""
+    for axis in ("pp", "cp"):
+        if all(size % (keys.get(axis) or 1) for size in sizes):
+            check_divides(f"layout.{axis}", keys[axis], "the number of devices", sizes[0])
+
+
 def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
     """Raise `UserError` for keys of pipelines where no layout has one."""
     last, fixed = problems[-1], problems[-1].fixed
@@ -270,6 +286,8 @@ def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
     idle = next((key for key in ("schedule", "virtual") if fixed.get(key) not in defaults), None)
     if idle is None or fixed.get("pp", 1) > 1 or any(each.space().has_pipelines for each in problems):
         return
+    if (words := not_run(last, pipelines=True)) is not None:
+        raise UserError(words)
     others = [key for key in ("pp", "schedule", "virtual", "max_stages") if key in fixed and key != idle]
     given = "".join(f", with {key_name(key)} = {fixed[key]}" for key in others)
     raise UserError(
@@ -278,11 +296,12 @@ def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
     )
 
 
-def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
+def batch_of(wanted: int | str, seq_len: int, ranks: int = 1) -> tuple[int, str | None]:
     """Tokens of a batch of whole sequences near the wanted one, and a note if they differ.
 
     16M may be 16 x 2^20 or 16 x 10^6: of the numbers of sequences from one to the other, the one that most
-    powers of two divide is taken, since most layouts can share it. Raises `UserError`.
+    powers of two divide is taken, of those that `ranks` can share if there are any, since most layouts can
+    share it; else the nearest one that these can share, if it is near. Raises `UserError`.
     """
     powers = (partial(amount, unit=unit) for unit in (1000, 1024))
     low, high = (_read("--batch-tokens", wanted, each) / seq_len for each in powers)
@@ -292,15 +311,27 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
             f"{seq_len}"
         )
     first = max(1, round(low))
-    last, step = max(first, int(high)), 1
-    while last // (2 * step) * 2 * step >= first:
-        step *= 2
-    count = last // step * step
+    last = max(first, int(high))
+    count = _roundest(first, last)
+    if count % ranks and last // ranks * ranks >= first:
+        count = ranks * _roundest(-(-first // ranks), last // ranks)
+    elif count % ranks and low < high:
+        ends = last // ranks * ranks, -(-last // ranks) * ranks
+        near = [each for each in ends if first * (1 - _NEAR) <= each <= last * (1 + _NEAR)]
+        count = min(near, key=lambda each: max(first - each, each - last), default=count)
     tokens = count * seq_len
     if str(tokens) == str(wanted):
         return tokens, None
     sequences = f"{count:,} sequence{'s' * (count > 1)}"
     return tokens, f"{wanted} is taken as {sequences} of {seq_len:,} tokens = {tokens:,}"
+
+
+def _roundest(first: int, last: int) -> int:
+    """The number from `first` to `last` that most powers of two divide; the largest of several."""
+    step = 1
+    while last // (2 * step) * 2 * step >= first:
+        step *= 2
+    return last // step * step
 
 
 def _read(flag: str, value: float | str, read: Callable[[str], float]) -> float:
@@ -323,6 +354,10 @@ def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
     if not 1 <= low <= high:
         raise UserError(
             f"--gpus: '{gpus}' is not valid: it should be a number of devices, or a range such as 64..1024"
+        )
+    if high > MAX_RANKS:
+        raise UserError(
+            f"--gpus: {high:,} is more than the {MAX_RANKS:,} devices that a run has at most; give fewer"
         )
     node = kind.node
     if parts and parts[2]:

@@ -94,12 +94,12 @@ class SearchResult:
         self.counts.timed += 1
         wanted = self.hopeful(timed.seconds * self.speedup)
         if self.exact is not None:
-            if not wanted:
+            if not wanted or not self._may_be_kept(timed):
                 return
             timed = timed._replace(memory=self.exact(timed.spec))
             if timed.memory > self.capacity:
                 return
-        if all(each.seconds > timed.seconds or each.memory > timed.memory for each in self.front):
+        if self._on_front(timed):
             self.front = [
                 each for each in self.front if each.seconds < timed.seconds or each.memory < timed.memory
             ]
@@ -118,6 +118,15 @@ class SearchResult:
             self.cutoff = -inf
         if self.progress is not None and self.best[0] is timed:
             self.progress(timed, self.counts)
+
+    def _may_be_kept(self, timed: TimedLayout) -> bool:
+        """True if a layout with at least such bytes can be the fastest of its kind, or on the front."""
+        mine = kind(timed.spec)
+        same = (each for each in self.best if kind(each.spec) == mine)
+        return self._on_front(timed) or all(timed.seconds <= each.seconds for each in same)
+
+    def _on_front(self, timed: TimedLayout) -> bool:
+        return all(each.seconds > timed.seconds or each.memory > timed.memory for each in self.front)
 
 
 @dataclass

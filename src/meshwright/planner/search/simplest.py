@@ -1,4 +1,5 @@
-"""The order of layouts that are about as fast as the fastest: the one that changes least comes first.
+"""The order of layouts that are about as fast as the fastest: the one that changes least comes first, of
+those that fit with a probability of `COMFORTABLE` where there are any (`planner/search/branch_and_bound.py`).
 
 A layout is compared with plain data parallelism, change by change, the gravest first (`Changes`). The data
 axis, ZeRO and the size of a microbatch cost nothing. Predictions are not sure to 5% (their intervals of 90%

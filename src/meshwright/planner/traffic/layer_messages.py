@@ -28,7 +28,7 @@ class Copies(NamedTuple):
 
 
 def layer_messages(shape: LayerShape, routed: bool) -> list[Message]:
-    """Messages inside one layer, dense or with routed experts; the router is even and drops nothing."""
+    """Messages inside one layer, dense or with routed experts; the router is even."""
     where: Where = "moe" if routed else "dense"
     listed = [*_tensor_messages(shape, where), *_context_messages(shape, where)]
     return [*listed, *expert_messages(shape), *_balance_messages(shape)] if routed else listed
@@ -124,8 +124,8 @@ def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
 def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator[Message]:
     """One dispatch to the experts and the way back (`parallel/expert_parallel.py`).
 
-    By default each expert is chosen equally often. A copy's weight, or the gradient of it, is sent in the
-    message that its row is sent in.
+    By default each expert is chosen equally often, and takes what its capacity admits. A copy's weight, or
+    the gradient of it, is sent in the message that its row is sent in.
     """
     group, hidden = shape.groups.expert, shape.model.hidden
     if group.ranks == 1:

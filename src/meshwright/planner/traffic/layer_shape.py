@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from meshwright.planner.group_shapes import Axes, GroupShape, axes
 from meshwright.planner.rank_view import ALL_TRAINED, BlockTraining, loss_by_kernel, recomputed, widths
@@ -43,6 +44,8 @@ class LayerShape:
     """True if the head gives log-probabilities of targets to a loss of whole answers."""
     loss_by_kernel: bool = False
     """True if kernels take the loss of all logits of a chunk at once."""
+    admitted: float = 1.0
+    """Copies that the experts' capacity admits, or that padding makes of them, over those of all tokens."""
     busiest: float = 1.0
     """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
@@ -89,8 +92,10 @@ class LayerShape:
 
     @cached_property
     def copies(self) -> float:
-        """Rows that a rank sends to the experts, or receives: top_k for each token, and each slice."""
-        return self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp * self.busiest
+        """Rows that a rank sends to the experts, or receives: top_k for each token, and each slice, less what
+        is dropped."""
+        every = self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp
+        return every * self.admitted * self.busiest
 
     def sent(self, parts: int = 1) -> list[float]:
         """Rows in the message of each of the `parts` of a microbatch to the experts, and in that back, with
@@ -142,6 +147,8 @@ def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
     again |= set() if spec.recompute.policy == "none" else {"exchange"}
     size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
     shape = LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu)
+    if spec.model.moe is not None:
+        shape = replace(shape, admitted=admitted(spec, spec.model.moe))
     if (lora := spec.lora) is not None:
         drops = lora.dropout > 0
         shape = replace(shape, rank=lora.rank, drops=drops, row_key=ROW_KEY * drops)
@@ -156,9 +163,14 @@ def routed_tokens(spec: RunSpec) -> int:
 
 def admitted(spec: RunSpec, moe: MoeSpec) -> float:
     """The share of a token's copies that the experts' capacity admits, under an even router."""
+    return min(1.0, expert_room(spec, moe))
+
+
+def expert_room(spec: RunSpec, moe: MoeSpec) -> float:
+    """Most copies of a sequence in one expert, over an even share of them; infinite without a capacity."""
     length = spec.data.seq_len
     capacity = moe.capacity(length)
-    return 1.0 if capacity is None else min(1.0, capacity * moe.experts / (moe.top_k * length))
+    return inf if capacity is None else capacity * moe.experts / (moe.top_k * length)
 
 
 def balance_counts(model: ModelSpec, moe: MoeSpec) -> int:

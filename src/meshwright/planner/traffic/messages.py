@@ -33,7 +33,7 @@ from meshwright.planner.traffic.layer_messages import (
     expert_messages,
     layer_messages,
 )
-from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
+from meshwright.planner.traffic.layer_shape import LayerShape, balance_counts, layer_shape
 from meshwright.planner.traffic.message import Message, Overlap, Phase
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
@@ -135,8 +135,7 @@ def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | No
     if copies is not None:
         yield from (m for dispatch in copies for m in expert_messages(shape, dispatch))
     elif view.routed:
-        bounded = shape.layout.bounds_dispatch
-        due = share(shape.groups.expert.ranks) * (1.0 if bounded else admitted(view.spec, shape.moe))
+        due = share(shape.groups.expert.ranks)
         for rows, parts in Counter(shape.sent(shape.layout.expert_parts)).items():
             dispatch = Copies(rows * due, rows * due)
             for (routed, training), count in view.kinds().items():

@@ -1,7 +1,6 @@
 """Validation of predictions against published and measured runs.
 
-`table` reads rows, of which `infer_model`, `infer_layout`, `infer_program` and `infer_cluster` make `cases`,
-and `stage_cuts` the stages of programs that do not cut evenly. `metrics` are the errors, by
-`error_statistics`, `ranking` those of the order of layouts, `left_out` those on sources outside of the fit,
-whose runs `calibration` names, and `page` is the report.
+`table` reads rows, of which `infer_model`, `infer_layout`, `infer_program`, `infer_remat` and `infer_cluster`
+make `cases`. `metrics` are the errors, by `error_statistics`, `ranking` those of the order of layouts,
+`left_out` those on sources outside of the fit, whose runs `calibration` names, and `page` is the report.
 """

@@ -15,10 +15,12 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.planner.validation.infer_cluster import cluster_of
 from meshwright.planner.validation.infer_layout import batch_of, check_layout, choices, layout_of
 from meshwright.planner.validation.infer_model import model_of
 from meshwright.planner.validation.infer_program import format_of, program_of
+from meshwright.planner.validation.infer_remat import note_unknown
 from meshwright.planner.validation.table import PredictionError, Row, check
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.precision import PrecisionSpec
@@ -53,7 +55,7 @@ class Case:
     memory: float | None
     """Measured bytes at the peak."""
     memory_kind: str
-    """'allocated', or 'device' for all that the driver reports as used."""
+    """'allocated', 'reserved' by the allocator, or 'device' for all that the driver reports as used."""
     ran: bool | None
     """True if it fitted into memory; None if that is not known."""
     block_only: bool
@@ -84,8 +86,10 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
     gpus, length = row.whole("gpus"), row.whole("seq_len")
     if not gpus or not length:
         raise PredictionError(f"it has no {'gpus' if not gpus else 'seq_len'}")
-    stack, cluster = program_of(row), cluster_of(row, gpus)
+    cluster = cluster_of(row, gpus)
+    stack = program_of(row, cluster.device)
     model = model_of(row, length)
+    note_unknown(row)
     format, layout = format_of(row, cluster), layout_of(row, gpus, stack)
     block_only = model.layers == 1 and row.whole("global_batch_seqs") is None
     batch = (row.whole("micro_batch") or 1) if block_only else batch_of(row, table, layout)
@@ -95,13 +99,15 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
         rate = model.flops_per_token(length) * batch * length / seconds / gpus
         if rate > peak(cluster.device, precision(format).products):
             raise PredictionError(f"its {rate / 1e12:.4g} TFLOP/s per GPU are above the peak of its devices")
-    memory, kind = row.numbers.get("peak_mem_gib"), "device" if row.says("nvidia-smi") else "allocated"
+    memory, kind = row.numbers.get("peak_mem_gib"), _memory_kind(row)
     if memory is not None:
         decimal = row.says(r"mem(?:ory)?(?: \w+)? (?:as|in) (?-i:GB)|nvidia-smi (?-i:GB)")
         memory *= 1e9 if decimal else 2**30
-        if decimal or kind == "device":
+        if decimal or kind != "allocated":
             row.derive("peak_mem_gib", f"in {'GB' if decimal else 'GiB'}, {kind}")
     oom = "oom" in row.words
+    if oom and seconds is not None:
+        raise PredictionError(f"it ran out of memory, and took {seconds:.4g} s a step; leave one of them out")
     if seconds is None and memory is None and not oom:
         raise PredictionError("it has no measurement of time or memory")
     base = RunSpec.model_construct(
@@ -116,10 +122,27 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
         raise PredictionError(
             f"vp = {layout.virtual} needs microbatches in multiples of pp = {layout.pp}, unlike its batch"
         )
+    _note_rule(row, stack, specs)
     # Memory alone, if it exceeds the device's, was computed and not run.
     computed = seconds is None and (memory is None or memory > cluster.device.memory)
     ran = False if oom else None if computed else True
     return Case(row, specs, stack, cluster, format, seconds, memory, kind, ran, block_only)
+
+
+def _note_rule(row: Row, stack: SoftwareStack, specs: Sequence[RunSpec]) -> None:
+    """Note a layout that its program is not known to run; it ran, so that it is predicted."""
+    program = PROGRAMS[stack.name]
+    broken = [(program.broken(spec), spec) for spec in specs]
+    if all(rule is not None for rule, _ in broken) and (rule := broken[0][0]) is not None:
+        words = rule.reason(stack.name, program.release, broken[0][1])
+        row.notes.append(f"{words}, by what is known of it; it is predicted all the same")
+
+
+def _memory_kind(row: Row) -> str:
+    """The kind of bytes that a row states; torchtitan's own tables have what the allocator reserved."""
+    if row.says("nvidia-smi"):
+        return "device"
+    return "reserved" if row.says("reserved|torchtitan") else "allocated"
 
 
 def measured_seconds(

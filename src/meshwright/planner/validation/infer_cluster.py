@@ -32,8 +32,10 @@ _DEVICES = (
     (r"a100.*pcie", "a100-80-pcie"),
     (r"a100(?!\d)", "a100-80-sxm"),
     (r"h100.*pcie", "h100-pcie"),
+    (r"h100(?:.*[^a-z])?nvl(?![a-z0-9])|h100.*(?<!\d)94 ?g", "h100-nvl"),
     (r"h100.*(96|hbm2e)", "h100-96"),
     (r"h100(?!\d)", "h100-sxm"),
+    (r"(?<!g)h200(?:.*[^a-z])?nvl(?![a-z0-9])", "h200-nvl"),
     (r"gh200", "gh200"),
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
@@ -118,10 +120,10 @@ def _with_power(row: Row, usual: Cluster) -> Cluster:
 def _with_nodes(row: Row, usual: Cluster) -> Cluster:
     """The cluster with the row's number of GPUs in a node, each with as much of the network as usual.
 
-    The links of a pod of TPUs join hosts, too, whatever each of these has.
+    The links of a pod of TPUs join hosts, too, whatever each of these has, and a bridge joins two cards.
     """
     size = row.whole("gpus_per_node")
-    if size is None or size == usual.node or usual.levels[0].kind == "ici":
+    if size is None or size == usual.node or usual.levels[0].kind == "ici" or usual.levels[0].name == "pair":
         return usual
     if usual.count % size and usual.count > size:
         raise PredictionError(f"its {usual.count} GPUs are not nodes of gpus_per_node = {size}")

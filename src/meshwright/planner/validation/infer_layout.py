@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.validation.stage_cuts import by_threshold
+from meshwright.planner.programs.table import PROGRAMS
+from meshwright.planner.validation.infer_remat import policy_of
 from meshwright.planner.validation.table import PredictionError, Row, short
 from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.pipeline_schedules import SCHEDULES, virtual_problem
@@ -23,8 +24,6 @@ _SCHEDULES = {
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "selective": SelectiveRecompute(), "full": FullRecompute()}
 """The least recomputation first."""
-_REMAT = r"remat(?:[ _]policy)? ?[=:]? ?(full|minimal)(?:_\w+)?"
-"""MaxText's name of a recomputation policy in a comment: of all of a block, or of all but its products."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Microbatch sizes to try where a row does not state one. Source: assumed."""
 _MOST_VIRTUAL = 4
@@ -147,14 +146,19 @@ def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:
     raise PredictionError("its batch is not known")
 
 
-def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec]:
-    """All runs that the row may describe, by the properties that it does not state.
+def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Sequence[RunSpec]:
+    """All runs that the row may describe, by the properties that it does not state, that its program runs;
+    of a row whose program runs none by our rules, which its owner knows better, all.
 
     These are microbatches, virtual stages and recomputation, the least recomputation first.
     """
+    every = list(_choices(row, base, program))
+    runs = PROGRAMS[program.name]
+    return [spec for spec in every if runs.broken(spec) is None] or every
+
+
+def _choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec]:
     layout, micro, stated = base.layout, row.whole("micro_batch"), _recompute(row)
-    if program.stages == "threshold" and layout.pp > 1:
-        layout = layout.model_copy(update={"stages": by_threshold(base.model, layout.pp)})
     per_rank = base.batch_sequences // layout.data_ranks
     if stated not in _POLICIES:
         row.infer("recompute", "the least that fits")
@@ -172,15 +176,16 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
     for policy, size in product(policies, sizes):
         for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
             changed = {"micro_batch": size, "schedule": schedule, "virtual": virtual}
-            yield base.model_copy(update={"layout": layout.model_copy(update=changed), "recompute": policy})
+            dealt = PROGRAMS[program.name].dealt(base.model, layout.model_copy(update=changed))
+            yield base.model_copy(update={"layout": dealt, "recompute": policy})
 
 
 def _recompute(row: Row) -> str:
     """The recomputation that the row states, or that its comment names as MaxText does; or an empty text."""
-    stated = row.words["recompute"]
-    if stated or not (named := row.says(_REMAT)):
+    if stated := row.words["recompute"]:
         return stated
-    return row.derive("recompute", "full" if named[1].lower() == "full" else "selective")
+    named = policy_of(row)
+    return row.derive("recompute", named) if named else ""
 
 
 def _interleavings(

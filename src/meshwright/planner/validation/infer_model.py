@@ -53,7 +53,7 @@ def model_of(row: Row, length: int) -> ModelSpec:
             f"the model '{short(row.words['model'])}' has {other}; decoders of attention layers are predicted"
         )
     if (preset := _preset(row)) is not None:
-        return preset
+        return _limited(row, preset)
     if (hidden := row.whole("hidden")) is None:
         raise PredictionError(_UNKNOWN)
     candidates, layers, size = (
@@ -78,7 +78,7 @@ def model_of(row: Row, length: int) -> ModelSpec:
             and (chosen.moe is not None or name not in _OF_EXPERTS)
         ):
             row.derive(name, value)
-    return chosen
+    return _limited(row, chosen)
 
 
 def _preset(row: Row) -> ModelSpec | None:
@@ -133,6 +133,25 @@ def _candidates(row: Row, hidden: int, length: int) -> list[ModelSpec]:
             shape["tied"] = tied
             candidates.append(ModelSpec.model_validate({**shape, "layers": layers or _depth(shape, size)}))
     return candidates
+
+
+def _limited(row: Row, model: ModelSpec) -> ModelSpec:
+    """The model with the capacity that the row states of its experts. Raises `PredictionError` for one of no
+    experts, and for padding to none."""
+    capacity = row.numbers.get("capacity_factor")
+    if capacity is None:
+        if row.words["moe_pad_to_capacity"] == "yes":
+            raise PredictionError(
+                "its moe_pad_to_capacity = yes pads rows to a capacity, of which it has none; "
+                "give capacity_factor, or an empty cell"
+            )
+        return model
+    if model.moe is None:
+        raise PredictionError(
+            f"its capacity_factor = {capacity:g} is of experts, of which it has none; give their number, or "
+            "an empty cell"
+        )
+    return model.model_copy(update={"moe": model.moe.model_copy(update={"capacity_factor": capacity})})
 
 
 def _difference(model: ModelSpec, size: float) -> float:

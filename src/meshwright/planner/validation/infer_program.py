@@ -1,8 +1,8 @@
 """Software stack and precision recipe of a published run, from its row.
 
-The column `program` names the program; `attention`, `gradient_bytes` and `cuda_graphs` what it was told to
-do. Where the program is not stated, the row's source and comment may name it, never its model; else it is
-inferred from the year of publication.
+The column `program` names the program; `attention`, `gradient_bytes`, `cuda_graphs` and
+`moe_pad_to_capacity` what it was told to do. Where the program is not stated, the row's source and comment
+may name it, never its model; else it is inferred from the year of publication.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.cluster import Cluster, Device
 from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
+from meshwright.planner.validation.infer_remat import with_words
 from meshwright.planner.validation.table import PredictionError, Row, first_match, phrase, short
 
 _PROGRAMS = (
@@ -34,6 +35,10 @@ _PROGRAMS = (
 """Words of a program's name -> its software stack; the first match counts."""
 _FUSED = 2207
 """Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
+_COMPILED_LOSS = 202504
+"""Year and month from which torchtitan compiles its loss, too (pull request 1033)."""
+_DATE = re.compile(r"(?<!\d)(20[12]\d)[-_]?(0[1-9]|1[0-2])(?:[-_]?[0-3]\d)?(?!\d)").findall
+"""Years and months in a text, as 202412, 2025-06 or 20250811."""
 _EAGER = (
     r"(?:torchtitan,?|fsdp\d?,?|in|runs?) \(?eager|eager (?:mode|execution)",
     r"compiled?|torch\.compile",
@@ -57,8 +62,11 @@ _BY_TENSOR = r"tensor|delayed|current|\bcs\b|\bds\b|hybrid|e4m3"
 """Names of recipes of fp8 with one scale for a tensor."""
 
 
-def program_of(row: Row) -> SoftwareStack:
-    """The software stack of the row's program, with what the row states of it. Raises `PredictionError`."""
+def program_of(row: Row, device: Device) -> SoftwareStack:
+    """The software stack of the row's program on a device, with what the row states of it.
+
+    Raises `PredictionError`.
+    """
     stated = row.words["program"].lower()
     name = stated if stated in STACKS else _program(lambda words: phrase(words, stated))
     if stated and name is None:
@@ -70,11 +78,15 @@ def program_of(row: Row) -> SoftwareStack:
         name = row.infer("program", _usual_program(row))
     if (release := _release(name, row)) != name:
         row.derive("stack", release)
-    stack = STACKS[release]
+    stack = _with_loss(STACKS[release], row, device)
+    if stack.selective == "named":
+        stack = with_words(stack, row)
     if attention := row.words["attention"]:
         stack = replace(stack, attention=cast(Attention, attention))
     if graphs := row.words["cuda_graphs"]:
         stack = _hosted(stack, graphs == "yes")
+    if row.words["moe_pad_to_capacity"] == "yes":
+        stack = replace(stack, pads_experts=True)
     if (width := row.whole("gradient_bytes")) is not None:
         stack = replace(stack, gradient_bytes=width, recipe=replace(stack.recipe, gradient=width))
     return stack
@@ -111,6 +123,22 @@ def _release(name: str, row: Row) -> str:
     if name == "megatron-core" and _program(row.says) == "nemo":
         name = "nemo"
     return "nemo-graphs" if name == "nemo" and row.words["cuda_graphs"] == "yes" else name
+
+
+def _with_loss(stack: SoftwareStack, row: Row, device: Device) -> SoftwareStack:
+    """Torchtitan's stack with a compiled loss, if the row's date is after that of its first, or if it has no
+    date and runs on devices of later generations than the H100, or of others than NVIDIA."""
+    if stack.name != "fsdp-compiled":
+        return stack
+    dates = [
+        int(year + month) for text in (row.words["source"], row.words["where"]) for year, month in _DATE(text)
+    ]
+    newer = device.kind != "cuda" or (device.capability or (0, 0)) > (9, 0)
+    if not (max(dates) >= _COMPILED_LOSS if dates else newer):
+        return stack
+    later = STACKS["fsdp-compiled-loss"]
+    row.derive("stack", later.name) if dates else row.infer("stack", later.name)
+    return later
 
 
 def _written(row: Row) -> float:

@@ -22,7 +22,7 @@ from meshwright.planner.validation import ranking
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.error_statistics import errors
-from meshwright.planner.validation.table import PUBLISHED, Row, read
+from meshwright.planner.validation.table import PUBLISHED, Row, by_reason, read, rows_in_words
 from meshwright.spec import Layout, RunSpec, UserError
 
 
@@ -67,8 +67,9 @@ class Prediction:
 
     @property
     def bytes(self) -> float:
-        """Predicted bytes of the kind that the row measured: allocated, or all that the driver reports."""
-        return self.memory.device if self.case.memory_kind == "device" else self.memory.allocated
+        """Predicted bytes of the kind that the row measured: allocated, reserved, or the driver's count."""
+        kinds = {"reserved": self.memory.reserved, "device": self.memory.device}
+        return kinds.get(self.case.memory_kind, self.memory.allocated)
 
     @property
     def fits(self) -> bool:
@@ -89,6 +90,7 @@ class Prediction:
             "recompute": spec.recompute.policy,
             "recomputed_share": self.recomputed,
             "inferred": [*case.inferred, *case.derived],
+            "notes": case.row.notes,
             "seconds": case.seconds,
             "predicted": self.seconds,
             "interval": list(self.interval),
@@ -144,7 +146,8 @@ def predict(case: Case) -> Prediction:
         place = next(fits, len(policies) - 1)
         spec, need = policies[place]
         time, (less, more) = seconds(spec), policies[max(0, place - 1)]
-        if more.device > max(need.device, capacity):
+        in_part = case.stack.selective != "named"  # a compiled loop over layers recomputes in all of them
+        if in_part and more.device > max(need.device, capacity):
             share = min(1.0, (more.device - capacity) / (more.device - need.device))
             time, need = share * time + (1 - share) * seconds(less), _between(more, need, share)
             found.append(Prediction(case, spec, time, need, share))
@@ -179,9 +182,12 @@ def validate(table: Path = PUBLISHED) -> ValidatedTable:
         except UserError as reason:
             skipped.append({"row": row.number, "source": row.words["source"], "reason": str(reason)})
     if not predictions:
-        reasons = Counter(skip["reason"] for skip in skipped)
-        listed = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(_REASONS))
-        raise UserError(f"{table}: none of its {len(rows)} rows can be predicted: {listed}")
+        reasons = by_reason(skipped)
+        listed = "; ".join(
+            f"{rows_in_words(numbers)}: {reason}" for reason, numbers in [*reasons.items()][:_REASONS]
+        )
+        more = f"; and {len(reasons) - _REASONS} further reasons" if len(reasons) > _REASONS else ""
+        raise UserError(f"{table}: none of its {len(rows)} rows can be predicted: {listed}{more}")
     return ValidatedTable(table, tuple(rows), tuple(predictions), tuple(skipped))
 
 
@@ -247,6 +253,12 @@ def report(validation: ValidatedTable, by: str = "source") -> dict[str, Any]:
     others = [each for each in validation.predictions if each.case.row.number not in used]
     figures = {
         **summary(validation, rows),
+        "skipped_rows": list(validation.skipped),
+        "notes": [
+            {"row": each.case.row.number, "source": each.case.row.words["source"], "note": note}
+            for each in validation.predictions
+            for note in each.case.row.notes
+        ],
         "cells": [cell.to_json() for cell in cells(validation.predictions)],
         "calibrated_rows": used,
         "others": {

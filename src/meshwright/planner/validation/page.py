@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.planner.validation.calibration import BY_HAND, MODELS
 from meshwright.planner.validation.left_out import WORDS
+from meshwright.planner.validation.table import by_reason, rows_in_words
 from meshwright.spec.load import one_line
 
 _WHOLE = 100
@@ -71,7 +72,7 @@ def page(report: dict[str, Any], by: str = "source") -> str:
     """
     if "left_out" not in report:
         figures = _markdown(table(report, by, _WHOLE))
-        return f"# Validation\n\n{figures}\n\nRefused, with the reason:\n\n{_skipped(report['skipped'])}\n"
+        return f"# Validation\n\n{figures}\n\nRefused, with the reason:\n\n{_skipped(report)}\n"
     frontier, unseen = report["frontier"], report["left_out"]
     both = f"{unseen['rows']} runs of {len(unseen['by_source'])} sources"
     return _PAGE.format(
@@ -83,7 +84,7 @@ def page(report: dict[str, Any], by: str = "source") -> str:
         held=f"{100 * unseen['covered']:.0f}%",
         published=_markdown(table(report, by, _WHOLE)),
         frontier=_markdown(table(frontier, by, _WHOLE)),
-        skipped=_skipped({**report["skipped"], **frontier["skipped"]}),
+        skipped=_skipped(report, frontier),
         predicted=report["predicted"] + frontier["predicted"],
         rows=report["rows"] + frontier["rows"],
         calibrated=len(frontier["calibrated_rows"]),
@@ -127,9 +128,13 @@ def _text(words: str) -> str:
     return one_line(words).replace("|", r"\|").replace("<", "&lt;")
 
 
-def _skipped(reasons: dict[str, int]) -> str:
-    """Lines of a list: how many rows are refused for which reason."""
-    lines = [f"- {count} row{'s' * (count != 1)}: {_text(reason)}" for reason, count in reasons.items()]
+def _skipped(report: dict[str, Any], frontier: dict[str, Any] | None = None) -> str:
+    """Lines of a list: which rows are refused for which reason."""
+    lines = [
+        f"- {rows_in_words(numbers)}{of}: {_text(reason)}"
+        for of, each in (("", report), (" of the frontier", frontier or {"skipped_rows": ()}))
+        for reason, numbers in by_reason(each["skipped_rows"]).items()
+    ]
     return "\n".join(lines) or "None."
 
 
@@ -175,7 +180,8 @@ Runs of the frontier:
 
 {frontier}
 
-- **memory**: mean absolute error of the allocated bytes, or of the driver's count where the row states that.
+- **memory**: mean absolute error of the allocated bytes, or of those that the allocator reserved, as in
+  torchtitan's own tables, or of the driver's count where the row states that.
 - **tau**: Kendall's tau of predicted against measured time, averaged over groups of three or more layouts of
   one model and batch on one cluster.
 - **regret**: extra time of the run predicted fastest within such a group, over the fastest one. Of the
@@ -184,13 +190,13 @@ Runs of the frontier:
 - **fit**: runs that were predicted to fit, out of those that ran. **oom**: runs that were predicted not to
   fit, out of those that ran out of memory.
 
-Rows predicted: {predicted} of {rows}. Refused, with the reason:
+Rows predicted: {predicted} of {rows}. Refused, by number from 0 below the heading, with the reason:
 
 {skipped}
 
 A row is also refused that does not add up (its parameters and its shape, or a preset of its name; its GPUs,
-its schedule and its layout; its seconds and its tokens per second; its formats), whose program is not known,
-whose GPUs are of several kinds, and whose model is no decoder of attention layers.
+its schedule and its layout; its seconds, its tokens per second and its OOM; its formats), whose program is
+not known, whose GPUs are of several kinds, and whose model is no decoder of attention layers.
 
 ## Numbers
 
@@ -213,8 +219,10 @@ elsewhere: that is taken for a slip of the pen and refused.
 - The layout: `tp`, `cp`, `pp`, `vp` (stages of a rank), `ep`, `etp`, `dp`, `zero`, `micro_batch`,
   `global_batch_seqs`, `recompute` (none, selective, full), `sequence_parallel` (yes, no).
 - The program: `program`, `attention` (unfused, flash1 to flash4, cudnn), `gradient_bytes` (1, 2, 4 or 8, as
-  they are kept and reduced), `cuda_graphs` (yes: no time of the host; no), `precision` and `fp8_recipe` (fp8
-  by tensor, row or block, mxfp8, mxfp4, nvfp4, bf16, fp16, fp32).
+  they are kept and reduced), `cuda_graphs` (yes: no time of the host; no), `capacity_factor` (most rows of an
+  expert, in even shares; Megatron-Core then hides no message to experts), `moe_pad_to_capacity` (yes: as many
+  rows as that; no), `precision` and `fp8_recipe` (fp8 by tensor, row or block, mxfp8, mxfp4, nvfp4, bf16,
+  fp16, fp32).
 - The cluster: `gpu`, as people write it (H100 SXM5 80GB, 8xB200); `power_w`, the watts that a device is held
   to, with whose root what products attain falls; `gpus_per_node`; `network_gbps`, Gbit/s of a device's
   interfaces; above 1,600 those of a node.
@@ -222,23 +230,28 @@ elsewhere: that is taken for a slip of the pen and refused.
   (or OOM).
 - `where` and `confidence` are comments. Of the words in `source` and `where` only these count, if no "not" is
   before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager;
-  schedule=ZB-1p; MaxText's remat full or minimal; power limited, which asks for `power_w`; a
+  schedule=ZB-1p; MaxText's policies of recomputation (remat minimal_offloaded), where it puts an output
+  (out_proj=offload, device or remat), and weight_dtype=bfloat16; power limited, which asks for `power_w`; a
   node's network as 4 x 200 Gbit/s or 4x200Gb IB; hardware TFLOP/s, HFU or incl. recompute, of
-  `tflops_per_gpu`; memory in GB, and nvidia-smi. They are listed with the inferred properties.
+  `tflops_per_gpu`; memory in GB, reserved or by nvidia-smi; and of torchtitan a date, as 2025-06, since it
+  compiles its loss from April 2025 on. They are listed with the inferred properties; a policy of
+  recomputation, an output or a place that is not known (remat_policy=mine) is told with its row.
 
 ## Inferred properties
 
 Cells that a row leaves empty are inferred from the field's habits, and listed by `meshwright validate
 --rows --json`:
 
-- `program`: what the source or the comment names, else the usual one of its year. `vocab`: 51,200 (GPT-2's,
-  padded); `precision`: fp16 on an A100, bf16 on later devices; `top_k`: 2.
+- `program`: what the source or the comment names, else the usual one of its year; of torchtitan without a
+  date the later release on devices of other makers and of generations after the H100's. `vocab`: 51,200
+  (GPT-2's, padded); `precision`: fp16 on an A100, bf16 on later devices; `top_k`: 2.
 - What follows from other cells or comments is listed too, but widens no interval: `ffn`: 4 x `hidden`, or two
   thirds of that in gated layers; `kv_heads`: all `heads`; `head_dim`: `hidden` / `heads`; `moe_ffn`: `ffn`;
   gated layers and tied embeddings: as the number of parameters determines. All of them, experts and latents
   too, are those of a preset of the same name (`shape`) that no cell contradicts.
 - `zero`, `sequence_parallel`: the program's default. `recompute`: the least that fits, of as few layers as
-  fits.
+  fits, but in MaxText of all; its remat custom is taken to keep a block's input and the outputs of
+  attention's products in the host's memory, as Google's recipes for TPU v6e do.
 - `micro_batch`: the fastest of 1 to 16 that fits; torchtitan's pipelines have as many microbatches as
   ranks. If Megatron's authors do not state their microbatch, they are assumed to have tuned interleaved
   stages too (up to 4 per rank).

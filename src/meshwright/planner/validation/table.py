@@ -8,11 +8,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from meshwright.spec import UserError
 from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_RANKS, MAX_WIDTH
@@ -52,6 +52,7 @@ _MEASURES: Mapping[str, tuple[float, float]] = {
     "peak_mem_gib": (1e-3, 1e4),
     "network_gbps": (1e-2, 1e6),
     "power_w": (10, 1e4),
+    "capacity_factor": (1e-2, MAX_HEADS),
 }
 """Columns of other numbers -> the least and the most that are plausible."""
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
@@ -61,6 +62,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective"),
     "sequence_parallel": ("yes", "no"),
     "cuda_graphs": ("yes", "no"),
+    "moe_pad_to_capacity": ("yes", "no"),
 }
 """Columns of words from a fixed list, which are read in small letters."""
 _WORDS = ("source", "program", "model", "gpu", "precision", "fp8_recipe", *CHOICES, "where", "confidence")
@@ -79,6 +81,8 @@ _OTHER_NAMES: Mapping[str, str] = {
     "mfu": "mfu_pct",
     "tflops": "tflops_per_gpu",
     "peak_memory": "peak_mem_gib",
+    "moe_expert_capacity_factor": "capacity_factor",
+    "moe_pad_expert_input_to_capacity": "moe_pad_to_capacity",
 }
 """Usual names of columns elsewhere -> their names here."""
 _UNITS: Mapping[str, str] = {
@@ -111,6 +115,8 @@ _DENIED = re.compile(
 )
 """Words that deny what follows them."""
 _SHOWN = 30
+_NAMED = 5
+"""Most rows that a sentence lists."""
 
 V = TypeVar("V")
 
@@ -131,6 +137,9 @@ class Row:
     """Properties that the row does not state -> the values that were inferred."""
     derived: dict[str, object] = field(default_factory=dict)
     """Properties that its comments or its other cells tell -> their values, which widen no interval."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences on words of its comment that are not known, without which it is predicted, and on a layout
+    that its program is not known to run."""
 
     def whole(self, name: str) -> int | None:
         """A whole number, or None where the cell is empty."""
@@ -160,6 +169,24 @@ class Row:
     def says(self, pattern: str) -> re.Match[str] | None:
         """Where the row's source or comment has a pattern as whole words that no word before them denies."""
         return phrase(pattern, f"{self.words['source']}; {self.words['where']}")
+
+
+def rows_in_words(numbers: Sequence[int]) -> str:
+    """Rows by number, the first few of many: 'row 3', 'rows 3 and 8', 'rows 3, 8, 9, 12, 40 and 7 more'."""
+    shown = [str(number) for number in numbers[:_NAMED]]
+    if more := len(numbers) - len(shown):
+        shown.append(f"{more} more")
+    if len(shown) == 1:
+        return f"row {shown[0]}"
+    return f"rows {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def by_reason(told: Iterable[Mapping[str, Any]], words: str = "reason") -> dict[str, list[int]]:
+    """Reason (or another of the `words`) -> numbers of the rows that have it, the most frequent first."""
+    found: dict[str, list[int]] = {}
+    for each in told:
+        found.setdefault(each[words], []).append(each["row"])
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def phrase(pattern: str, text: str) -> re.Match[str] | None:

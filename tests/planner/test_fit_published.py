@@ -1,0 +1,74 @@
+"""`fit` of models that are published in MXFP4: bytes of their weights, who serves them, and the commands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from meshwright import api
+from meshwright.cli.main import main
+from meshwright.planner.fit.serving import ServingFit
+
+GIB = 2**30
+
+
+def served(model: str | Path, gpu: str, **wish: object) -> dict[str, ServingFit]:
+    return {each.format: each for each in api.fit(str(model), gpu=gpu, **wish).serving}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "size"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_weights_in_mxfp4_take_what_the_checkpoint_does(model: str, size: float) -> None:
+    """Sizes of the checkpoints by their model card (OpenAI 2025, table 1), in GiB."""
+    found = served(model, "h100-sxm")["mxfp4"]
+    assert found.needs.parameters == pytest.approx(size * GIB, rel=0.01)
+    assert found.fits and found.probability > 0.8
+
+
+def test_kernels_of_other_gpus_pad_experts() -> None:
+    """3,072 by 2,944 for 2,880 by 2,880, in 24 blocks of 32 experts of three matrices."""
+    plain, padded = (served("gpt-oss-20b", gpu)["mxfp4"].needs.parameters for gpu in ("h100-sxm", "rtx-4090"))
+    assert padded - plain == pytest.approx(24 * 32 * 3 * (3072 * 2944 - 2880**2) * 17 / 32, rel=1e-6)
+
+
+def test_the_published_weights_are_served_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fit", "gpt-oss-20b", "--gpu", "rtx-4090"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "serve mxfp4: vllm serve openai/gpt-oss-20b --max-model-len 4096" in told
+    assert "Training is not in MXFP4: --from openai/gpt-oss-20b makes bf16 of the weights" in told
+    (command,) = served("gpt-oss-20b", "rtx-4090")["mxfp4"].commands
+    assert "--quantization" not in shlex.split(command)
+
+
+def test_a_gpu_without_kernels_is_told() -> None:
+    found = served("gpt-oss-20b", "v100")["mxfp4"]
+    assert found.spec is None and "compute capability 8.0" in (found.reason or "")
+
+
+def test_other_models_and_shapes_are_not_in_mxfp4(tmp_path: Path) -> None:
+    assert "mxfp4" not in served("moe-small", "rtx-4090")
+    assert "mxfp4" not in served("gpt-oss-20b", "rtx-4090", overrides=[("model.layers", "2")])
+    config = {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 128,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096, "sliding_window": 128,
+    }  # fmt: skip
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "mxfp4" not in served(folder, "rtx-4090")
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    assert served(folder, "rtx-4090")["mxfp4"].commands[0].startswith(f"vllm serve {folder} ")
+
+
+def test_experts_are_served_by_all_tensor_and_data_ranks() -> None:
+    """As vLLM deals them (`--enable-expert-parallel`): each of 8 GPUs has an eighth of them."""
+    one, eight = (served("gpt-oss-120b", "h100-sxm", count=count)["mxfp4"] for count in (1, 8))
+    layout = eight.spec.layout
+    assert layout.dp > 1 and layout.ep == layout.tp * layout.dp == 8
+    assert eight.needs.parameters < one.needs.parameters / 4
