@@ -135,6 +135,22 @@ def test_a_layout_that_its_program_is_not_known_to_run_is_noted(
     assert "it is predicted all the same" in told and " 1/1 " in told
 
 
+def test_a_layout_that_its_program_does_not_run_is_predicted_not_to_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 blocks of nanotron leave the last of 16 stages empty, and 8 stages fit."""
+    heading = "source,model,params_b,layers,hidden,ffn,heads,vocab,gpu,gpus,pp,dp,seq_len,global_batch_seqs"
+    cells = "16,2048,8192,32,131072,h100"
+    few = f"ours,a,1.34,{cells},16,16,1,4096,64,OOM,nanotron"
+    more = f"ours,a,1.34,{cells},8,8,1,4096,64,OOM,nanotron"
+    path = table(tmp_path, few, more, heading=f"{heading},peak_mem_gib,program")
+    assert main(["validate", path, "--rows"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "row 0, from 0: layout.pp: 16 is not run by nanotron of 2024, whose stages end with" in told
+    assert "did not fit, predicted not to run" in told and "did not fit, predicted to fit" in told
+    assert " 1/2 " in told
+
+
 def test_a_row_that_ran_out_of_memory_has_no_seconds(tmp_path: Path) -> None:
     path = table(tmp_path, f"ours,gpt-a,{CELLS},OOM", heading=f"{HEADING},peak_mem_gib")
     assert "it ran out of memory, and took 1.5 s a step; leave one of them out" in refusal(path)

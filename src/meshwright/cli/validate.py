@@ -106,4 +106,6 @@ def _measured(row: dict[str, Any]) -> str:
         return f"{row['seconds']:.4g} s measured, {row['predicted']:.4g} predicted"
     if row["memory_error_pct"] is not None:
         return f"{row['memory_bytes'] / 1e9:.4g} GB measured, {row['predicted_bytes'] / 1e9:.4g} predicted"
+    if not row["program_runs_layout"]:
+        return "did not fit, predicted not to run"
     return f"did not fit, predicted {'to fit' if row['predicted_to_fit'] else 'not to fit'}"

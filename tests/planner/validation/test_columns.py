@@ -422,16 +422,21 @@ def test_columns_of_ones_own_are_left_alone(tmp_path: Path) -> None:
         (16, 2048, 8192, 2, (11, 5)),
         (16, 2048, 8192, 4, (6, 5, 5, 0)),
         (16, 2048, 8192, 8, (3, 3, 2, 3, 2, 3, 0, 0)),
+        (16, 2048, 8192, 14, (2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 1, 0, 0, 0)),
+        (16, 2048, 8192, 16, None),
         (32, 4096, 14336, 4, (9, 9, 8, 6)),
         (32, 4096, 14336, 8, (5, 4, 4, 5, 4, 4, 4, 2)),
+        (32, 4096, 14336, 37, None),
     ],
 )
-def test_nanotrons_stages_end_with_the_block_that_exceeds_their_share(
-    layers: int, hidden: int, ffn: int, ranks: int, stages: tuple[int, ...]
+def test_nanotrons_stages_end_with_the_module_that_exceeds_their_share(
+    layers: int, hidden: int, ffn: int, ranks: int, stages: tuple[int, ...] | None
 ) -> None:
     """Worked out by hand from its rule, for a head of 131,072 words.
 
-    Shares are 10, 5, 2.5, 8.55 and 4.28 blocks.
+    Shares are 10, 5, 2.5, 1.43, 1.25, 8.55, 4.28 and 0.92 blocks. After the blocks, at most four stages are
+    filled: by norm, head, cast and loss. Of the Ultra-Scale Playbook's runs with 16 blocks on 16
+    stages 65 of 66 ended.
     """
     heads = hidden // 128
     model = ModelSpec(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=heads, vocab_size=131072)

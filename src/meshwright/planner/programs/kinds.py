@@ -36,8 +36,13 @@ def schedules(names: Sequence[str]) -> Rule:
     )
 
 
-def stages_as_cut(cut: StageCut, words: str) -> tuple[Rule, Rule]:
-    """Stages hold the blocks that the program deals them, which `words` say after 'whose stages'."""
+def stages_as_cut(
+    cut: StageCut, words: str, none: str = "{pp} x {virtual} of them cannot hold {model.layers} layers so"
+) -> tuple[Rule, Rule]:
+    """Stages hold the blocks that the program deals them, which `words` say after 'whose stages'.
+
+    `none` says what is wrong with numbers of stages that have no cut.
+    """
 
     def remedy(at: LayoutChoice) -> str:
         layers = at.model.layers
@@ -52,7 +57,7 @@ def stages_as_cut(cut: StageCut, words: str) -> tuple[Rule, Rule]:
             "schedule",
             "pp",
             lambda at: at.pp > 1 and cut(at.model, at.pp * at.virtual) is None,
-            f"whose stages {words}, and {{pp}} x {{virtual}} of them cannot hold {{model.layers}} layers so",
+            f"whose stages {words}, and {none}",
             remedy,
         ),
         Rule(

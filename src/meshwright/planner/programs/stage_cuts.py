@@ -33,19 +33,24 @@ def lighter_ends(model: ModelSpec, count: int) -> tuple[int, ...] | None:
     return each - 1, *(each,) * (count - 2), each - 1
 
 
-def by_threshold(model: ModelSpec, count: int) -> tuple[int, ...]:
-    """Blocks of each of `count` stages, where a stage ends with the block that exceeds its share.
+def by_threshold(model: ModelSpec, count: int) -> tuple[int, ...] | None:
+    """Blocks of each of `count` stages, where a stage ends with the module that exceeds its share.
 
-    Shares are of the weights of blocks, as if each query head had keys of its own, and of the head; the
-    embedding, a lookup, counts nothing. The head may exceed the share of an earlier stage than the last,
-    where it stands here; that stage is empty then.
+    Shares are of the weights of blocks, as if each query head had keys of its own, and of the head; all else
+    counts nothing: the embedding, a lookup, and the final norm, the logits' cast and the loss, which follow
+    one by one where the shares are exceeded. The head may exceed the share of an earlier stage than the last,
+    where it stands here; that stage has no block then. None where the last stage would have no module at all:
+    nanotron's runs with such a stage end in their first step.
     Source: nanotron's code (2024), models/base.py, `build_model`, and `get_block_compute_costs` of Llama.
     """
     block = 4 * model.heads * model.head_dim * model.hidden + 3 * model.ffn * model.hidden
-    whole = model.layers * block + model.vocab_size * model.hidden
-    found, stage = [0] * count, 0
-    for number in range(1, model.layers + 1):
-        found[stage] += 1
-        if number * block * count > whole * (stage + 1):
+    head, norm, cast, loss = model.vocab_size * model.hidden, 0, 0, 0
+    whole = model.layers * block + head
+    stages, stage, passed = [], 0, 0
+    for weights in (*(block,) * model.layers, norm, head, cast, loss):
+        passed += weights
+        stages.append(stage)
+        if passed * count > whole * (stage + 1) and stage + 1 < count:
             stage += 1
-    return tuple(found)
+    blocks = stages[: model.layers]
+    return tuple(blocks.count(stage) for stage in range(count)) if stages[-1] == count - 1 else None

@@ -283,7 +283,11 @@ ZeroDistributedOptimizer: ZeRO-1), parallel/context.py (ranks are pp, dp, tp)"""
     cut=by_threshold,
     rules=(
         schedules(("gpipe", "1f1b")),
-        *stages_as_cut(by_threshold, "end with the block that exceeds their share"),
+        *stages_as_cut(
+            by_threshold,
+            "end with the module that exceeds their share",
+            "the last of {pp} has none then, as {model.layers} blocks, norm, head, cast and loss are too few",
+        ),
         *(whole_kv_heads(), _NO_CONTEXT, no_experts(), one_copy(), _OUTER_PIPELINE),
         zero_stages(lambda at: (0, 1), "whose optimizer.zero_stage above 0 is ZeRO-1"),
         enough_microbatches(("1f1b",), lambda at: at.pp - 1, "one microbatch less than pipeline ranks"),

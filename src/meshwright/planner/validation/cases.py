@@ -59,6 +59,8 @@ class Case:
     ran: bool | None
     """True if it fitted into memory; None if that is not known."""
     block_only: bool
+    runs_layout: bool = True
+    """False if its program is known not to run the row's layout."""
 
     @property
     def inferred(self) -> list[str]:
@@ -122,20 +124,23 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
         raise PredictionError(
             f"vp = {layout.virtual} needs microbatches in multiples of pp = {layout.pp}, unlike its batch"
         )
-    _note_rule(row, stack, specs)
+    runs_layout = _note_rule(row, stack, specs)
     # Memory alone, if it exceeds the device's, was computed and not run.
     computed = seconds is None and (memory is None or memory > cluster.device.memory)
     ran = False if oom else None if computed else True
-    return Case(row, specs, stack, cluster, format, seconds, memory, kind, ran, block_only)
+    return Case(row, specs, stack, cluster, format, seconds, memory, kind, ran, block_only, runs_layout)
 
 
-def _note_rule(row: Row, stack: SoftwareStack, specs: Sequence[RunSpec]) -> None:
-    """Note a layout that its program is not known to run; it ran, so that it is predicted."""
+def _note_rule(row: Row, stack: SoftwareStack, specs: Sequence[RunSpec]) -> bool:
+    """True if a row's program runs its layout; else that is noted of the row, which is predicted still."""
     program = PROGRAMS[stack.name]
     broken = [(program.broken(spec), spec) for spec in specs]
-    if all(rule is not None for rule, _ in broken) and (rule := broken[0][0]) is not None:
-        words = rule.reason(stack.name, program.release, broken[0][1])
-        row.notes.append(f"{words}, by what is known of it; it is predicted all the same")
+    rule, spec = broken[0]
+    if rule is None or any(other is None for other, _ in broken):
+        return True
+    words = rule.reason(stack.name, program.release, spec)
+    row.notes.append(f"{words}, by what is known of it; it is predicted all the same")
+    return False
 
 
 def _memory_kind(row: Row) -> str:

@@ -76,6 +76,11 @@ class Prediction:
         """True if the run was predicted to fit into memory."""
         return self.memory.device <= self.case.cluster.device.memory * (1 + 1e-9)
 
+    @property
+    def runs(self) -> bool:
+        """True if the run was predicted to fit into memory, by a program that runs its layout."""
+        return self.fits and self.case.runs_layout
+
     def to_json(self) -> dict[str, Any]:
         """The run that the row was taken for, and the measured and predicted figures."""
         case, spec = self.case, self.spec
@@ -100,6 +105,7 @@ class Prediction:
             "memory_error_pct": self.memory_error_pct,
             "fitted": case.ran,
             "predicted_to_fit": self.fits,
+            "program_runs_layout": case.runs_layout,
         }
 
 
@@ -215,12 +221,12 @@ def _cell(first: Prediction, layouts: dict[str, ranking.Times]) -> ranking.Cell:
 
 
 def confusion(predictions: Iterable[Prediction]) -> dict[str, int]:
-    """Counts of runs predicted to fit or not ('fit', 'oom'), by whether that was 'true' or 'false'."""
+    """Counts of runs predicted to run or not ('fit', 'oom'), by whether that was 'true' or 'false'."""
     counts = {"true_fit": 0, "false_fit": 0, "true_oom": 0, "false_oom": 0}
     for prediction in predictions:
         if prediction.case.ran is not None:
-            word = "fit" if prediction.fits else "oom"
-            counts[f"{'true' if prediction.fits == prediction.case.ran else 'false'}_{word}"] += 1
+            word = "fit" if prediction.runs else "oom"
+            counts[f"{'true' if prediction.runs == prediction.case.ran else 'false'}_{word}"] += 1
     return counts
 
 

@@ -188,7 +188,8 @@ Runs of the frontier:
   published runs' {groups} groups its median is {regret}, and in {shown} the fastest run is among the three
   that are predicted fastest.
 - **fit**: runs that were predicted to fit, out of those that ran. **oom**: runs that were predicted not to
-  fit, out of those that ran out of memory.
+  fit, out of those that ran out of memory. A layout that its program is known not to run counts as one that
+  does not fit.
 
 Rows predicted: {predicted} of {rows}. Refused, by number from 0 below the heading, with the reason:
 
