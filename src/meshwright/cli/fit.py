@@ -13,6 +13,7 @@ from meshwright.units import gigabytes
 
 if TYPE_CHECKING:
     from meshwright.planner.fit.fit import Fits
+    from meshwright.planner.fit.published import PublishedWeights
     from meshwright.planner.fit.serving import ServingFit
     from meshwright.planner.fit.training import TrainingFit
 
@@ -106,8 +107,8 @@ def _notes(found: Fits) -> Iterator[str]:
             f"QLoRA: the routed experts stay in bf16, {gigabytes(2 * routed)} over all GPUs: 4 bits are for "
             f"linear layers that all tokens pass"
         )
-    if (source := found.published_mxfp4) is not None:
-        yield from _published(source, found.model.parameters)
+    if (published := found.published_weights) is not None:
+        yield from _published(published, found.model.parameters)
     for each in found.training:
         if each.reason is not None:
             yield f"{each.way.title}: {each.reason}"
@@ -123,15 +124,17 @@ def _notes(found: Fits) -> Iterator[str]:
             yield f"weights in {form.format} are not offered: {form.reason}"
 
 
-def _published(source: str, parameters: int) -> Iterator[str]:
-    """Yield what holds of weights that are published in MXFP4."""
+def _published(weights: PublishedWeights, parameters: int) -> Iterator[str]:
+    """Yield what holds of weights that are published in blocks."""
+    form, source = weights.form, weights.source
+    more = ", exact ones" if form == "mxfp4" else ""
+    served = "; llama.cpp serves them, too, from GGUF files (its pull request 15091)" if more else ""
     yield (
-        f"weights in mxfp4: as {source} has them, experts in 4.25 bits a weight and the rest in bf16; "
-        f"llama.cpp serves them, too, from GGUF files (its pull request 15091). quantise and export write no "
-        f"MXFP4"
+        f"weights in {form}: as {source} has them, {weights.words} and the rest in bf16{served}. "
+        f"quantise and export write no {form}"
     )
     yield (
-        f"Training is not in MXFP4: --from {source} makes bf16 of the weights, which is exact, "
+        f"Training is not in {form}: --from {source} makes bf16 of the weights{more}, "
         f"{gigabytes(2 * parameters)} over all GPUs; for LoRA, whose adapters stand beside them, give as "
         f"many GPUs as hold that (--count), and serve the tuned model in bf16"
     )

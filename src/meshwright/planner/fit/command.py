@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.fit.published import WORDS as PUBLISHED
 from meshwright.planner.fit.vllm import UTILIZATION, prompt_tokens
 from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import Layout, RunSpec
@@ -61,12 +62,12 @@ def serve_commands(spec: RunSpec, form: str, model: str, batch: int, length: int
         is_hf = (Path(model) / "config.json").is_file()
         folder = model if is_hf else folder
         writing = [] if is_hf else [["meshwright", "export", model, folder, "--dtype", name]]
-    if form == "mxfp4":  # which vLLM finds in config.json
+    if form in PUBLISHED:  # which vLLM finds in config.json
         folder, writing = model, []
     serving = ["vllm", "serve", folder, "--max-model-len", str(length), "--max-num-seqs", str(batch)]
     serving += ["--max-num-batched-tokens", str(prompt_tokens(batch))]
     serving += ["--gpu-memory-utilization", str(UTILIZATION)]
-    serving += [] if form in _SIXTEEN or form == "mxfp4" else ["--quantization", "compressed-tensors"]
+    serving += [] if form in _SIXTEEN or form in PUBLISHED else ["--quantization", "compressed-tensors"]
     sizes = {
         "tensor-parallel-size": layout.tp, "pipeline-parallel-size": layout.pp,
         "data-parallel-size": layout.dp,

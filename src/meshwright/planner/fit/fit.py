@@ -12,7 +12,7 @@ from meshwright.hardware.cluster import GPUS, Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.fit.command import served_model
-from meshwright.planner.fit.published import published_mxfp4
+from meshwright.planner.fit.published import PublishedWeights, published_weights
 from meshwright.planner.fit.serving import ServingFit, serving_fits
 from meshwright.planner.fit.training import TrainingFit, training_fit
 from meshwright.planner.fit.vllm import UTILIZATION
@@ -122,9 +122,9 @@ class Fits:
         return sum(each.size for each in listed if each.expert)
 
     @property
-    def published_mxfp4(self) -> str | None:
-        """The repository or folder of the model's weights in MXFP4, where it is published so."""
-        return published_mxfp4(self.model)
+    def published_weights(self) -> PublishedWeights | None:
+        """The model's weights in blocks of 4 or 8 bits, where it is published so."""
+        return published_weights(self.model)
 
     @property
     def utilization(self) -> float:

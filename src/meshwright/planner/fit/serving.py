@@ -25,7 +25,14 @@ from meshwright.planner.cost.uncertainty import (
 )
 from meshwright.planner.fit.bisection import doubled
 from meshwright.planner.fit.command import serve_commands
-from meshwright.planner.fit.published import is_packed, not_served, packed_bytes, published_mxfp4
+from meshwright.planner.fit.published import (
+    WORDS,
+    is_packed,
+    is_served,
+    not_served,
+    packed_bytes,
+    published_weights,
+)
 from meshwright.planner.fit.vllm import vllm_room, working
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
@@ -44,8 +51,9 @@ MOST_SEQUENCES = 4096
 _SCALE = 2
 """Bytes of a scale."""
 
-Format = Literal["bf16", "fp16", "int8", "fp8", "int4", "mxfp4"]
-"""Formats of served weights; mxfp4 is that of published ones alone, which this program does not write."""
+Format = Literal["bf16", "fp16", "int8", "fp8", "int4", "mxfp4", "fp8-blockwise"]
+"""Formats of served weights; the last two are those of published ones alone, which `quantise` does not
+write."""
 SIXTEEN: tuple[Format, ...] = ("bf16", "fp16")
 """Formats of 16 bits, in which no weight is rounded in blocks."""
 _UNPACKS = 7, 5
@@ -153,16 +161,16 @@ def serving_fits(
     model: ModelSpec, costs: CostModel, batch: int, length: int, folder: str
 ) -> Iterator[ServingFit]:
     """How serving fits in each format that this program writes, and the device computes or unpacks; and in
-    the format of weights that are published in MXFP4."""
+    the format of weights that are published in blocks."""
     for form in formats(costs.cluster.device):
         unserved = ServingFit(form, costs, batch, length, model=folder)
         if (reason := _not_written(model, form) or _not_unpacked(costs.cluster.device, form)) is not None:
             yield replace(unserved, reason=reason)
         else:
             yield _on_fewest(unserved, model)
-    if (published := published_mxfp4(model)) is not None:
-        unserved = ServingFit("mxfp4", costs, batch, length, model=published)
-        reason = not_served(costs.cluster.device)
+    if (published := published_weights(model)) is not None:
+        unserved = ServingFit(published.form, costs, batch, length, model=published.source)
+        reason = not_served(costs.cluster.device, published.form)
         yield _on_fewest(unserved, model) if reason is None else replace(unserved, reason=reason)
 
 
@@ -183,12 +191,22 @@ def _on_fewest(unserved: ServingFit, model: ModelSpec) -> ServingFit:
     """How serving fits on the fewest GPUs for a replica that do comfortably, or else on the cut that needs
     least."""
     count = unserved.costs.cluster.count
-    found = [replace(unserved, spec=spec) for spec in _layouts(model, count)]
+    cuts = (spec for spec in layouts(model, count) if has_kernels(spec, unserved.format))
+    found = [replace(unserved, spec=spec) for spec in cuts]
     if not found:
         reason = f"no cut of {model.heads} heads and {model.layers} layers is one of {count:,} GPUs"
         return replace(unserved, reason=f"{reason}; give another --count")
     enough = next((each for each in found if each.probability >= COMFORTABLE), None)
     return enough or min(found, key=lambda each: each.needs.device)
+
+
+def has_kernels(spec: RunSpec, form: Format) -> bool:
+    """True if vLLM's kernels take the shares of ranks of weights that are published in a format."""
+    if form not in WORDS:
+        return True
+    views = (place_of(spec, rank) for rank in range(spec.layout.pp))
+    pieces = (each for view in views for listed in view.pieces().values() for each in listed)
+    return all(is_served(parameter, piece, form) for parameter, piece in pieces)
 
 
 def _not_written(model: ModelSpec, form: Format) -> str | None:
@@ -205,7 +223,7 @@ def _not_written(model: ModelSpec, form: Format) -> str | None:
     return None
 
 
-def _layouts(model: ModelSpec, count: int) -> Iterator[RunSpec]:
+def layouts(model: ModelSpec, count: int) -> Iterator[RunSpec]:
     """The layouts of so many GPUs that the rules take: the fewest GPUs for a replica first, and of these the
     most tensor ranks.
 
@@ -254,8 +272,9 @@ def weight_bytes(view: RankView, form: Format, device: Device) -> float:
     total = 0.0
     for parameter, piece in (each for listed in view.pieces().values() for each in listed):
         elements = prod(piece.local_shape)
-        if form == "mxfp4":
-            total += packed_bytes(view, device, elements) if is_packed(parameter) else elements * width
+        if form in WORDS:
+            packed = is_packed(parameter, form)
+            total += packed_bytes(view, device, piece, form) if packed else elements * width
         elif form not in SIXTEEN and rounded_in_blocks(parameter):
             total += _quantised(parameter, piece, elements, form, group)
         else:
