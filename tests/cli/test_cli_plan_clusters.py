@@ -70,3 +70,10 @@ def test_devices_and_a_price_by_name_are_those_of_one_cluster(
 def test_a_mistake_is_one_sentence(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         main([*WISH, *flags])
+
+
+def test_why_no_cluster_has_a_plan_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError) as refusal:
+        main([*WISH, "--cluster", "h100,a100", "--layout.tp", "3"])
+    assert str(refusal.value).count("layout.tp: 3 does not divide") == 1
+    assert capsys.readouterr().err.splitlines()[-2:] == ["h100: no plan", "a100: no plan"]

@@ -76,8 +76,8 @@ def planned(
 
 def _told(words: Words) -> Callable[[str, Plans | UserError], None]:
     def tell(name: str, outcome: Plans | UserError) -> None:
-        """Print on stderr how the search on one cluster ended."""
-        said = str(outcome)
+        """Print on stderr how the search on one cluster ended; why without a plan is told at the end."""
+        said = "no plan"
         if isinstance(outcome, Plans):
             best = outcome.best
             devices = show.count(best.cluster.count, "device")
