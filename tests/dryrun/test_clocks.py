@@ -17,6 +17,7 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.dryrun.clocks import HOST, MESSAGES, OTHER_RANKS, OTHER_STREAMS, Mail, StepClocks, follow
 from meshwright.dryrun.events import Event, Kind
+from meshwright.dryrun.fake_world import DOCUMENTS
 from meshwright.dryrun.kernel_seconds import START, EventSeconds
 from meshwright.dryrun.timeline import KINDS, planned_terms
 from meshwright.fake_cuda import library
@@ -229,7 +230,7 @@ def test_times_add_up_to_the_step(name: str, process: FakeCudaProcess) -> None:
         assert times[HOST] > step / 4  # so small a model leaves the device idle
         busy = next(each["busy"] for each in row["streams"] if each["name"] == "compute")
         assert busy == pytest.approx(sum(times[kind] for kind in KINDS), rel=1e-9)
-        plan = estimate(spec, cluster("h100", spec.layout.world_size))
+        plan = estimate(spec, cluster("h100", spec.layout.world_size), documents=DOCUMENTS)
         assert sum(planned_terms(plan, place).values()) == pytest.approx(plan.seconds, rel=1e-6)
         ours = {each["term"]: each["seconds"] for each in row["planner"]["terms"]}
         assert sum(ours.values()) == pytest.approx(step, rel=1e-9)

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES, DATA, cluster_of_gpu, read_catalogue
 from meshwright.hardware.cluster import AttentionTime, Cluster, Collective, Level, Link, Matmul, ProfiledTimes
-from meshwright.hardware.find import catalogue, cluster
+from meshwright.hardware.find import catalogue, cluster, known_name
 from meshwright.hardware.hardware_file import from_json, to_json, write
 from meshwright.hardware.network import with_network
 from meshwright.spec.errors import UserError
@@ -78,6 +78,29 @@ def test_names_of_devices_lead_to_the_catalogue() -> None:
     assert cluster("cpu", 3).sharing == 3 and cluster("h100", 64).sharing == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("h100-80gb", "h100-sxm"),
+        ("H100-96GB", "h100-96"),
+        ("A100 80GB", "a100-80-sxm"),
+        ("a100-40gb", "a100-40-sxm"),
+        ("RTX4090", "rtx-4090"),
+        ("NVIDIA-GeForce-RTX-3090", "rtx-3090"),
+        ("Tesla V100 16 GB", "v100-16"),
+        ("AMD Instinct MI300X 192GB", "mi300x"),
+        ("l40s_48GB", "l40s"),
+        ("h100-40gb", None),
+        ("p100", None),
+        ("80gb", None),
+    ],
+)
+def test_a_name_is_known_however_it_is_written(written: str, name: str | None) -> None:
+    """A memory behind it must be the device's."""
+    assert known_name(written) == name
+    assert name is None or cluster(written) == KNOWN[name]
+
+
 def test_level_of_is_the_innermost_that_holds_all() -> None:
     found = cluster("h100-sxm", 1024)
     assert [found.level_of(ranks).name for ranks in ((5,), (0, 7), (7, 8), (0, 255), (255, 256))] == [
@@ -136,6 +159,7 @@ def test_a_measured_file_comes_back(tmp_path: Path) -> None:
         (["device", "rates", "launch"], -1, ["device.rates.launch: -1", "0 or more"]),
         (["device", "memory"], "80G", ["device.memory", '"80G"', "whole number"]),
         (["device", "memory"], 0, ["device.memory: 0", "at least 1"]),
+        (["device", "memory"], 24, ["device.memory: 24 is a number of bytes", "24000000000 for 24 GB"]),
         (["count"], 3, ["levels", "3 devices"]),
         (["levels"], [], ["levels"]),
         (["levels"], 7, ["levels", "a list"]),

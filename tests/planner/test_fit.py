@@ -414,6 +414,37 @@ def test_a_run_file_that_takes_tables_back_is_asked_about_too(tmp_path: Path) ->
     assert way(found, "lora").fits and way(found, "full").fits
 
 
+def test_the_name_that_was_asked_for_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The preset is of a shape, and other models of it have other weights and positions."""
+    name = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    assert main(["fit", name, "--gpu", "b200", "--seq-len", "41k"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"than the 40,960 that the preset qwen3-30b-a3b is for, which {name} is taken as; vLLM" in told
+    assert f"to fine-tune, give --from {name} in its place" in told
+    found = api.fit("unsloth/Meta-Llama-3.1-8B-bnb-4bit", gpu="h100", seq_len=512)
+    assert found.published == "meta-llama/Llama-3.1-8B"
+
+
+def test_a_format_of_a_folder_that_no_row_is_in_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 512}  # fmt: skip
+    for method, said in ((None, False), ("awq", True), ("mxfp4", True)):
+        given = {} if method is None else {"quantization_config": {"quant_method": method}}
+        (tmp_path / "config.json").write_text(json.dumps(config | given))
+        assert main(["fit", str(tmp_path), "--gpu", "rtx-4090"]) == 0
+        told = capsys.readouterr().out
+        assert (f"weights are in {method}, and no row is in that" in " ".join(told.split())) is said
+        assert "weights in mxfp4" not in told
+
+
+def test_a_batch_of_sequences_that_fit_counts_is_taken() -> None:
+    """Sequences have the 4,096 tokens of `fit`, and not the 8,192 of `plan`."""
+    keys = [("train.batch_tokens", "4096")]
+    assert way(api.fit("llama3-8b", gpu="h100", overrides=keys), "lora").plan is not None
+
+
 def test_longer_sequences_than_a_model_knows_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "llama3-8b", "--gpu", "h100", "--seq-len", "16k"]) == 0
     told = " ".join(capsys.readouterr().out.split())

@@ -394,9 +394,13 @@ def test_days_count_the_slower_start_of_a_growing_batch(tokens: float) -> None:
 def test_a_sliding_window_is_counted_as_it_is_timed() -> None:
     """At 131,072 tokens a window of 1,024 leaves hardly any attention, and no more MFU than without it."""
     long = {"gpus": 64, "seq_len": 131_072, "batch_tokens": "8M", "top": 1, "max_stages": 1}
-    base = {"preset": "llama3-8b", "sliding_window": 1024}
+    base, bf16 = {"preset": "llama3-8b", "sliding_window": 1024}, ("precision.compute", "bf16")
     wide, narrow = (
-        api.plan(load(None, [(f"model.{key}", str(value)) for key, value in flags.items()]), "h100", **long)
+        api.plan(
+            load(None, [*((f"model.{key}", str(value)) for key, value in flags.items()), bf16]),
+            "h100",
+            **long,
+        )
         for flags in ({"preset": "llama3-8b"}, base)
     )
     for found in (wide, narrow):

@@ -98,14 +98,23 @@ def _notes(found: Fits) -> Iterator[str]:
         f"sequence; largest mb: sequences of a microbatch; both with full recomputation"
     )
     if found.seq_len > (most := found.model.max_seq_len):
-        yield (
-            f"sequences of {found.seq_len:,} tokens are longer than the {most:,} that the model is for, and "
-            f"vLLM refuses them"
-        )
+        told = f"sequences of {found.seq_len:,} tokens are longer than the {most:,} that"
+        if found.is_named:
+            yield (
+                f"{told} the preset {found.model.preset} is for, which {found.name} is taken as; vLLM "
+                f"refuses them unless its own config.json has more"
+            )
+        else:
+            yield f"{told} the model is for, and vLLM refuses them"
     if routed := found.routed_parameters:
         yield (
             f"QLoRA: the routed experts stay in bf16, {gigabytes(2 * routed)} over all GPUs: 4 bits are for "
             f"linear layers that all tokens pass"
+        )
+    if (published_in := found.other_format) is not None:
+        yield (
+            f"config.json says that weights are in {published_in}, and no row is in that: all rows are of a "
+            f"model with weights in 16 bits, or quantised from it"
         )
     if (published := found.published_weights) is not None:
         yield from _published(published, found.model.parameters)

@@ -52,12 +52,17 @@ class FakeMoments(MomentMemory):
         return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
 
 
+DOCUMENTS = 2
+"""Documents of a packed sample, so that attention needs to tell them."""
+
+
 def fake_batch(spec: RunSpec) -> Batch:
-    """A rank's samples of a step; packed ones, and those of pairs, are of two documents, so that attention
-    needs to tell them."""
+    """A rank's samples of a step; packed ones, and those of pairs, are of `DOCUMENTS`."""
     count, length = spec.rank_sequences, spec.data.seq_len
     tokens = torch.zeros(1, length, dtype=torch.int64).expand(count, length)
     positions = torch.arange(length).expand(count, length)
-    documents = (torch.arange(length) >= length // 2).long() if holds_documents(spec) else tokens[0]
+    each = length // DOCUMENTS
+    numbers = (torch.arange(length) // max(1, each)).clamp(max=DOCUMENTS - 1)
+    documents = numbers if holds_documents(spec) else tokens[0]
     ids = torch.arange(count)
     return Batch(tokens, tokens, positions, documents.expand(count, length), ids, ids)

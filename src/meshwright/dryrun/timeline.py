@@ -23,6 +23,7 @@ from meshwright.dryrun.clocks import (
     follow,
 )
 from meshwright.dryrun.events import Event
+from meshwright.dryrun.fake_world import DOCUMENTS
 from meshwright.dryrun.kernel_seconds import EventSeconds
 from meshwright.fake_cuda.library import NAMES
 from meshwright.fake_cuda.runtime import DEFAULT_STREAM, Capability
@@ -267,4 +268,4 @@ def timelines(
         RankTimeline(rank, place, len(ranks), clocks, step)
         for (rank, place, _), clocks in zip(traces, ranks, strict=True)
     ]
-    return made, estimate(spec, cluster)
+    return made, estimate(spec, cluster, documents=DOCUMENTS)

@@ -14,6 +14,9 @@ from meshwright.spec import records
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 
+LEAST_MEMORY = 2**20
+"""Bytes of a device's memory below which the number must be in another unit."""
+
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
     """The cluster as plain values, from which `from_json` makes an equal one."""
@@ -27,6 +30,11 @@ def from_json(tree: Any, source: str = "") -> Cluster:
     """The cluster that plain values describe. Raises `UserError`, which starts with `source`, a file."""
     cluster = records.read(Cluster, tree, source)
     cluster.device.rates.check_shares(source)
+    if (memory := cluster.device.memory) < LEAST_MEMORY:
+        raise UserError(
+            f"{source}{': ' if source else ''}device.memory: {memory} is a number of bytes, and no device "
+            f"has as few; give such as 24000000000 for 24 GB"
+        )
     return cluster
 
 

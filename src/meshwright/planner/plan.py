@@ -175,9 +175,12 @@ class Plans:
         }
 
 
-def estimate(spec: RunSpec, cluster: Cluster, stack: SoftwareStack = MESHWRIGHT) -> Plan:
-    """Time and memory of one layout on a cluster with as many devices as it has ranks. Raises `UserError`."""
-    return Plan(spec, CostModel(cluster, stack))
+def estimate(spec: RunSpec, cluster: Cluster, stack: SoftwareStack = MESHWRIGHT, documents: int = 1) -> Plan:
+    """Time and memory of one layout on a cluster with as many devices as it has ranks.
+
+    A packed sample is taken for so many `documents`. Raises `UserError`.
+    """
+    return Plan(spec, CostModel(cluster, stack, documents=documents))
 
 
 def plan(request: PlanRequest, progress: Progress | None = None, finished: Finished | None = None) -> Plans:

@@ -100,9 +100,9 @@ REPOSITORIES: dict[str, tuple[str, ...]] = {
 The first has the config.json that the preset equals; those of the others have other positions at most.
 """
 
+_FORMATS = {"gguf", "awq", "gptq", "bnb", "4bit", "8bit", "int4", "int8"}
 _LEFT_OUT = {
-    "meta", "hf", "base", "pt", "it", "instruct", "chat", "think", "thinking",
-    "bf16", "fp8", "gguf", "awq", "gptq", "bnb", "4bit", "8bit", "int4", "int8",
+    "meta", "hf", "base", "pt", "it", "instruct", "chat", "think", "thinking", "bf16", "fp8", *_FORMATS,
 }  # fmt: skip
 _DATE = re.compile(r"\d{4}")
 """Year and month, or month and day, such as 2507 and 0324."""
@@ -132,6 +132,12 @@ def preset_named(name: str) -> str | None:
     if "/" in name and not (HUB_ID.fullmatch(name) and preset in REPOSITORIES):
         return None
     return preset
+
+
+def is_trainable(name: str) -> bool:
+    """True for a repository on the hub whose name has no format that training cannot begin from."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    return HUB_ID.fullmatch(name) is not None and "/" in name and not words & _FORMATS
 
 
 def why_unknown(name: str, otherwise: str) -> str:

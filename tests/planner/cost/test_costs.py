@@ -304,3 +304,28 @@ def test_attention_is_slower_over_narrow_heads(head_dim: int, kernel: str, share
     costs = KernelCosts(cluster("h100", 8).device)
     seconds = [costs.attention("bf16", 1e15, 4096, False, kernel, channels) for channels in (128, head_dim)]
     assert seconds[0] / seconds[1] == pytest.approx(share)
+
+
+def test_plans_take_a_packed_sample_for_one_document() -> None:
+    """Attention is that of a sample without documents, on the same kernel; two halves take half of it."""
+    layout = {"dp": 8, "zero": 3, "micro_batch": 1}
+    model = {"preset": "llama3-8b"}
+    packed, whole = (
+        RunSpec.model_validate(
+            {
+                "model": model,
+                "data": {"seq_len": 131072, "document_mask": masked},
+                "train": {"batch_tokens": 8 * 131072},
+                "precision": {"compute": "bf16"},
+                "layout": layout,
+            }
+        )
+        for masked in (True, False)
+    )
+    device = cluster("a100", 8)
+    one, two = (step_time(packed, CostModel(device, documents=count)) for count in (1, 2))
+    plain = step_time(whole, CostModel(device))
+    assert one.parts["attention"] == pytest.approx(plain.parts["attention"], rel=0.01)
+    assert two.parts["attention"] == pytest.approx(one.parts["attention"] / 2, rel=0.02)
+    flops = 12 * packed.model.layers * packed.model.hidden * 131072**2 / 2  # forward and backward, causal
+    assert one.parts["attention"] > flops / device.device.peak["bf16"]

@@ -61,7 +61,8 @@ def test_low_precision_that_is_slower_is_said() -> None:
 
 
 def test_a_slow_network_asks_for_islands_and_fewer_devices() -> None:
-    slow = candidate("rtx-4090", {"dp": 32, "zero": 2}, sequences=32, recompute={"policy": "full"})
+    short = {"data": {"seq_len": 4096}, "recompute": {"policy": "full"}}
+    slow = candidate("rtx-4090", {"dp": 32, "zero": 2}, sequences=16, **short)
     said = " ".join(alternatives(slow, 1e12, False))
     assert "Islands (--islands auto)" in said and "On 16 devices each would do" in said
     share = slow.parts["data axis"] / slow.seconds

@@ -76,7 +76,8 @@ class LayerCost(EndCosts):
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
     `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
-    format of matrix products, and `violation` how unequally popular experts are.
+    format of matrix products, `violation` how unequally popular experts are, and `documents` what a packed
+    sample is taken to hold.
     """
 
     spec: RunSpec
@@ -86,6 +87,7 @@ class LayerCost(EndCosts):
     links: CollectiveCosts
     dense: Dense
     violation: float = 0.0
+    documents: int = 1
 
     def __post_init__(self) -> None:
         spec, stack, kernels = self.spec, self.stack, self.kernels
@@ -107,8 +109,8 @@ class LayerCost(EndCosts):
             backends = planned_backends(spec, kernels.device)
             self.attention = KERNELS[backends.taken]
             self.masked = backends.path == "packed" and backends.taken in ("efficient", "math")
-            if holds_documents(spec) and not self.masked:  # assumed: two of them, as in dry runs
-                self.document = self.length // 2
+            if holds_documents(spec) and not self.masked:
+                self.document = self.length // max(self.documents, 1 if spec.preference is None else 2)
         self.counted = ours and kernels.device.kind != "cpu"
         """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         measured = kernels.measured

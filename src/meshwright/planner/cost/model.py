@@ -21,7 +21,8 @@ class CostModel:
 
     `stack` defaults to this program, in its variant for the cluster's kind of device. `format` is the number
     format of matrix products where it differs from the run's: 'fp8', and `violation` how unequally popular
-    its experts are (`planner/cost/expert_balance.py`).
+    its experts are (`planner/cost/expert_balance.py`). A packed sample is taken for `documents` of equal
+    length, to which attention is confined if the run masks them: one, unless the data is known.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class CostModel:
         stack: SoftwareStack | None = None,
         format: str | None = None,
         violation: float = 0.0,
+        documents: int = 1,
     ) -> None:
         stack = stack or MESHWRIGHT
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
-        self.cluster, self.stack, self.format, self.violation = cluster, stack, format, violation
+        self.cluster, self.stack, self.format = cluster, stack, format
+        self.violation, self.documents = violation, documents
         self.counted = stack.ours and cluster.device.kind != "cpu"
         """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         device = _device_of_rank(cluster)
@@ -64,7 +67,8 @@ class CostModel:
             format = self.format or spec.precision.compute
             known = self._dense.setdefault(dense, self.dense(spec.model))
             self._blocks[key] = LayerCost(
-                spec, format, self.stack, self.kernels, self.links, known, self.violation
+                *(spec, format, self.stack, self.kernels, self.links, known),
+                *(self.violation, self.documents),
             )
         return self._blocks[key]
 

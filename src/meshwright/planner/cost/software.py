@@ -210,6 +210,7 @@ PROGRAM_NAMES: Mapping[str, str] = {
     "megatron": "megatron-core",
     "megatron-bridge": "nemo",
     "deepseek": "hai-llm",
+    "deepspeed": "deepspeed-zero3",
 }
 """Names that people have for programs -> the newest stack of each."""
 

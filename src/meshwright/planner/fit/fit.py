@@ -12,7 +12,7 @@ from meshwright.hardware.cluster import GPUS, Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.fit.command import served_model
-from meshwright.planner.fit.published import PublishedWeights, published_weights
+from meshwright.planner.fit.published import PublishedWeights, other_format, published_weights
 from meshwright.planner.fit.serving import ServingFit, serving_fits
 from meshwright.planner.fit.training import TrainingFit, training_fit
 from meshwright.planner.fit.vllm import UTILIZATION
@@ -22,7 +22,7 @@ from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides
-from meshwright.spec.model_names import REPOSITORIES
+from meshwright.spec.model_names import REPOSITORIES, is_trainable
 from meshwright.spec.parameters import parameters
 from meshwright.units import gigabytes, short
 
@@ -78,7 +78,8 @@ class FitRequest:
         length, sequences = self.seq_len or asked.given_in("data").get("seq_len"), self.count * SEQUENCES
         has_batch = "batch_tokens" in asked.given_in("train")
         if length is None:
-            (problem,), _ = (asked if has_batch else replace(asked, batch_tokens=sequences * LONG)).problems()
+            others = tuple(each for each in self.overrides if each[0] != "train.batch_tokens")
+            (problem,), _ = replace(asked, batch_tokens=sequences * LONG, overrides=others).problems()
             length = min(problem.base.data.seq_len, LONG)
             asked = replace(asked, seq_len=length)
         return asked if has_batch else replace(asked, batch_tokens=sequences * length)
@@ -109,11 +110,26 @@ class Fits:
     seq_len: int
     training: tuple[TrainingFit, ...]
     serving: tuple[ServingFit, ...]
+    name: str = ""
+    """The name that the model was asked for by."""
 
     @property
     def published(self) -> str | None:
-        """The repository on the hub with trained weights of the model, where it has a preset of one."""
+        """The repository on the hub with trained weights of the model: the one that was asked for, or that
+        its preset is of."""
+        if self.model.preset is not None and self.name != self.model.preset and is_trainable(self.name):
+            return self.name
         return next(iter(REPOSITORIES.get(self.model.preset or "", ())), None)
+
+    @property
+    def is_named(self) -> bool:
+        """True if the model was asked for by another name than its preset's: its positions may be others."""
+        return self.model.preset is not None and self.name != self.model.preset
+
+    @property
+    def other_format(self) -> str | None:
+        """The format of an HF folder's weights that none of the rows is in."""
+        return other_format(self.model)
 
     @property
     def routed_parameters(self) -> int:
@@ -195,4 +211,5 @@ def fit(request: FitRequest) -> Fits:
     base = problem.base
     folder = served_model(asked)
     serving = serving_fits(base.model, CostModel(cluster), request.batch, base.data.seq_len, folder)
-    return Fits(base.model, cluster, base.data.seq_len, training, tuple(serving))
+    name = "" if isinstance(request.model, RunSpec) else str(request.model)
+    return Fits(base.model, cluster, base.data.seq_len, training, tuple(serving), name)

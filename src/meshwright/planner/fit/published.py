@@ -79,13 +79,22 @@ def published_weights(model: ModelSpec) -> PublishedWeights | None:
     if model.hf is None or not path.is_file():
         return None
     described = read_json_object(path, "model.hf").get("quantization_config")
-    found = _form_of(described) if isinstance(described, dict) else None
+    found = _form_of(described, model) if isinstance(described, dict) else None
     return None if found is None else PublishedWeights(found, str(model.hf))
 
 
-def _form_of(described: dict[str, object]) -> PublishedFormat | None:
+def other_format(model: ModelSpec) -> str | None:
+    """The format that an HF folder's config.json says of its weights, where no bytes of it are known."""
+    path = Path(model.hf or "", "config.json")
+    if model.hf is None or not path.is_file() or published_weights(model) is not None:
+        return None
+    described = read_json_object(path, "model.hf").get("quantization_config")
+    return str(described.get("quant_method")) if isinstance(described, dict) else None
+
+
+def _form_of(described: dict[str, object], model: ModelSpec) -> PublishedFormat | None:
     if (method := described.get("quant_method")) == "mxfp4":
-        return "mxfp4"
+        return "mxfp4" if model.moe is not None else None
     tiles = described.get("weight_block_size") == [FP8_TILE, FP8_TILE]
     return "fp8-blockwise" if method == "fp8" and tiles else None
 
