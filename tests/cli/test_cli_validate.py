@@ -151,6 +151,26 @@ def test_a_layout_that_its_program_does_not_run_is_predicted_not_to_fit(
     assert " 1/2 " in told
 
 
+def test_columns_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path, f"ours,gpt-a,{CELLS},me,3", heading=f"{HEADING},Author,temperature")
+    assert main(["validate", path, "--json"]) == 0
+    assert last_json(capsys)["unread_columns"] == ["Author", "temperature"]
+    assert main(["validate", path]) == 0
+    assert "columns that are not read: Author, temperature" in capsys.readouterr().out
+
+
+def test_a_row_without_a_layout_is_not_taken_for_one_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heading = "source,model,gpu,gpus,seq_len,global_batch_seqs,tokens_per_sec_per_gpu"
+    rows = ["ours,llama3-70b,a100,2048,2048,2048,380", "ours,llama3.2-1b,a100,8,2048,64,20000"]
+    assert main(["validate", table(tmp_path, *rows, heading=heading), "--rows", "--json"]) == 0
+    found = last_json(capsys)
+    (skipped,), (each,) = found["skipped_rows"], found["each"]
+    assert "its layout is not known, and data ranks alone need" in skipped["reason"]
+    assert "layout = data ranks alone" in each["inferred"]
+
+
 def test_a_row_that_ran_out_of_memory_has_no_seconds(tmp_path: Path) -> None:
     path = table(tmp_path, f"ours,gpt-a,{CELLS},OOM", heading=f"{HEADING},peak_mem_gib")
     assert "it ran out of memory, and took 1.5 s a step; leave one of them out" in refusal(path)

@@ -86,6 +86,8 @@ def _show_rows(result: Mapping[str, Any]) -> None:
             f"{unseen['mean_abs_pct']:.1f}% mean, {unseen['median_abs_pct']:.1f}% median, bias "
             f"{unseen['bias_pct']:+.1f}%; 90% intervals hold {100 * unseen['covered']:.0f}%"
         )
+    if unread := result["unread_columns"]:
+        show.line(f"columns that are not read: {show.text(', '.join(unread))}", 5)
     for reason, numbers in by_reason(result["skipped_rows"]).items():
         rows = show.count(len(numbers), "row")
         show.line(f"{rows} not predicted ({rows_in_words(numbers)}, from 0): {show.text(reason)}", 5)

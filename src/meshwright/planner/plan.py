@@ -130,9 +130,11 @@ class Plans:
         """Why the first plan is before the fastest, in words; None where it is the fastest."""
         if self.faster is None:
             return None
-        if self.is_surer:
-            return f"fits with {self.best.fits_probability:.0%} instead of {self.faster.fits_probability:.0%}"
-        return simpler(self.best.spec, self.faster.spec, Ordering(self.best.cluster))
+        words = simpler(self.best.spec, self.faster.spec, Ordering(self.best.cluster))
+        if not self.is_surer:
+            return words
+        surer = f"fits with {self.best.fits_probability:.0%} instead of {self.faster.fits_probability:.0%}"
+        return f"{surer}; {words}" if words else surer
 
     @property
     def model_found(self) -> ModelSpec | None:

@@ -44,6 +44,7 @@ def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: st
         ("DeepSpeed", "deepspeed-zero3"),
         ("PyTorch FSDP2", "fsdp"),
         ("HAI-LLM", "hai-llm"),
+        ("deepseek", "hai-llm"),
         ("MaxText", "maxtext"),
     ],
 )
@@ -441,6 +442,104 @@ def test_nanotrons_stages_end_with_the_module_that_exceeds_their_share(
     heads = hidden // 128
     model = ModelSpec(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=heads, vocab_size=131072)
     assert by_threshold(model, ranks) == stages
+
+
+def test_tflops_of_megatron_bridge_count_half_of_attention(tmp_path: Path) -> None:
+    """The row states tokens per second, too, which tell how."""
+    speeds = {"step_seconds": "", "tokens_per_sec_per_gpu": ""}
+    with FRONTIER.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    number = next(
+        place for place, row in enumerate(rows)
+        if "Megatron-Bridge" in row["source"] and row["model"].startswith("LLAMA3_8B")
+        and row["tflops_per_gpu"] and row["tokens_per_sec_per_gpu"]
+    )  # fmt: skip
+    stated = case(tmp_path, number=number)
+    counted = case(tmp_path, number=number, **speeds, mfu_pct="")
+    whole = case(tmp_path, number=number, **speeds, mfu_pct="", source="a blog", where="", program="NeMo")
+    told = case(
+        tmp_path, number=number, **speeds, mfu_pct="", source="a blog", where="TFLOP/s of half of attention"
+    )
+    assert stated.seconds and counted.seconds == pytest.approx(stated.seconds, rel=0.01)
+    assert told.seconds == counted.seconds
+    assert whole.seconds is not None and whole.seconds > 1.02 * stated.seconds
+
+
+def test_speeds_agree_in_either_count_of_attention(tmp_path: Path) -> None:
+    """2,000 tokens/s of 8B at 131,072 tokens are 296 TFLOP/s with half of attention, and 502 with all."""
+    cells = {
+        "source": "a blog", "model": "llama3-8b", "gpu": "H100", "gpus": "8", "tp": "8", "pp": "1", "cp": "1",
+        "dp": "1", "zero": "1", "seq_len": "131072", "global_batch_seqs": "4", "program": "Megatron-Core",
+        "precision": "bf16", "tokens_per_sec_per_gpu": "2000",
+    }  # fmt: skip
+    heading = [*cells, "tflops_per_gpu"]
+    for tflops, refused in (("296", False), ("502", False), ("900", True)):
+        path = tmp_path / "long.csv"
+        path.write_text(",".join(heading) + "\n" + ",".join([*cells.values(), tflops]) + "\n")
+        (row,) = read(path)
+        if refused:
+            with pytest.raises(PredictionError, match="of different speeds"):
+                case_of(row, [row])
+        else:
+            assert case_of(row, [row]).seconds == pytest.approx(4 * 131072 / 8 / 2000)
+
+
+@pytest.mark.parametrize(
+    ("changed", "stack", "noted"),
+    [
+        ({"gpu": "TPU v6e", "program": "", "source": "a blog"}, "maxtext", False),
+        ({"gpu": "TPU v6e", "program": "DeepSpeed", "source": "a blog"}, "deepspeed-zero3", True),
+        ({"gpu": "H800", "program": "", "source": "DeepSeek-V3 (arXiv:2412.19437)"}, "hai-llm", False),
+    ],
+)
+def test_a_program_is_one_of_its_device_and_its_paper(
+    tmp_path: Path, changed: dict[str, str], stack: str, noted: bool
+) -> None:
+    found = case(
+        tmp_path, where="", precision="bf16", fp8_recipe="", mfu_pct="", tflops_per_gpu="", **changed
+    )
+    assert found.stack.name == stack
+    assert any("does not run on tpu-v6e" in note for note in found.row.notes) is noted
+
+
+@pytest.mark.parametrize(
+    "where", ["power capped at 500W", "a 500 W power limit", "power limited to 500 watts"]
+)
+def test_watts_in_a_comment_are_read(tmp_path: Path, where: str) -> None:
+    assert case(tmp_path, where=where).cluster == case(tmp_path, where="", power_w="500").cluster
+    with pytest.raises(PredictionError, match="does not tell to how many watts"):
+        case(tmp_path, where="power limited")
+
+
+def test_a_schedule_may_be_a_column(tmp_path: Path) -> None:
+    layout = {"tp": "4", "pp": "4", "vp": "", "dp": "", "where": ""}
+    (spec, *_) = case(tmp_path, schedule="gpipe", **layout).specs
+    assert spec.layout.schedule == "gpipe"
+    with pytest.raises(PredictionError, match="its schedule 'mine' is not one of"):
+        case(tmp_path, schedule="mine", **layout)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("tensor_model_parallel_size", "tp"),
+        ("pp_size", "pp"),
+        ("expert_model_parallel_size", "ep"),
+        ("data_parallel", "dp"),
+        ("zero_stage", "zero"),
+        ("activation_checkpointing", "recompute"),
+        ("virtual", "vp"),
+        ("tps", "tokens_per_sec_per_gpu"),
+    ],
+)
+def test_usual_names_of_columns_elsewhere_are_refused_with_theirs(
+    tmp_path: Path, written: str, name: str
+) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"source,gpu,gpus,seq_len,step_seconds,{written}\na,H100,8,2048,1,8\n".replace(
+        "step_seconds", "mfu_pct" if name.startswith("tokens") else "step_seconds"))  # fmt: skip
+    with pytest.raises(UserError, match=f"unknown column '{written}'; did you mean '{name}'"):
+        read(path)
 
 
 @pytest.mark.parametrize(("program", "stages"), [("nanotron", (9, 9, 8, 6)), ("torchtitan", "even")])

@@ -77,8 +77,10 @@ def oddities(pp: int, schedule: str, stages: object, order: str) -> int:
 
 
 def simpler(one: RunSpec, other: RunSpec, ordering: Ordering) -> str:
-    """Words for what the first of two layouts changes less than the other."""
+    """Words for what the first of two layouts changes less than the other; empty if it changes more."""
     mine, more = ordering.of(one), ordering.of(other)
+    if mine >= more:
+        return ""
     name = next(name for name in Changes._fields if getattr(mine, name) < getattr(more, name))
     if name == "doublings":
         return ", ".join(_fewer(one, other))

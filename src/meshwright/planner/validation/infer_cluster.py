@@ -22,8 +22,13 @@ Source: Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScie
 """
 _MOST_OF_A_NIC = 1600.0
 """Largest `network_gbps` that is taken for one device's; more is a node's."""
-_LIMITED = r"power[ -](?:limited|capped)"
+_LIMITED = r"power[ -]?(?:limit(?:ed)?|cap(?:ped)?)"
 """Words for devices that run below their rated power."""
+_WATTS = (
+    rf"{_LIMITED}(?: is| was)?(?: to| at| of| ?[=:])? ?(\d{{2,4}}) ?w(?:atts?)?"
+    rf"|(\d{{2,4}}) ?w(?:atts?)? {_LIMITED}"
+)
+"""Words that tell to how many watts."""
 _DEVICES = (
     (r"v100.*16", "v100-16"),
     (r"v100(?!\d)", "v100-32"),
@@ -108,6 +113,8 @@ def _unknown(part: str) -> str | None:
 def _with_power(row: Row, usual: Cluster) -> Cluster:
     """The cluster with its devices at the row's power."""
     watts = row.numbers.get("power_w")
+    if watts is None and (told := row.says(_WATTS)):
+        watts = row.derive("power_w", float(told[1] or told[2]))
     if watts is None:
         if row.says(_LIMITED):
             raise PredictionError(

@@ -24,6 +24,8 @@ _SCHEDULES = {
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "selective": SelectiveRecompute(), "full": FullRecompute()}
 """The least recomputation first."""
+DATA_ALONE = "data ranks alone"
+"""The layout that a row without one is taken for."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Microbatch sizes to try where a row does not state one. Source: assumed."""
 _MOST_VIRTUAL = 4
@@ -36,6 +38,8 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
         raise PredictionError(f"tp x cp x pp = {row.model_ranks} does not divide its {gpus} GPUs")
     if (dp := row.whole("dp")) and dp * row.model_ranks != gpus:
         raise PredictionError(f"dp x tp x cp x pp = {dp * row.model_ranks} are not its {gpus} GPUs")
+    if gpus > 1 and all(row.whole(name) is None for name in ("tp", "cp", "pp", "dp")):
+        row.infer("layout", DATA_ALONE)
     sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep", "etp")}
     zero = row.whole_or("zero", program.habitual_zero)
     stated = row.words["sequence_parallel"]
@@ -57,7 +61,9 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
 
 
 def _named_schedule(row: Row) -> str:
-    """The schedule that the row's comment names, as 'schedule=ZB-1p', in small letters, or an empty text."""
+    """The schedule of the row's cell, or that its comment names, as 'schedule=ZB-1p', in small letters."""
+    if stated := row.words["schedule"]:
+        return stated.lower()
     named = row.says(r"(?<!lr )(?<!rate )schedule ?= ?([\w-]+)")
     return named[1].lower() if named else ""
 

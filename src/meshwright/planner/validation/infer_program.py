@@ -14,17 +14,18 @@ from typing import cast
 
 from meshwright.hardware.cluster import Cluster, Device
 from meshwright.planner.cost.precision import precision
-from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
+from meshwright.planner.cost.software import PROGRAM_NAMES, STACKS, Attention, SoftwareStack
+from meshwright.planner.programs.table import PROGRAMS
 from meshwright.planner.validation.infer_remat import with_words
 from meshwright.planner.validation.table import PredictionError, Row, first_match, phrase, short
 
 _PROGRAMS = (
+    (r"hai[ -]?llm|2412\.19437", "hai-llm"),
     (r"megatron[ -]?fsdp", "megatron-fsdp"),
     (r"nemo|megatron[ -]?bridge|dgxc|mlperf", "nemo"),
     (r"megatron[ -]?core|mcore", "megatron-core"),
     (r"megatron[ -]?deepspeed|bigscience|tr11|mt-nlg|turing-nlg", "megatron-deepspeed"),
     (r"megatron([ -]?lm)?", "megatron-lm"),
-    (r"hai[ -]?llm", "hai-llm"),
     (r"torchtitan", "fsdp-compiled"),
     (r"llm[ -]?foundry|mosaic(ml)?|composer", "llm-foundry"),
     (r"nanotron|ultra-?scale playbook", "nanotron"),
@@ -69,13 +70,15 @@ def program_of(row: Row, device: Device) -> SoftwareStack:
     """
     stated = row.words["program"].lower()
     name = stated if stated in STACKS else _program(lambda words: phrase(words, stated))
+    name = name or PROGRAM_NAMES.get(stated)
     if stated and name is None:
         known = (
-            "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry, nanotron and MaxText"
+            "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry, nanotron, MaxText "
+            "and HAI-LLM"
         )
         raise PredictionError(f"the program '{short(row.words['program'])}' is not known; {known} are")
     if name is None:
-        name = row.infer("program", _usual_program(row))
+        name = row.infer("program", _usual_program(row, device))
     if (release := _release(name, row)) != name:
         row.derive("stack", release)
     stack = _with_loss(STACKS[release], row, device)
@@ -87,6 +90,11 @@ def program_of(row: Row, device: Device) -> SoftwareStack:
         stack = _hosted(stack, graphs == "yes")
     if row.words["moe_pad_to_capacity"] == "yes":
         stack = replace(stack, pads_experts=True)
+    if device.kind not in PROGRAMS[stack.name].devices:
+        row.notes.append(
+            f"{stack.name} does not run on {device.name}, by what is known of it; it is predicted all the "
+            f"same"
+        )
     if (width := row.whole("gradient_bytes")) is not None:
         stack = replace(stack, gradient_bytes=width, recipe=replace(stack.recipe, gradient=width))
     return stack
@@ -104,10 +112,12 @@ def _program(says: Callable[[str], object]) -> str | None:
     return next((name for words, name in _PROGRAMS if says(words)), None)
 
 
-def _usual_program(row: Row) -> str:
-    """The program that the row's source names, or the usual one of its year and ZeRO stage."""
+def _usual_program(row: Row, device: Device) -> str:
+    """The program that the row's source names, or the usual one of its device, its year and ZeRO stage."""
     if (name := _program(row.says)) is not None:
         return name
+    if device.kind == "tpu":
+        return "maxtext"
     if row.whole("zero") == 3:
         return "fsdp"
     return "megatron-lm" if _written(row) < _FUSED else "megatron-core"

@@ -22,8 +22,18 @@ from meshwright.planner.validation import ranking
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.error_statistics import errors
-from meshwright.planner.validation.table import PUBLISHED, Row, by_reason, read, rows_in_words
+from meshwright.planner.validation.infer_layout import DATA_ALONE
+from meshwright.planner.validation.table import (
+    PUBLISHED,
+    PredictionError,
+    Row,
+    by_reason,
+    read,
+    rows_in_words,
+    unread_columns,
+)
 from meshwright.spec import Layout, RunSpec, UserError
+from meshwright.units import gigabytes
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,13 @@ def predict(case: Case) -> Prediction:
         else:
             found.append(Prediction(case, spec, time, need))
     fitting = [prediction for prediction in found if prediction.fits]
-    return min(fitting or found, key=lambda prediction: prediction.seconds)
+    best = min(fitting or found, key=lambda prediction: prediction.seconds)
+    if not fitting and case.ran and case.row.inferred.get("layout") == DATA_ALONE:
+        raise PredictionError(
+            f"its layout is not known, and {DATA_ALONE} need {gigabytes(best.memory.device)} of "
+            f"{gigabytes(capacity)}; give tp, pp and cp"
+        )
+    return best
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,8 @@ class ValidatedTable:
     predictions: tuple[Prediction, ...]
     skipped: tuple[dict[str, Any], ...]
     """Row, source and reason of each row that cannot be predicted."""
+    unread: tuple[str, ...] = ()
+    """Columns that say nothing here."""
 
 
 def validate(table: Path = PUBLISHED) -> ValidatedTable:
@@ -194,7 +212,8 @@ def validate(table: Path = PUBLISHED) -> ValidatedTable:
         )
         more = f"; and {len(reasons) - _REASONS} further reasons" if len(reasons) > _REASONS else ""
         raise UserError(f"{table}: none of its {len(rows)} rows can be predicted: {listed}{more}")
-    return ValidatedTable(table, tuple(rows), tuple(predictions), tuple(skipped))
+    unread = tuple(unread_columns(table))
+    return ValidatedTable(table, tuple(rows), tuple(predictions), tuple(skipped), unread)
 
 
 def cells(predictions: Iterable[Prediction]) -> list[ranking.Cell]:
@@ -260,6 +279,7 @@ def report(validation: ValidatedTable, by: str = "source") -> dict[str, Any]:
     figures = {
         **summary(validation, rows),
         "skipped_rows": list(validation.skipped),
+        "unread_columns": list(validation.unread),
         "notes": [
             {"row": each.case.row.number, "source": each.case.row.words["source"], "note": note}
             for each in validation.predictions

@@ -229,14 +229,18 @@ elsewhere: that is taken for a slip of the pen and refused.
   interfaces; above 1,600 those of a node.
 - What was measured: `step_seconds`, `tokens_per_sec_per_gpu`, `tflops_per_gpu`, `mfu_pct`, `peak_mem_gib`
   (or OOM).
-- `where` and `confidence` are comments. Of the words in `source` and `where` only these count, if no "not" is
-  before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager;
-  schedule=ZB-1p; MaxText's policies of recomputation (remat minimal_offloaded), where it puts an output
-  (out_proj=offload, device or remat), and weight_dtype=bfloat16; power limited, which asks for `power_w`; a
-  node's network as 4 x 200 Gbit/s or 4x200Gb IB; hardware TFLOP/s, HFU or incl. recompute, of
-  `tflops_per_gpu`; memory in GB, reserved or by nvidia-smi; and of torchtitan a date, as 2025-06, since it
-  compiles its loss from April 2025 on. They are listed with the inferred properties; a policy of
+- `where` and `confidence` are comments. Of the words in `source` and `where` only these count, if no "not"
+  is before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager; schedule=ZB-1p,
+  where no column `schedule` has it; MaxText's policies of recomputation (remat minimal_offloaded), where it
+  puts an output (out_proj=offload, device or remat), and weight_dtype=bfloat16; power limited, which asks
+  for `power_w` or for watts behind it (power limited to 500 W); a node's network as 4 x 200 Gbit/s or
+  4x200Gb IB; hardware TFLOP/s, HFU or incl. recompute, of `tflops_per_gpu`, and half of attention, which
+  Megatron-Bridge counts; memory in GB, reserved or by nvidia-smi; and of torchtitan a date, as 2025-06,
+  since it compiles its loss from April 2025 on. They are listed with the inferred properties; a policy of
   recomputation, an output or a place that is not known (remat_policy=mine) is told with its row.
+
+Columns that say nothing here are named, and those whose usual name elsewhere is known
+(tensor_model_parallel_size, zero_stage) are refused with the name here.
 
 ## Inferred properties
 
@@ -250,9 +254,10 @@ Cells that a row leaves empty are inferred from the field's habits, and listed b
   thirds of that in gated layers; `kv_heads`: all `heads`; `head_dim`: `hidden` / `heads`; `moe_ffn`: `ffn`;
   gated layers and tied embeddings: as the number of parameters determines. All of them, experts and latents
   too, are those of a preset of the same name (`shape`) that no cell contradicts.
-- `zero`, `sequence_parallel`: the program's default. `recompute`: the least that fits, of as few layers as
-  fits, but in MaxText of all; its remat custom is taken to keep a block's input and the outputs of
-  attention's products in the host's memory, as Google's recipes for TPU v6e do.
+- The layout, where `tp`, `cp`, `pp` and `dp` are all empty: data ranks alone, and the row is refused if the
+  model does not fit so. `zero`, `sequence_parallel`: the program's default. `recompute`: the least that
+  fits, of as few layers as fits, but in MaxText of all; its remat custom is taken to keep a block's input
+  and the outputs of attention's products in the host's memory, as Google's recipes for TPU v6e do.
 - `micro_batch`: the fastest of 1 to 16 that fits; torchtitan's pipelines have as many microbatches as
   ranks. If Megatron's authors do not state their microbatch, they are assumed to have tuned interleaved
   stages too (up to 4 per rank).

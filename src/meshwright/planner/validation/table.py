@@ -65,7 +65,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_pad_to_capacity": ("yes", "no"),
 }
 """Columns of words from a fixed list, which are read in small letters."""
-_WORDS = ("source", "program", "model", "gpu", "precision", "fp8_recipe", *CHOICES, "where", "confidence")
+_WORDS = (
+    *("source", "program", "model", "gpu", "precision", "fp8_recipe", "schedule"),
+    *(*CHOICES, "where", "confidence"),
+)
 _COLUMNS = frozenset((*_WORDS, *INTEGERS, *_MEASURES))
 _NEEDED = ("source", "gpu", "gpus", "seq_len")
 _OTHER_NAMES: Mapping[str, str] = {
@@ -73,6 +76,29 @@ _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("num_gpus", "n_gpus", "world_size"), "gpus"),
     **dict.fromkeys(("sequence_length", "context_length"), "seq_len"),
     **dict.fromkeys(("stack", "framework"), "program"),
+    **{
+        f"{name}{more}": axis
+        for axis, names in {
+            "tp": ("tensor_parallel", "tensor_model_parallel", "tp"),
+            "pp": ("pipeline_parallel", "pipeline_model_parallel", "pp"),
+            "cp": ("context_parallel", "cp"),
+            "dp": ("data_parallel", "dp"),
+            "ep": ("expert_parallel", "expert_model_parallel", "ep"),
+            "etp": ("expert_tensor_parallel", "etp"),
+        }.items()
+        for name in names
+        for more in ("", "_size", "_degree")
+        if f"{name}{more}" != axis
+    },
+    **dict.fromkeys(
+        ("virtual", "vpp", "virtual_pipeline_size", "virtual_pipeline_model_parallel_size"), "vp"
+    ),
+    **dict.fromkeys(("zero_stage", "zero_optimization_stage"), "zero"),
+    **dict.fromkeys(("activation_checkpointing", "activation_recomputation", "ac", "remat"), "recompute"),
+    **dict.fromkeys(("micro_batch_size", "per_device_batch", "per_device_batch_size"), "micro_batch"),
+    **dict.fromkeys(("global_batch_size", "batch_size"), "global_batch_seqs"),
+    **dict.fromkeys(("tps", "tokens_per_second_per_gpu", "tok_s_gpu"), "tokens_per_sec_per_gpu"),
+    **dict.fromkeys(("power_limit", "tdp"), "power_w"),
     "dtype": "precision",
     "expert_ffn": "moe_ffn",
     "device": "gpu",
@@ -198,6 +224,12 @@ def phrase(pattern: str, text: str) -> re.Match[str] | None:
 def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
     """The value of the first pattern of a table that occurs in `text`, or None."""
     return next((value for pattern, value in table if re.search(pattern, text)), None)
+
+
+def unread_columns(path: Path) -> list[str]:
+    """Columns of a table that `read` has read, which say nothing here."""
+    names = next(filter(None, csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""))))
+    return [short(name.strip()) for name in names if name.strip() and name.strip().lower() not in _COLUMNS]
 
 
 def read(path: Path) -> list[Row]:
