@@ -129,7 +129,9 @@ def test_a_layout_that_its_program_is_not_known_to_run_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = table(tmp_path, f"ours,gpt-a,{CELLS},llm-foundry", heading=f"{HEADING},program")
-    assert main(["validate", path]) == 0
+    page = tmp_path / "page.md"
+    assert main(["validate", path, "--markdown", str(page)]) == 0
+    assert "- row 0: layout.tp: 8 is not run by llm-foundry of 2023" in page.read_text()
     told = " ".join(capsys.readouterr().out.split())
     assert "row 0, from 0: layout.tp: 8 is not run by llm-foundry of 2023, which has no tensor" in told
     assert "it is predicted all the same" in told and " 1/1 " in told
@@ -155,8 +157,10 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.Capt
     path = table(tmp_path, f"ours,gpt-a,{CELLS},me,3", heading=f"{HEADING},Author,temperature")
     assert main(["validate", path, "--json"]) == 0
     assert last_json(capsys)["unread_columns"] == ["Author", "temperature"]
-    assert main(["validate", path]) == 0
+    page = tmp_path / "page.md"
+    assert main(["validate", path, "--markdown", str(page)]) == 0
     assert "columns that are not read: Author, temperature" in capsys.readouterr().out
+    assert page.read_text().endswith("\nNotes:\n\n- columns that are not read: Author, temperature\n")
 
 
 def test_a_row_without_a_layout_is_not_taken_for_one_that_does_not_fit(

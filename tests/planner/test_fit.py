@@ -414,7 +414,7 @@ def test_a_run_file_that_takes_tables_back_is_asked_about_too(tmp_path: Path) ->
     assert way(found, "lora").fits and way(found, "full").fits
 
 
-def test_the_name_that_was_asked_for_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_name_that_was_asked_for_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The preset is of a shape, and other models of it have other weights and positions."""
     name = "Qwen/Qwen3-30B-A3B-Instruct-2507"
     assert main(["fit", name, "--gpu", "b200", "--seq-len", "41k"]) == 0
@@ -423,6 +423,10 @@ def test_the_name_that_was_asked_for_is_told(capsys: pytest.CaptureFixture[str])
     assert f"to fine-tune, give --from {name} in its place" in told
     found = api.fit("unsloth/Meta-Llama-3.1-8B-bnb-4bit", gpu="h100", seq_len=512)
     assert found.published == "meta-llama/Llama-3.1-8B"
+    file = tmp_path / "mine.toml"
+    file.write_text('[model]\npreset = "llama3-8b"\n[data]\ncorpus = "synthetic"\nseq_len = 512\n')
+    found = api.fit(str(file), gpu="h100")
+    assert not found.is_named and found.published == "meta-llama/Meta-Llama-3-8B"
 
 
 def test_a_format_of_a_folder_that_no_row_is_in_is_told(

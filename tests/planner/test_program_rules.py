@@ -27,21 +27,11 @@ from meshwright.planner.validation.cases import case_of
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, Row, read
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.pipeline_schedules import SCHEDULES
+from small_runs import run
 
 OTHERS = [name for name, program in PROGRAMS.items() if program is not OWN]
 DENSE: dict[str, Any] = {"preset": "tiny", "layers": 4, "kv_heads": 2}
 EXPERTS: dict[str, Any] = {"preset": "moe-tiny", "layers": 4, "moe": {"experts": 4, "ffn": 2}}
-
-
-def run(model: dict[str, Any], seq_len: int = 64, sequences: int = 8) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "model": {"vocab_size": 512, **model},
-            "data": {"seq_len": seq_len},
-            "train": {"batch_tokens": sequences * seq_len},
-            "precision": {"compute": "bf16"},
-        }
-    )
 
 
 def test_every_stack_has_its_layouts_with_their_source() -> None:

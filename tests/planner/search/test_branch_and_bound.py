@@ -33,18 +33,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import ContextMode, Order
 from meshwright.spec.pipeline_schedules import SCHEDULES
-
-
-def run(model: dict[str, Any], seq_len: int = 64, sequences: int = 8) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "model": {"vocab_size": 512, **model},
-            "data": {"seq_len": seq_len},
-            "train": {"batch_tokens": sequences * seq_len},
-            "precision": {"compute": "bf16"},
-        }
-    )
-
+from small_runs import run
 
 DENSE = {"preset": "tiny", "layers": 5, "kv_heads": 2}
 EXPERTS = {"preset": "moe-tiny", "layers": 3, "moe": {"experts": 4, "ffn": 2}}

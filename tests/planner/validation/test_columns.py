@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 from math import log
 from pathlib import Path
 
 import pytest
 
+from changed_rows import case
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.remat import POLICIES, Remat
 from meshwright.planner.cost.software import STACKS
-from meshwright.planner.programs.stage_cuts import by_threshold
-from meshwright.planner.validation.cases import Case, case_of
+from meshwright.planner.validation.cases import case_of
 from meshwright.planner.validation.metrics import predict
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionError, read
-from meshwright.spec import ModelSpec, UserError
-
-
-def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: str) -> Case:
-    """The case of a row of a table with some cells changed; row 20 is Llama 3.1 70B, fp8, on 64 H100."""
-    with table.open(newline="") as file:
-        reader = csv.DictReader(file)
-        row, names = list(reader)[number] | changed, list(reader.fieldnames or [])
-    path = tmp_path / "runs.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *(name for name in changed if name not in names)])
-        writer.writeheader()
-        writer.writerow(row)
-    (read_row,) = read(path)
-    return case_of(read_row, [read_row])
-
-
-@pytest.mark.parametrize(
-    ("program", "stack"),
-    [
-        ("Megatron-Bridge", "nemo"),
-        ("NeMo 2.0", "nemo"),
-        ("megatron-core 0.12", "megatron-core"),
-        ("Megatron-LM", "megatron-lm"),
-        ("Megatron-FSDP", "megatron-fsdp"),
-        ("torchtitan", "fsdp-compiled"),
-        ("DeepSpeed", "deepspeed-zero3"),
-        ("PyTorch FSDP2", "fsdp"),
-        ("HAI-LLM", "hai-llm"),
-        ("deepseek", "hai-llm"),
-        ("MaxText", "maxtext"),
-    ],
-)
-def test_the_program_is_the_one_that_is_stated(tmp_path: Path, program: str, stack: str) -> None:
-    found = case(tmp_path, program=program, source="a blog", where="")
-    assert found.stack.name == stack
-    assert not any(told.startswith("program") for told in found.inferred)
 
 
 @pytest.mark.parametrize(
@@ -399,153 +361,12 @@ def test_the_bytes_of_a_run_are_those_of_the_recomputation_that_is_timed(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("heading", "says"),
-    [
-        ("source,gpu,gpus,seq_len,gpu", "has the column 'gpu' twice"),
-        ("source,gpu,gpus,seq_len,step_second", "'step_second'; did you mean 'step_seconds'"),
-    ],
-)
-def test_a_heading_that_is_a_slip_of_the_pen_is_refused(tmp_path: Path, heading: str, says: str) -> None:
-    path = tmp_path / "runs.csv"
-    path.write_text(f"{heading}\na,H100,8,2048,1\n")
-    with pytest.raises(UserError, match=says):
-        read(path)
-
-
-def test_columns_of_ones_own_are_left_alone(tmp_path: Path) -> None:
-    found = case(tmp_path, notes="my first run", layers_note="all alike", gpu_hours="12")
-    assert found.row.words.get("broken") is None
-
-
-@pytest.mark.parametrize(
-    ("layers", "hidden", "ffn", "ranks", "stages"),
-    [
-        (16, 2048, 8192, 2, (11, 5)),
-        (16, 2048, 8192, 4, (6, 5, 5, 0)),
-        (16, 2048, 8192, 8, (3, 3, 2, 3, 2, 3, 0, 0)),
-        (16, 2048, 8192, 14, (2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 1, 0, 0, 0)),
-        (16, 2048, 8192, 16, None),
-        (32, 4096, 14336, 4, (9, 9, 8, 6)),
-        (32, 4096, 14336, 8, (5, 4, 4, 5, 4, 4, 4, 2)),
-        (32, 4096, 14336, 37, None),
-    ],
-)
-def test_nanotrons_stages_end_with_the_module_that_exceeds_their_share(
-    layers: int, hidden: int, ffn: int, ranks: int, stages: tuple[int, ...] | None
-) -> None:
-    """Worked out by hand from its rule, for a head of 131,072 words.
-
-    Shares are 10, 5, 2.5, 1.43, 1.25, 8.55, 4.28 and 0.92 blocks. After the blocks, at most four stages are
-    filled: by norm, head, cast and loss. Of the Ultra-Scale Playbook's runs with 16 blocks on 16
-    stages 65 of 66 ended.
-    """
-    heads = hidden // 128
-    model = ModelSpec(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=heads, vocab_size=131072)
-    assert by_threshold(model, ranks) == stages
-
-
-def test_tflops_of_megatron_bridge_count_half_of_attention(tmp_path: Path) -> None:
-    """The row states tokens per second, too, which tell how."""
-    speeds = {"step_seconds": "", "tokens_per_sec_per_gpu": ""}
-    with FRONTIER.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    number = next(
-        place for place, row in enumerate(rows)
-        if "Megatron-Bridge" in row["source"] and row["model"].startswith("LLAMA3_8B")
-        and row["tflops_per_gpu"] and row["tokens_per_sec_per_gpu"]
-    )  # fmt: skip
-    stated = case(tmp_path, number=number)
-    counted = case(tmp_path, number=number, **speeds, mfu_pct="")
-    whole = case(tmp_path, number=number, **speeds, mfu_pct="", source="a blog", where="", program="NeMo")
-    told = case(
-        tmp_path, number=number, **speeds, mfu_pct="", source="a blog", where="TFLOP/s of half of attention"
-    )
-    assert stated.seconds and counted.seconds == pytest.approx(stated.seconds, rel=0.01)
-    assert told.seconds == counted.seconds
-    assert whole.seconds is not None and whole.seconds > 1.02 * stated.seconds
-
-
-def test_speeds_agree_in_either_count_of_attention(tmp_path: Path) -> None:
-    """2,000 tokens/s of 8B at 131,072 tokens are 296 TFLOP/s with half of attention, and 502 with all."""
-    cells = {
-        "source": "a blog", "model": "llama3-8b", "gpu": "H100", "gpus": "8", "tp": "8", "pp": "1", "cp": "1",
-        "dp": "1", "zero": "1", "seq_len": "131072", "global_batch_seqs": "4", "program": "Megatron-Core",
-        "precision": "bf16", "tokens_per_sec_per_gpu": "2000",
-    }  # fmt: skip
-    heading = [*cells, "tflops_per_gpu"]
-    for tflops, refused in (("296", False), ("502", False), ("900", True)):
-        path = tmp_path / "long.csv"
-        path.write_text(",".join(heading) + "\n" + ",".join([*cells.values(), tflops]) + "\n")
-        (row,) = read(path)
-        if refused:
-            with pytest.raises(PredictionError, match="of different speeds"):
-                case_of(row, [row])
-        else:
-            assert case_of(row, [row]).seconds == pytest.approx(4 * 131072 / 8 / 2000)
-
-
-@pytest.mark.parametrize(
-    ("changed", "stack", "noted"),
-    [
-        ({"gpu": "TPU v6e", "program": "", "source": "a blog"}, "maxtext", False),
-        ({"gpu": "TPU v6e", "program": "DeepSpeed", "source": "a blog"}, "deepspeed-zero3", True),
-        ({"gpu": "H800", "program": "", "source": "DeepSeek-V3 (arXiv:2412.19437)"}, "hai-llm", False),
-    ],
-)
-def test_a_program_is_one_of_its_device_and_its_paper(
-    tmp_path: Path, changed: dict[str, str], stack: str, noted: bool
-) -> None:
-    found = case(
-        tmp_path, where="", precision="bf16", fp8_recipe="", mfu_pct="", tflops_per_gpu="", **changed
-    )
-    assert found.stack.name == stack
-    assert any("does not run on tpu-v6e" in note for note in found.row.notes) is noted
-
-
-@pytest.mark.parametrize(
     "where", ["power capped at 500W", "a 500 W power limit", "power limited to 500 watts"]
 )
 def test_watts_in_a_comment_are_read(tmp_path: Path, where: str) -> None:
     assert case(tmp_path, where=where).cluster == case(tmp_path, where="", power_w="500").cluster
     with pytest.raises(PredictionError, match="does not tell to how many watts"):
         case(tmp_path, where="power limited")
-
-
-def test_a_schedule_may_be_a_column(tmp_path: Path) -> None:
-    layout = {"tp": "4", "pp": "4", "vp": "", "dp": "", "where": ""}
-    (spec, *_) = case(tmp_path, schedule="gpipe", **layout).specs
-    assert spec.layout.schedule == "gpipe"
-    with pytest.raises(PredictionError, match="its schedule 'mine' is not one of"):
-        case(tmp_path, schedule="mine", **layout)
-
-
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("tensor_model_parallel_size", "tp"),
-        ("pp_size", "pp"),
-        ("expert_model_parallel_size", "ep"),
-        ("data_parallel", "dp"),
-        ("zero_stage", "zero"),
-        ("activation_checkpointing", "recompute"),
-        ("virtual", "vp"),
-        ("tps", "tokens_per_sec_per_gpu"),
-    ],
-)
-def test_usual_names_of_columns_elsewhere_are_refused_with_theirs(
-    tmp_path: Path, written: str, name: str
-) -> None:
-    path = tmp_path / "runs.csv"
-    path.write_text(f"source,gpu,gpus,seq_len,step_seconds,{written}\na,H100,8,2048,1,8\n".replace(
-        "step_seconds", "mfu_pct" if name.startswith("tokens") else "step_seconds"))  # fmt: skip
-    with pytest.raises(UserError, match=f"unknown column '{written}'; did you mean '{name}'"):
-        read(path)
-
-
-@pytest.mark.parametrize(("program", "stages"), [("nanotron", (9, 9, 8, 6)), ("torchtitan", "even")])
-def test_only_rows_of_nanotron_have_its_stages(tmp_path: Path, program: str, stages: object) -> None:
-    found = case(tmp_path, PUBLISHED, 89, program=program, where="")  # 32 blocks on 4 pipeline ranks
-    assert {spec.layout.stages for spec in found.specs} == {stages}
 
 
 def test_hosts_of_a_pod_do_not_end_its_links(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class LayerCost(EndCosts):
             self.attention = KERNELS[backends.taken]
             self.masked = backends.path == "packed" and backends.taken in ("efficient", "math")
             if holds_documents(spec) and not self.masked:
-                self.document = self.length // max(self.documents, 1 if spec.preference is None else 2)
+                answers = 1 if spec.preference is None else 2
+                self.document = self.length // max(self.documents, answers)
         self.counted = ours and kernels.device.kind != "cpu"
         """True if memory-bound operators are counted one by one (`planner/cost/operator_bytes.py`)."""
         measured = kernels.measured

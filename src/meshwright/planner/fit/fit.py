@@ -111,20 +111,20 @@ class Fits:
     training: tuple[TrainingFit, ...]
     serving: tuple[ServingFit, ...]
     name: str = ""
-    """The name that the model was asked for by."""
+    """The name that the model was asked for by; empty where that is a file or a folder."""
 
     @property
     def published(self) -> str | None:
         """The repository on the hub with trained weights of the model: the one that was asked for, or that
         its preset is of."""
-        if self.model.preset is not None and self.name != self.model.preset and is_trainable(self.name):
+        if self.is_named and is_trainable(self.name):
             return self.name
         return next(iter(REPOSITORIES.get(self.model.preset or "", ())), None)
 
     @property
     def is_named(self) -> bool:
         """True if the model was asked for by another name than its preset's: its positions may be others."""
-        return self.model.preset is not None and self.name != self.model.preset
+        return self.name not in ("", self.model.preset)
 
     @property
     def other_format(self) -> str | None:
@@ -211,5 +211,6 @@ def fit(request: FitRequest) -> Fits:
     base = problem.base
     folder = served_model(asked)
     serving = serving_fits(base.model, CostModel(cluster), request.batch, base.data.seq_len, folder)
-    name = "" if isinstance(request.model, RunSpec) else str(request.model)
+    is_file = isinstance(request.model, RunSpec) or bool(asked.run_file) or base.model.preset is None
+    name = "" if is_file else str(request.model)
     return Fits(base.model, cluster, base.data.seq_len, training, tuple(serving), name)

@@ -75,21 +75,26 @@ def published_weights(model: ModelSpec) -> PublishedWeights | None:
         whole = ModelSpec.model_validate({"preset": model.preset})
         source = REPOSITORIES[str(model.preset)][0]
         return PublishedWeights(form, source) if model.parameters == whole.parameters else None
-    path = Path(model.hf or "", "config.json")
-    if model.hf is None or not path.is_file():
-        return None
-    described = read_json_object(path, "model.hf").get("quantization_config")
-    found = _form_of(described, model) if isinstance(described, dict) else None
+    described = _quantisation(model)
+    found = None if described is None else _form_of(described, model)
     return None if found is None else PublishedWeights(found, str(model.hf))
 
 
 def other_format(model: ModelSpec) -> str | None:
     """The format that an HF folder's config.json says of its weights, where no bytes of it are known."""
-    path = Path(model.hf or "", "config.json")
-    if model.hf is None or not path.is_file() or published_weights(model) is not None:
+    described = _quantisation(model)
+    if described is None or _form_of(described, model) is not None:
         return None
-    described = read_json_object(path, "model.hf").get("quantization_config")
-    return str(described.get("quant_method")) if isinstance(described, dict) else None
+    return str(described.get("quant_method"))
+
+
+def _quantisation(model: ModelSpec) -> dict[str, object] | None:
+    """The table `quantization_config` of the config.json of an HF folder; None where there is none."""
+    path = Path(model.hf or "", "config.json")
+    if model.hf is None or not path.is_file():
+        return None
+    found = read_json_object(path, "model.hf").get("quantization_config")
+    return found if isinstance(found, dict) else None
 
 
 def _form_of(described: dict[str, object], model: ModelSpec) -> PublishedFormat | None:

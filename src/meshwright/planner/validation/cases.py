@@ -21,7 +21,7 @@ from meshwright.planner.validation.infer_layout import batch_of, check_layout, c
 from meshwright.planner.validation.infer_model import model_of
 from meshwright.planner.validation.infer_program import format_of, program_of
 from meshwright.planner.validation.infer_remat import note_unknown
-from meshwright.planner.validation.table import PredictionError, Row, check
+from meshwright.planner.validation.table import PredictionError, Row, check, phrase
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.sections import DataSpec
@@ -190,7 +190,7 @@ def measured_seconds(
 def _printed_flops(row: Row, model: ModelSpec, length: int) -> float:
     """FLOPs of a token as the source counts them: the model's, or the hardware's with recomputation."""
     flops = model.flops_per_token(length)
-    if "tflops_per_gpu" in row.numbers and row.says(_CAUSAL):
+    if "tflops_per_gpu" in row.numbers and (row.says(_CAUSAL) or phrase(_CAUSAL, row.words["program"])):
         row.derive("tflops_per_gpu", "of half of attention, which a causal mask leaves")
         return model.flops_per_token(length, causal=True)
     if "tflops_per_gpu" in row.numbers and row.words["recompute"] == "full" and row.says(_HARDWARE):

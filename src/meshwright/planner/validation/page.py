@@ -72,7 +72,14 @@ def page(report: dict[str, Any], by: str = "source") -> str:
     """
     if "left_out" not in report:
         figures = _markdown(table(report, by, _WHOLE))
-        return f"# Validation\n\n{figures}\n\nRefused, with the reason:\n\n{_skipped(report)}\n"
+        told = f"# Validation\n\n{figures}\n\nRefused, with the reason:\n\n{_skipped(report)}\n"
+        notes = [
+            f"- {rows_in_words(numbers)}: {note}"
+            for note, numbers in by_reason(report["notes"], "note").items()
+        ]
+        if unread := report["unread_columns"]:
+            notes.append(f"- columns that are not read: {', '.join(unread)}")
+        return told + ("\nNotes:\n\n" + "\n".join(notes) + "\n" if notes else "")
     frontier, unseen = report["frontier"], report["left_out"]
     both = f"{unseen['rows']} runs of {len(unseen['by_source'])} sources"
     return _PAGE.format(

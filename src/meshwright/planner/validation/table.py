@@ -228,22 +228,27 @@ def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
 
 def unread_columns(path: Path) -> list[str]:
     """Columns of a table that `read` has read, which say nothing here."""
-    names = next(filter(None, csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""))))
-    return [short(name.strip()) for name in names if name.strip() and name.strip().lower() not in _COLUMNS]
+    names = [name.strip() for name in _lines(path)[0]]
+    return [short(name) for name in names if name and name.lower() not in _COLUMNS]
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file. Raises `UserError` for a file that is not a table of runs."""
+def _lines(path: Path) -> list[list[str]]:
+    """The cells of each line of a CSV file. Raises `UserError`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if "\0" in text:
             raise csv.Error("it has NUL bytes")
-        lines = [cells for cells in csv.reader(io.StringIO(text, newline=""), strict=True) if cells]
+        return [cells for cells in csv.reader(io.StringIO(text, newline=""), strict=True) if cells]
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file; give a table of runs, as CSV") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read as a table: {reason}; give a CSV file in UTF-8") from None
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV file. Raises `UserError` for a file that is not a table of runs."""
+    lines = _lines(path)
     names = [name.strip().lower() for name in lines[0]] if lines else []
     for separator, word in ((";", "';'"), ("\t", "tabs")):
         if len(names) == 1 and separator in lines[0][0]:
